@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-slow test-all test-cuda soak gpu-report lint docs clean
+.PHONY: quickstart test test-slow test-all test-cuda soak gpu-report gpu-wheels lint docs clean
 
 # One thread per test process, and three processes on two cores, because many tests wait. Tests that time code or measure
 # memory (marked serial) run afterwards, one at a time. PYTHONDONTWRITEBYTECODE is unset so that processes started by tests
@@ -58,9 +58,27 @@ test-cuda: $(filter .venv-cuda/ready,$(CUDA_PYTHON:bin/python=ready))
 	.venv-cuda/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda and "PyTorch " + torch.__version__ + " is not a CUDA build; name one: make test-cuda CUDA_TORCH=... (or PIP_INDEX_URL=...)")'
 	touch $@
 
-# Write the first measurements on a GPU to results/gpu/gpu_report.md (docs/gpu_report.md). Needs a GPU.
-gpu-report: .venv/ready-dev
-	$(BIN)/python tools/gpu_report.py
+# Write the first measurements on a GPU to results/gpu/gpu_report.md (docs/gpu_report.md), in calls of less than ten minutes:
+#   make gpu-report                          # again, until nothing is left
+#   make gpu-report ARGS="--only step"       # options of tools/gpu_report.py
+# With a folder of wheels (make gpu-wheels), the environment is made from it without a network. GPU_PYTHON uses an existing
+# environment instead, in which nothing is installed.
+WHEELS ?= wheels
+GPU_PYTHON ?= $(if $(wildcard $(WHEELS)/*.whl),.venv-gpu,.venv)/bin/python
+GPU_TESTS := $(shell grep -E '^(pytest|pytest-xdist|pytest-timeout|transformers|triton)[=~]' requirements-dev.txt)
+
+gpu-report: $(if $(filter .venv-gpu/bin/python,$(GPU_PYTHON)),.venv-gpu/ready) $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/ready-dev)
+	$(GPU_PYTHON) tools/gpu_report.py $(ARGS) || [ $$? = 3 ]
+
+# Put all packages of the GPU report into the folder WHEELS, for a machine that cannot fetch packages. Run it with the same
+# version of Python and the same type of processor as there. The package index must have PyTorch's CUDA build.
+gpu-wheels:
+	$(PYTHON) -m pip wheel --disable-pip-version-check --wheel-dir $(WHEELS) -r requirements.txt $(GPU_TESTS)
+
+.venv-gpu/ready: requirements.txt
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --disable-pip-version-check --no-index --find-links $(WHEELS) -r requirements.txt $(GPU_TESTS)
+	touch $@
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .
@@ -93,4 +111,4 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 	touch $@
 
 clean:
-	rm -rf .venv .venv-docs .venv-cuda build data dist exported results runs wandb
+	rm -rf .venv .venv-docs .venv-cuda .venv-gpu build data dist exported results runs wandb

@@ -83,6 +83,7 @@ OPTION_TYPES = {
     "factor": "number",
     "flag": "true \\| false",
     "positives": "list",
+    "angle": "number \\| random",
 }
 """Names of option types in the tables, by the kind of a declared option."""
 CHOSEN = ("pos_emb", "logit_scaling", "forgetting_gate")
@@ -105,13 +106,17 @@ def _groups() -> Iterator[str]:
             named = " \\| ".join(choices)
             first = (f"`{key}.{selector}`", "", named, f"`{DEFAULTS[key]}`" if key in DEFAULTS else "required", "")
             yield _table(("key", "of", "type", "default", "meaning"), [first, *_options(key)])
+    yield "### pos_emb_options\n\nThe options of `pos_emb`, as a mapping. The formulas are in attention.md.\n"
+    yield _table(("key", "of", "type", "default", "meaning"), _options("pos_emb", "pos_emb_options"))
     for key, kind in MAPPINGS.items():
         yield f"### {key}\n\n{(kind.__doc__ or '').strip()} Inside the key `{key}`:\n"
         yield _table(("key", "type", "default", "meaning"), _rows(kind, f"{key}."))
 
 
-def _options(key: str) -> Iterator[tuple[str, ...]]:
-    """Yield a row for every option, with the choices that read it. Choices with equal options share a row."""
+def _options(key: str, shown: str | None = None) -> Iterator[tuple[str, ...]]:
+    """Yield a row for every option of a key's choices, with the choices that read it. Choices with equal options share
+    a row. `shown` is the key of the options, if it is another one.
+    """
     if key == "rope_scaling":
         meaning = (
             "L in the formula; null: seq_length. If the model is fine-tuned at seq_length, set its earlier length."
@@ -124,7 +129,7 @@ def _options(key: str) -> Iterator[tuple[str, ...]]:
     for option, names in readers.items():
         kind = " \\| ".join(option.choices) or OPTION_TYPES[option.kind]
         default = "required" if option.required else option.shown or _value(option.default)
-        yield f"`{key}.{option.name}`", ", ".join(names), kind, default, option.meaning
+        yield f"`{shown or key}.{option.name}`", ", ".join(names), kind, default, option.meaning
 
 
 def _rows(kind: type[ConfigGroup], prefix: str) -> Iterator[tuple[str, ...]]:
@@ -266,9 +271,10 @@ BACKENDS_INTRODUCTION = """\
 <!-- Written by `python docs/generate.py`; change the code, not this page. -->
 
 `attention_backend` names one of these backends, or `auto`. `auto` selects the first backend that supports the model, in
-this order: {automatic}. If samples contain several documents that must not attend to each other, `auto` tries `triton`
-first, which processes all documents in one launch. If a named backend does not support the model, the run stops and
-shows the reason; it does not fall back to another backend. A number in a table refers to a reason below the table.
+this order: {automatic}. For packed documents that must not attend to each other, and for biases of the distance, `auto`
+tries `flex` first until our kernels are measured (`PREFERRED` in `attention/build.py`). If a named backend does not
+support the model, the run stops and shows the reason; it does not fall back to another backend. A number in a table
+refers to a reason below the table.
 
 | backend | description |
 | --- | --- |
@@ -361,6 +367,7 @@ def readme_table() -> str:
 
     rows = [
         ("score form or bias", "`pos_emb`", listed("pos_emb")),
+        ("frequencies of training", "`rotary_frequencies`", listed("rotary_frequencies")),
         ("frequency extension", "`rope_scaling`", listed("rope_scaling")),
         ("relative-position map", "`relative_positions`", listed("relative_positions")),
         ("logit scaling", "`logit_scaling`", listed("logit_scaling")),
@@ -394,6 +401,9 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/python.md", "names"): public_table,
     ("docs/models.md", "unsupported"): unsupported_table,
     ("docs/attention.md", "forms"): forms_table,
+    ("docs/attention.md", "frequencies"): lambda: choices_table(
+        "rotary_frequencies", ("`type`", "frequencies", "options", "source")
+    ),
     ("docs/attention.md", "extensions"): lambda: choices_table(
         "rope_scaling", ("`rope_type`", "frequencies", "options", "source")
     ),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         LogitScaling,
         Option,
         PositionEmbedding,
+        TrainingFrequencies,
         register,
     )
     from megatron_coca.model import Attention, Sampling, build_model
@@ -38,7 +39,7 @@ _NAMES = {
     "evaluation.attention_maps": ("attention_maps",),
     "methods": (
         *("DistanceMap", "ForgettingGate", "FrequencyExtension", "LogitScaling", "Option", "PositionEmbedding"),
-        "register",
+        *("TrainingFrequencies", "register"),
     ),
     "model": ("Attention", "Sampling", "build_model", "generate"),
     "support.errors": ("InputError",),

@@ -36,6 +36,7 @@ RUN = {
     "megatron-coca train configs/350M/roformer_coca.yml seq_length=65536": f"{TWO} {SPLIT_SEQUENCE}",
     QUICKSTART: "save=runs/new",
     f"{QUICKSTART}/roformer_coca.yml configs/train/stages.yml": "save=runs/new",
+    f"{QUICKSTART}/roformer.yml configs/train/drope.yml": "train_iters=20 save=runs/new",
     f"{QUICKSTART}/roformer.yml {TUTORIAL}": "train_iters=4",
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}": "train_iters=4",
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}/coca --auto-resume": "train_iters=6",
@@ -86,6 +87,9 @@ CUDA_WHEELS = "needs PyTorch's CUDA build, 5 GB; `make test-cuda` makes an envir
 
 NOT_RUN = {
     "make ": "installs, or runs the tests",
+    "sudo ": "installs packages of the system",
+    "git clone ": "of docs/gpu_report.md, on a rented machine",
+    "cat results/gpu": "needs a GPU",
     "pip ": "changes the environment",
     "source ": "changes the shell",
     "mkdir ": "of docker/README.md",
@@ -117,6 +121,8 @@ NOT_RUN = {
     "megatron-coca prepare configs/data/recipes/pile_books_wiki_code.yml": PILE,
     "megatron-coca inspect lengths data/pile_books_wiki_code": PILE,
     "megatron-coca evaluate lm-eval": "its data are on the Hugging Face hub; test_lm_eval.py has others",
+    "python tools/fetch_benchmarks.py": "needs a network; test_fetch_benchmarks.py has servers of its own",
+    "megatron-coca evaluate longppl": "needs another model; test_longppl.py has one",
     "megatron-coca evaluate suite configs/evaluation/paper_350m.yml": "needs four trained models and PG-19",
     "megatron-coca ablate configs/ablations": HOURS,
     "megatron-coca ablate configs/study/methods.yml": DONE,
@@ -142,15 +148,6 @@ PRELUDES = {
         "prompt, new = 4, 2\nprompt_ids, next_id = torch.ones(1, 4, dtype=int), torch.ones(1, 1, dtype=int)\n"
     ),
     "docs/checkpoints.md": "import torch\ninput_ids = torch.ones(1, 8, dtype=int)\n",
-    "docs/models.md": (
-        "from transformers import AutoModelForImageTextToText, Gemma3Config\n"
-        "shape = {'hidden_size': 32, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}\n"
-        "text = shape | {'vocab_size': 64, 'num_key_value_heads': 1, 'head_dim': 8, 'pad_token_id': None}\n"
-        "seen = shape | {'image_size': 28, 'patch_size': 14}\n"
-        "tokens = {'image_token_index': 60, 'boi_token_index': 61, 'eoi_token_index': 62, 'mm_tokens_per_image': 4}\n"
-        "config = Gemma3Config(text_config=text, vision_config=seen, **tokens)\n"
-        "AutoModelForImageTextToText.from_config(config).save_pretrained('models/gemma3')\n"
-    ),
     "docs/retrieval.md": (
         "import torch\nfrom megatron_coca import load_model\nfrom megatron_coca.data import load_tokenizer\n"
         "model = load_model('runs/quickstart/roformer_coca')\nprompts = torch.ones(1, 4, dtype=int)\n"
@@ -236,6 +233,7 @@ def make_workspace(folder: Path) -> None:
     for name in ("350M_roformer", "350M_roformer_coca"):
         write_model(f"configs/350M/{name.removeprefix('350M_')}.yml", f"runs/{name}", vocab_file=pieces)
     write_model("configs/quickstart/roformer_coca.yml", "runs/quickstart/roformer_coca", vocab_file=pieces)
+    write_model("configs/quickstart/roformer.yml", "runs/drope", {"pos_emb": "none"}, pieces)
     llama = "configs/finetune/llama7b_coca.yml"
     write_model(llama, "runs/llama7b_coca", {"stages": None}, pieces)
     write_model(llama, "runs/llama", {"pos_emb": "rotary", "stages": None}, pieces)

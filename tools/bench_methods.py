@@ -60,6 +60,7 @@ METHODS: dict[str, dict[str, Any]] = {
     **{name: {"pos_emb": name} for name in ("coca", "coca_strict", "xpos")},
     **_declared("relative_positions"),
     **_declared("rope_scaling", "default"),
+    "rope_id": {"rotary_pct": 0.5, "rotary_frequencies": {"type": "rope_id"}},
     "resonance": {"rope_scaling": {"rope_type": "default", "resonance": True}},
     **_declared("logit_scaling", "none"),
     **{name: {"forgetting_gate": name} for name in methods.names("forgetting_gate", compute=None)},
@@ -70,6 +71,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sliding_window_width": {"sliding_window_width": 255},
     "attention_chunk_size": {"attention_chunk_size": 256},
     "sink_logits": {"sink_logits": True},
+    **{f"attention_output_gate: {kind}": {"attention_output_gate": kind} for kind in ("head", "feature")},
     "gau": {"attention_config": [[["gau"], "all"]]},
 }
 """Name -> keys that differ from those of a rotary model."""
@@ -79,6 +81,7 @@ FAMILIES |= {f"layers of {name}": name for name in ("gemma3", "olmo3", "smollm3"
 """Method or layer pattern -> the transformers family that implements it."""
 LAYERS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "sink_logits": partial(stock_layers.gpt_oss, 64, None, torch.float32),
+    "attention_output_gate: feature": partial(stock_layers.qwen3_next, 64, torch.float32),
     "attention_chunk_size": partial(stock_layers.llama4, 64, True, torch.float32),
     "layers of llama4, without positions": partial(stock_layers.llama4, 64, False, torch.float32),
 }

@@ -1,4 +1,4 @@
-"""Speed and memory of whole training steps: of position methods, and of Hugging Face transformers' GPT-NeoX.
+"""Speed and memory of whole training steps: of position methods, and of Hugging Face transformers' models.
 
     python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods rotary coca --peer transformers
 
@@ -17,11 +17,11 @@ import contextlib
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.data import Batch
+from megatron_coca.evaluation.results import out_of_memory
 from megatron_coca.evaluation.tasks.speed import interleaved, measured_peak
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
@@ -85,12 +86,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = benchmark_parser(__doc__, "train.jsonl", rounds=20)
     parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
-    parser.add_argument("--methods", nargs="+", default=["rotary", "coca"], help="values of pos_emb")
+    methods = "values of pos_emb; without a value, only the peer"
+    parser.add_argument("--methods", nargs="*", default=["rotary", "coca"], help=methods)
+    parser.add_argument("--peer", choices=PEERS, help="also measure this implementation, and report ratios to it")
+    parser.add_argument("--seconds", type=float, metavar="S", help="begin no round after this time (at least 3 rounds)")
     parser.add_argument(
-        "--peer", choices=["transformers"], help="also measure this implementation, and report ratios to it"
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="torch_compile=true for ours, torch.compile for the peer"
+        "--compile", action="store_true", help="torch_compile=true for ours, torch.compile of each layer of the peer"
     )
     return parser.parse_intermixed_args(arguments)
 
@@ -106,7 +107,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
         methods.append(Contestant(name, config, step, peak_of(step)))
     if options.peer is None:
         return methods
-    config = load_config(files, [*given, "pos_emb=rotary"])
+    config = load_config(files, [*given, "pos_emb=rotary"]).override(PEERS[options.peer].keys)
     peers = [peer(options.peer, config, options.compile, keeps_memory=False)]
     if not torch.cuda.is_available():
         peers.append(peer(f"{options.peer}, memory kept", config, options.compile, keeps_memory=True))
@@ -126,8 +127,9 @@ def peer(name: str, config: Config, compiled: bool, keeps_memory: bool) -> Conte
 
     With `keeps_memory`, the process uses our setting of the C library's allocator.
     """
-    peer_keys(config)  # raises here rather than in the child
-    child = ChildProcess(_peer_call, config, group.local_device(), compiled, keeps_memory)
+    kind = name.partition(",")[0]
+    PEERS[kind].arguments(config)  # raises here rather than in the child
+    child = ChildProcess(_peer_call, kind, config, group.local_device(), compiled, keeps_memory)
 
     def call(micro_batches: list[Tensor], peak: bool) -> Any:
         return child([batch.numpy() for batch in micro_batches], peak)
@@ -135,10 +137,12 @@ def peer(name: str, config: Config, compiled: bool, keeps_memory: bool) -> Conte
     return Contestant(name, config, partial(call, peak=False), partial(call, peak=True))
 
 
-def _peer_call(config: Config, device: str, compiled: bool, keeps_memory: bool) -> Callable[[list[Any], bool], float]:
+def _peer_call(
+    kind: str, config: Config, device: str, compiled: bool, keeps_memory: bool
+) -> Callable[[list[Any], bool], float]:
     if keeps_memory:
         keep_freed_memory()
-    step = transformers_step(config, device, compiled)
+    step = transformers_step(config, device, compiled, kind)
 
     def call(arrays: list[Any], peak: bool) -> float:
         function: Callable[[list[Tensor]], float] = peak_of(step) if peak else step
@@ -153,31 +157,32 @@ def peak_of(step: Callable[[list[Tensor]], float]) -> Callable[[list[Tensor]], i
     return lambda micro_batches: measured_peak(lambda: step(micro_batches), device)
 
 
-def transformers_step(config: Config, device: str, compiled: bool = False) -> Callable[[list[Tensor]], float]:
+def transformers_step(
+    config: Config, device: str, compiled: bool = False, kind: str = "transformers"
+) -> Callable[[list[Tensor]], float]:
     """Return a training step of transformers' model: micro-batches int64 [batch, length + 1] -> mean loss.
 
     It uses SDPA, fused AdamW with our hyperparameters, and clipping, but not DeepSpeed. In half precision, its weights
     and moments are in half precision too. This is less work than our float32 copies, which favours the peer.
 
     Raises:
-        ConfigError: transformers' GPT-NeoX does not support the model.
+        ConfigError: the class in transformers does not support the model.
     """
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM  # a development requirement
-
-    model: torch.nn.Module = GPTNeoXForCausalLM(GPTNeoXConfig(**peer_keys(config)))
-    model = model.to(device, DTYPES[config.precision.dtype]).train()
+    model = PEERS[kind].build(config).to(device, DTYPES[config.precision.dtype]).train()
     keys = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, betas=keys.betas, eps=keys.eps, weight_decay=keys.weight_decay, fused=True
     )
-    forward = torch.compile(model) if compiled else model
+    if compiled:  # layer by layer, as ours, so that all layers share one compilation
+        for layer in next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList)):
+            layer.compile()
 
     def step(micro_batches: list[Tensor]) -> float:
         total = torch.zeros((), device=device)
         for samples in micro_batches:
             samples = samples.to(device, non_blocking=True)
             inputs, targets = samples[:, :-1], samples[:, 1:].contiguous()
-            loss = forward(inputs, labels=inputs, shift_labels=targets, use_cache=False).loss
+            loss = model(inputs, labels=inputs, shift_labels=targets, use_cache=False).loss
             (loss / len(micro_batches)).backward()
             total += loss.detach() / len(micro_batches)
         if keys.gradient_clipping > 0:
@@ -189,53 +194,117 @@ def transformers_step(config: Config, device: str, compiled: bool = False) -> Ca
     return step
 
 
-def peer_keys(config: Config) -> dict[str, Any]:
-    """Return the arguments of GPTNeoXConfig for a model of this shape, with rotary positions.
-
-    Raises:
-        ConfigError: transformers' GPT-NeoX does not support the model.
-    """
-    model, position = config.model, config.position
-    plain = {"norm": "layernorm", "num_kv_heads": model.num_attention_heads, "gpt_j_tied": False, "rope_scaling": None}
+def _unsupported(config: Config, plain: dict[str, Any], name: str) -> None:
+    """Raise a ConfigError that names the keys with other values than `plain`."""
     flat = config.flat()
     other = [f"{key}={flat[key]}" for key, value in plain.items() if flat[key] != value]
     if other:
-        raise ConfigError(f"{', '.join(other)}: not supported by transformers' GPT-NeoX; leave out --peer")
+        raise ConfigError(f"{', '.join(other)}: not supported by transformers' {name}; leave out --peer")
+
+
+def _common_keys(config: Config) -> dict[str, Any]:
+    model = config.model
     return {
         "vocab_size": model.padded_vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "intermediate_size": model.ffn_hidden_size,
-        "hidden_act": "gelu_fast" if model.bias_gelu_fusion else model.activation,
-        "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
         "max_position_embeddings": model.seq_length,
-        "layer_norm_eps": model.layernorm_epsilon,
-        "use_parallel_residual": model.gpt_j_residual,
-        "attention_bias": model.use_bias_in_attn_linear,
         "tie_word_embeddings": not model.no_weight_tying,
         "rope_parameters": {
             "rope_type": "default",
-            "rope_theta": float(position.rotary_emb_base),
-            "partial_rotary_factor": float(position.rotary_pct),
+            "rope_theta": float(config.position.rotary_emb_base),
+            "partial_rotary_factor": float(config.position.rotary_pct),
         },
         "use_cache": False,
         "attn_implementation": "sdpa",
     }
 
 
-def race(entrants: list[Contestant], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all contestants alternately on the same tokens, and return their records."""
+def peer_keys(config: Config) -> dict[str, Any]:
+    """Return the arguments of GPTNeoXConfig for a model of this shape, with rotary positions.
+
+    Raises:
+        ConfigError: transformers' GPT-NeoX does not support the model.
+    """
+    model = config.model
+    plain = {"norm": "layernorm", "num_kv_heads": model.num_attention_heads, "gpt_j_tied": False, "rope_scaling": None}
+    _unsupported(config, plain, "GPT-NeoX")
+    return _common_keys(config) | {
+        "hidden_act": "gelu_fast" if model.bias_gelu_fusion else model.activation,
+        "hidden_dropout": model.hidden_dropout,
+        "layer_norm_eps": model.layernorm_epsilon,
+        "use_parallel_residual": model.gpt_j_residual,
+        "attention_bias": model.use_bias_in_attn_linear,
+    }
+
+
+def llama_keys(config: Config) -> dict[str, Any]:
+    """Return the arguments of LlamaConfig for a model of this shape.
+
+    Raises:
+        ConfigError: transformers' LLaMA does not support the model.
+    """
+    plain = {"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_mlp": False, "use_bias_in_attn_linear": False}
+    _unsupported(config, plain | {"gpt_j_residual": False, "rotary_pct": 1.0, "rope_scaling": None}, "LLaMA")
+    return _common_keys(config) | {
+        "num_key_value_heads": config.model.num_kv_heads,
+        "rms_norm_eps": config.model.rms_norm_epsilon,
+    }
+
+
+def _gpt_neox(config: Config) -> torch.nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM  # a development requirement
+
+    model: torch.nn.Module = GPTNeoXForCausalLM(GPTNeoXConfig(**peer_keys(config)))
+    return model
+
+
+def _llama(config: Config) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**llama_keys(config)))
+    return model
+
+
+class Peer(NamedTuple):
+    """A class of transformers: how it is built, its arguments, and the keys of a config that describes such a model."""
+
+    build: Callable[[Config], torch.nn.Module]
+    arguments: Callable[[Config], dict[str, Any]]
+    keys: dict[str, Any]
+
+
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_norms": False, "use_bias_in_attn_linear": False}
+LLAMA |= {"use_bias_in_mlp": False, "expansion_factor": 8}  # as many parameters as a plain MLP of width 4 h
+PEERS = {"transformers": Peer(_gpt_neox, peer_keys, {}), "llama": Peer(_llama, llama_keys, LLAMA)}
+"""Values of --peer. The LLaMA has about as many parameters as the GPT-NeoX."""
+
+
+def race(entrants: list[Contestant], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run all contestants alternately on the same tokens, and yield their records.
+
+    A contestant that runs out of memory gets a record with the error, and the others continue.
+    """
     micro_batches = draw(entrants[0].config, torch.Generator().manual_seed(0))
-    calls = {number: partial(entrant.step, micro_batches) for number, entrant in enumerate(entrants)}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    times = interleaved(calls, options.rounds, device, uncounted=WARMUP)
-    return [
-        record(entrant, times[number], entrant.peak(micro_batches), compared(times[number], times[0]))
-        | {"ratio_to": entrants[0].name, "compiled": options.compile}
-        for number, entrant in enumerate(entrants)
-    ]
+    fitting: list[Contestant] = []
+    for entrant in entrants:
+        try:
+            entrant.step(micro_batches)  # compiles, and allocates the optimizer's states
+            fitting.append(entrant)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            print(f"{entrant.name:14} out of memory")
+            yield {"benchmark": "training step", "method": entrant.name, "error": "out of memory"}
+    calls = {number: partial(entrant.step, micro_batches) for number, entrant in enumerate(fitting)}
+    times = interleaved(calls, options.rounds, device, uncounted=WARMUP, seconds=options.seconds)
+    for number, entrant in enumerate(fitting):
+        ratio = compared(times[number], times[0]) | {"ratio_to": fitting[0].name, "compiled": options.compile}
+        yield record(entrant, times[number], entrant.peak(micro_batches), ratio)
 
 
 def draw(config: Config, generator: torch.Generator) -> list[Tensor]:
@@ -250,11 +319,13 @@ def record(own: Contestant, times: list[float], peak_bytes: int, ratio: dict[str
     seconds, config = statistics.median(times), own.config
     tokens = config.batch.resolve(1).total * config.model.seq_length
     achieved = flops_per_token(config).model * tokens / seconds
-    peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    peak = peak_flops(device)
     utilisation = achieved / peak if peak and config.precision.dtype != "fp32" else None
+    unknown = f"  MFU unknown (no peak is known for {device})" if peak is None and torch.cuda.is_available() else ""
     print(
         f"{own.name:14} {seconds:.4f} s a step  {tokens / seconds:10,.0f} tokens/s  {achieved / 1e9:10,.1f} GFLOP/s"
-        + (f"  MFU {utilisation:.1%}" if utilisation else "")
+        + (f"  MFU {utilisation:.1%}" if utilisation else unknown)
         + f"  {peak_bytes / 2**20:8,.0f} MiB  {ratio['ratio']:.3f} x the first"
     )
     return {

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from megatron_coca.attention.backends.sdpa import cudnn_version
 from megatron_coca.checkpoints.native import code_versions
+from megatron_coca.evaluation.results import out_of_memory
 from megatron_coca.evaluation.tasks.speed import quartiles
 
 
@@ -41,8 +43,12 @@ class ChildProcess:
         child.close()
 
     def __call__(self, *arguments: Any) -> Any:
+        """Call the function, and raise the error that it raises: MemoryError if memory ran out, else RuntimeError."""
         self._connection.send(arguments)
-        return self._connection.recv()
+        kind, value = self._connection.recv()
+        if kind is not None:
+            raise kind(value)
+        return value
 
 
 def _serve(
@@ -55,7 +61,11 @@ def _serve(
             received = connection.recv()
         except EOFError:
             return
-        connection.send(call(*received))
+        try:
+            answer: tuple[type[Exception] | None, Any] = (None, call(*received))
+        except Exception as error:
+            answer = (MemoryError if out_of_memory(error) else RuntimeError, f"{type(error).__name__}: {error}")
+        connection.send(answer)
 
 
 def compared(own: list[float], base: list[float]) -> dict[str, Any]:
@@ -70,7 +80,10 @@ GPU_FIELDS = ("name", "uuid", "driver_version", "clocks.sm", "clocks.max.sm", "c
 def machine() -> dict[str, Any]:
     """Return the facts that measurements depend on: GPU, driver, clocks, power limit, library versions, commit."""
     described: dict[str, Any] = {"versions": code_versions()}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        described["versions"]["transformers"] = importlib.metadata.version("transformers")
     if torch.cuda.is_available():
+        described["versions"]["cudnn"] = cudnn_version()
         described["versions"] |= {"triton": importlib.metadata.version("triton"), "cuda": torch.version.cuda}
         described["gpu"] = torch.cuda.get_device_name()
         command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
@@ -90,4 +103,6 @@ def append_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
     } | machine()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.writelines(json.dumps(record | environment) + "\n" for record in records)
+        for record in records:  # which may still be measured
+            file.write(json.dumps(record | environment) + "\n")
+            file.flush()

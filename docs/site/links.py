@@ -1,6 +1,7 @@
 """MkDocs hook: links to files of the repository outside docs/ work on the site as they do in the repository.
 
-Each linked file becomes a part of the site, below `repository/`, and the links of all pages are rewritten to it.
+Each linked file becomes a part of the site, below `repository/`, and the links of all pages are rewritten to it. A link
+with the name of a page as its text gets the title of the page.
 """
 
 import posixpath
@@ -13,6 +14,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 OUTSIDE = "repository"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+
+NAMED = re.compile(r"\[[\w./-]+\.md\](?=\(([^)\s#]+))")
 
 
 def repository_path(site_path: str) -> str:
@@ -31,6 +34,12 @@ def targets(text: str, page: str) -> dict[str, str]:
     """The relative links of a page, and the files of the repository that they lead to. `page` is its path there."""
     links = (match[1] for match in LINK.finditer(text))
     return {link: posixpath.normpath(posixpath.join(posixpath.dirname(page), link)) for link in links}
+
+
+def title(page: Path) -> str:
+    """The title of a page; its name if it has none."""
+    lines = page.read_text().splitlines() if page.is_file() else []
+    return next((line.removeprefix("# ") for line in lines if line.startswith("# ")), page.name)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -58,4 +67,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         there = site_path(found[match[1]])
         return posixpath.relpath(there, posixpath.dirname(here) or ".") + (match[2] or "")
 
-    return LINK.sub(rewritten, markdown)
+    def titled(match: re.Match[str]) -> str:
+        return f"[{title(ROOT / found[match[1]])}]" if match[1] in found else match[0]
+
+    return LINK.sub(rewritten, NAMED.sub(titled, markdown))

@@ -12,7 +12,8 @@ from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
 from megatron_coca.ablation.declared import Declared, Step, in_sequence, outcome, plan, together
 from megatron_coca.ablation.grid import AblationFile, Cell, DeclaredContrast
 from megatron_coca.evaluation.options import full_label, slug
-from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, panels, size_with_legend
+from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, arranged, panels
+from megatron_coca.evaluation.report.looks import Member, members
 from megatron_coca.evaluation.report.retrieval_sections import head_panels
 from megatron_coca.evaluation.results import EvaluationError, Result, read_record
 from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate
@@ -66,7 +67,7 @@ class Figures:
     def _windows_of(self, task: str) -> dict[str, dict[int, dict[float, WindowResult]]]:
         found: dict[str, dict[int, dict[float, WindowResult]]] = {}
         for label, cell, result in self._results(task, PerplexityResult):
-            length = cell.config.model.seq_length
+            length = cell.trained.model.seq_length
             windows = {window.window / length: window for window in result.results}
             found.setdefault(label, {})[cell.seed] = windows
         return found
@@ -75,10 +76,16 @@ class Figures:
     def _recalls(self) -> dict[str, dict[int, dict[tuple[float, int], RecallEntry]]]:
         found: dict[str, dict[int, dict[tuple[float, int], RecallEntry]]] = {}
         for label, cell, result in self._results("recall", RecallResult):
-            length = cell.config.model.seq_length
+            length = cell.trained.model.seq_length
             entries = {(entry.length / length, entry.shift): entry for entry in result.results}
             found.setdefault(label, {})[cell.seed] = entries
         return found
+
+    @cached_property
+    def _members(self) -> dict[str, Member]:
+        """The looks of all labels in plots, and their models."""
+        kinds: dict[str, type[Result]] = {"perplexity": PerplexityResult, "recall": RecallResult}
+        return members(result for task, kind in kinds.items() for _, _, result in self._results(task, kind))
 
     @property
     def finished(self) -> int:
@@ -232,10 +239,10 @@ class Figures:
             found = [of(label, multiple) for multiple in multiples]
             means, low, high = (tuple(getattr(each, end) for each in found) for end in ("mean", "low", "high"))
             lines.append(Line(label, tuple(multiples), means, low, high))
-        panel = Panel(tuple(lines), "window as a multiple of the training length L", "perplexity", log_y=True)
+        panel = Panel((), "window as a multiple of the training length L", "perplexity", log_y=True)
         if labels[0] in self._recalls:
-            panel = Panel(tuple(lines), "length as a multiple of the training length L", "accuracy", y_range=SHARES)
-        return Figure("perplexity", "", "", panels([panel]), size_with_legend(labels))
+            panel = Panel((), "length as a multiple of the training length L", "accuracy", y_range=SHARES)
+        return Figure("perplexity", "", "", *panels(arranged(lines, self._members, panel)))
 
     def heads(self, labels: Sequence[str]) -> Figure:
         """Return a plot of the scores in the labels' retrieving heads against length, as means over seeds."""
@@ -246,8 +253,8 @@ class Figures:
             ]
             for label in labels
         }
-        drawn = head_panels(unshifted, "length as a multiple of L")
-        return Figure("heads", "", "", panels(drawn, columns=2), size_with_legend(labels, 3.6, 9.0))
+        drawn = head_panels(unshifted, "length as a multiple of L", self._members)
+        return Figure("heads", "", "", *panels(drawn, in_pairs=True))
 
 
 def _lengths(entries: Mapping[Any, object]) -> list[float]:

@@ -107,6 +107,30 @@ def outcome(file: AblationFile, steps: Sequence[Step]) -> list[str]:
     return [f"The primary contrast{text}", *lines]
 
 
+def claim(file: AblationFile, tested: Sequence[Declared], steps: Sequence[Step]) -> str:
+    """Return one sentence on the first contrast of a file; empty if it was not tested.
+
+    `tested` are the contrasts of a file that tests them together, and `steps` those of a file with a sequence.
+    """
+    if not file.contrasts:
+        return ""
+    first = file.contrasts[0]
+    if file.testing == "sequence":
+        if not steps:
+            return outcome(file, steps)[0]
+        held, difference = steps[0].verdict == "holds", steps[0].difference
+        p = f"p = {steps[0].p:.2g}"
+    else:
+        found = next((each for each in tested if each.contrast == first), None)
+        if found is None:
+            return ""
+        held, difference = found.holm < LEVEL, found.difference
+        count = len(file.contrasts)
+        p = f"p = {found.holm:.2g}" + (f", corrected for {count} contrasts" if count > 1 else "")
+    verdict = "the declared contrast holds" if held else "no difference is shown"
+    return f"{first.name}: {amount(first, difference)}; {verdict} ({p})."
+
+
 def amount(contrast: DeclaredContrast, difference: Estimate) -> str:
     """Return a difference of accuracy, or a ratio of perplexities, with its 95% interval."""
     ends = (difference.mean, difference.low, difference.high)

@@ -167,13 +167,22 @@ class Cell:
         assert self.config.schedule.train_iters is not None, "`expand` has checked this"
         return self.config.schedule.train_iters
 
-    @property
+    @cached_property
     def tokens(self) -> int:
-        return self.steps * self.batch * self.config.model.seq_length
+        layout, tokens = Topology.of(self.config.parallel, self.ranks), 0
+        for stage in self.config.run_stages():
+            batch = stage.config.batch.resolve(layout.data).total
+            tokens += (stage.last - stage.first) * batch * stage.config.model.seq_length
+        return tokens
+
+    @cached_property
+    def trained(self) -> Config:
+        """The configuration of the trained model."""
+        return trained(self.config)
 
     @cached_property
     def parameters(self) -> ParameterCount:
-        return parameter_count(self.config)
+        return parameter_count(self.trained)
 
 
 def read_ablation(
@@ -226,8 +235,9 @@ def expand(
     for label, entry in file.models.items():
         try:
             config = configured(base, entry)
-            plan = partial(_commands, label, entry, config, device, dtype)
-            measured, faults = _check_tasks(file, entry, config, dtype, plan, inputs)
+            model = trained(config)
+            plan = partial(_commands, label, entry, model, device, dtype)
+            measured, faults = _check_tasks(file, entry, model, dtype, plan, inputs)
             problems += faults
             weights = None if faults else _initial_weights(config)
             data = _data_of(config, known)
@@ -280,9 +290,10 @@ def configured(base: Config, entry: ModelEntry) -> Config:
         problems.append("load: a cell can load only initial weights; set finetune=true as well, or remove it")
     needed = {"train_iters": config.schedule.train_iters, "optimizer.params.lr": config.optimizer.lr}
     problems += [f"{key}: not set; training needs it" for key, value in needed.items() if value is None]
+    model = trained(config) if config.schedule.train_iters is not None else config
     for variant, changes in entry.variants.items():
         try:
-            check_same_model(Path("the model"), config, _changed(config, changes))
+            check_same_model(Path("the model"), model, _changed(model, changes))
         except ConfigError as error:
             problems += [f"variants.{variant}: {line}" for line in error.problems]
         except CheckpointError as error:
@@ -290,6 +301,11 @@ def configured(base: Config, entry: ModelEntry) -> Config:
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def trained(config: Config) -> Config:
+    """Return the configuration of the trained model, which is that of the last stage. Raises ConfigError."""
+    return config.run_stages()[-1].config if config.schedule.stages else config
 
 
 def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
@@ -373,9 +389,9 @@ def _check_tasks(
 
     If `inputs` is None, the data is not read.
     """
-    problems, found, trained = [], Measurements({}, {}), config.flat()
+    problems, found, own = [], Measurements({}, {}), config.flat()
     flat = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
-    changed = {name: {key: now for key, now in keys.items() if now != trained[key]} for name, keys in flat.items()}
+    changed = {name: {key: now for key, now in keys.items() if now != own[key]} for name, keys in flat.items()}
     for name, options in file.tasks.items():
         try:
             only, others = task_variants(options)
@@ -430,7 +446,7 @@ def _initial_weights(config: Config) -> str | None:
     given = config.checkpoint.load if config.checkpoint.finetune else None
     if given is None:
         return None
-    own = {"imports": config.position.imports}
+    own = {"imports": config.position.imports, "ignore_keys": config.checkpoint.ignore_keys}
     return open_checkpoint(given, False, config.checkpoint.iteration, overrides=own).identity
 
 

@@ -6,12 +6,14 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.identity import file_digest
 from megatron_coca.config import Config
 from megatron_coca.data import DataError, Shard, corpus_files
 from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import sampled_digest, shard_paths
 from megatron_coca.evaluation.documents import DocumentSource
+from megatron_coca.evaluation.tasks.lm_eval_files import is_hidden
 from megatron_coca.evaluation.tasks.prompts import BUILTIN
 
 
@@ -38,6 +40,9 @@ class Inputs:
         found = [self._of(source) for source in sources or self._test_data(args, config)]
         found += [self._of(DocumentSource(str(file), False)) for file in _haystack(args)]
         found += _harness(args) if getattr(args, "include_path", None) else []
+        found += [file_digest(file) for file in _data_sets(args)]
+        if getattr(args, "evaluator", None):
+            found.append(open_checkpoint(args.evaluator).identity)
         return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] if found else None
 
     def _of(self, source: DocumentSource) -> str:
@@ -64,6 +69,13 @@ class Inputs:
 def _haystack(args: Namespace) -> list[Path]:
     names = getattr(args, "haystack", None) or []
     return [] if list(names) in ([], [BUILTIN]) else [Path(file) for file in corpus_files([*map(Path, names)])]
+
+
+def _data_sets(args: Namespace) -> list[Path]:
+    """Return the files in the folder of `--datasets`."""
+    if (folder := getattr(args, "datasets", None)) is None:
+        return []
+    return [file for file in sorted(folder.rglob("*")) if file.is_file() and not is_hidden(file, folder)]
 
 
 def _harness(args: Namespace) -> list[str]:

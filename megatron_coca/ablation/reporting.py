@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSyntaxError
 
+from megatron_coca.ablation import declared
 from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, recorded_data, state_of, unpack
 from megatron_coca.ablation.contrasts import Figures
 from megatron_coca.ablation.grid import AblationFile, Cell, expand, read_ablation
@@ -33,9 +34,10 @@ def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:
     return found
 
 
-def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
+def write_report(file: AblationFile, cells: Sequence[Cell], papers: bool | None = None) -> str:
     """Write the report of the finished tasks into the results folder, and return its tables as Markdown.
 
+    The sentence at its top is about the first declared contrast, if it was tested. `papers` is that of `build_report`.
     Results of incomplete tasks, or with options or variants that differ from those of `file`, are left out.
     """
     measured, baseline = _measured(file, cells)
@@ -44,9 +46,12 @@ def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
     folder = file.results / "report"
     missing = [cell.name for cell in cells if state_of(cell) is not State.DONE]
     title = f"{file.title} ({len(cells) - len(missing)} of {len(cells)} cells)" if missing else file.title
-    lines = [build_report(measured, folder, title, curves=curves(cells), baseline=baseline)]
-    if file.testing == "sequence":
-        lines.append("\n".join(Figures(file, [cell for cell in cells if cell.name not in missing]).outcome()))
+    figures, together = Figures(file, [cell for cell in cells if cell.name not in missing]), file.testing != "sequence"
+    tested = figures.declared() if together and file.contrasts else []
+    sentence = declared.claim(file, tested, [] if together else figures.sequence())
+    lines = [build_report(measured, folder, title, papers, curves(cells), baseline, sentence)]
+    if not together:
+        lines.append("\n".join(figures.outcome()))
     if missing:
         lines.append(f"not complete: {', '.join(missing)}")
     if baseline != file.baseline:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from megatron_coca.attention.backends.flex import FlexBackend
 from megatron_coca.attention.backends.merge import MergeBackend
@@ -14,12 +15,13 @@ from megatron_coca.attention.method import PositionMethod, operand_maker
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, HeadWeights, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED, Band
-from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE_FORMS
-from megatron_coca.attention.positions.frequencies import Rotary, Scaling
+from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, score_form
+from megatron_coca.attention.positions.frequencies import FREQUENCIES, Rotary, Scaling
 from megatron_coca.attention.positions.gates import GATES, HeadGates
+from megatron_coca.attention.positions.offsets import HeadOffsets, layer_offsets
 from megatron_coca.config import Config, ModelConfig, PositionConfig
 
-LEARNED_MODULES = (LearnedBias, HeadWeights, HeadGates, Clex)
+LEARNED_MODULES = (LearnedBias, HeadWeights, HeadGates, HeadOffsets, Clex)
 """Learned modules of position methods. Each module initialises its own parameters."""
 
 
@@ -35,7 +37,11 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
     initial, biased = (factors.pop(key, None) if position.scaling.learned else None for key in ("initial", "bias"))
     embedding, distances, scaling = position.embedding, position.distance_map, position.scaling
     scale = scaling.compute or LOGIT_SCALINGS.get(scaling.name)
-    form = embedding.compute if embedding.rotary and embedding.compute else SCORE_FORMS.get(embedding.name, PLAIN)
+    of_embedding = embedding.resolved(options["pos_emb"], model.seq_length)
+    own_form = embedding.compute if embedding.rotary else None
+    form = own_form or score_form(embedding.name, of_embedding)
+    rotated = int(model.head_dim * position.rotary_pct)
+    magnitudes = form.operand_features * rotated // 2
     make_bias = embedding.compute or BIASES[embedding.name] if embedding.biased else None
     bands: tuple[Band, ...] = UNMAPPED
     if position.sliding_window_width is not None:
@@ -64,6 +70,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         initial_factor=initial,
         factor_bias=bool(biased),
         gates=_gates(position, model),
+        offsets=layer_offsets(of_embedding, model.num_attention_heads, magnitudes) if of_embedding else None,
         queries_per_key=model.num_attention_heads // model.num_kv_heads,
         norms_rotated=model.qk_norm_after_rotation,
     )
@@ -72,12 +79,18 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
 def _rotary(position: PositionConfig, model: ModelConfig) -> Rotary:
     given = position.rope_scaling
     scaling = Scaling(given.rope_type, **given.given) if given is not None else Scaling()
-    original = position.original_length(model.seq_length)
-    return Rotary(_rotary_dim(position, model), float(position.rotary_emb_base), original, scaling)
+    original, dim = position.original_length(model.seq_length), _rotary_dim(position, model)
+    fastest, base, chosen = 1.0, float(position.rotary_emb_base), position.frequencies
+    if chosen is not None and position.rotary_frequencies is not None:
+        compute = chosen.compute or FREQUENCIES[chosen.name]
+        fastest, base = compute(dim, position.rotary_frequencies.settings(original), original)
+    return Rotary(dim, base, original, scaling, fastest)
 
 
 def _rotary_dim(position: PositionConfig, model: ModelConfig) -> int:
-    return int(model.head_dim * position.rotary_pct)
+    """Return twice the number of frequencies, which is the number of rotated features if each pair has a frequency."""
+    rotated = int(model.head_dim * position.rotary_pct)
+    return 2 * position.embedding.frequency_count(rotated, position.embedding_options)
 
 
 def _gates(position: PositionConfig, model: ModelConfig) -> Callable[[], HeadGates] | None:
@@ -105,17 +118,36 @@ BACKENDS: dict[str, Backend] = {
     "reference": ReferenceBackend(),
 }
 AUTOMATIC = {"cuda": ("sdpa", "triton", "flex", "merge"), "cpu": ("sdpa", "merge")}
-"""Candidates for `auto` by device type, in order of preference. `triton` comes before `merge` because it needs 5 kernel
-launches instead of 178 (docs/attention.md), and before `flex` because `flex` is compiled for every length and sums bias
-gradients in no fixed order. On the CPU, `triton` would run in Triton's slow interpreter. `reference` is never chosen
-automatically, because it needs O(N^2) memory.
+"""Candidates for `auto` by device type, in order of preference; `PREFERRED` has exceptions. `triton` comes before
+`merge` because it needs 5 kernel launches instead of 178 (docs/attention.md). On the CPU, `triton` would run in
+Triton's slow interpreter. `reference` is never chosen automatically, because it needs O(N^2) memory.
 """
-PREFERRED: dict[str, Callable[[Needs], bool]] = {
-    "triton": lambda needs: needs.packed or needs.deterministic,
-    "flex": lambda needs: needs.softcap is not None,
+
+
+class Preference(NamedTuple):
+    """The backend that `auto` tries first on CUDA for models with some need.
+
+    Attributes:
+        backend: its name.
+        applies: whether a model has the need.
+        measured: the GPU and the commit of the measurement that led to the choice; None: not measured yet.
+    """
+
+    backend: str
+    applies: Callable[[Needs], bool]
+    measured: str | None = None
+
+
+PREFERRED: dict[str, Preference] = {
+    "deterministic": Preference("triton", lambda needs: needs.deterministic),
+    "soft-capping": Preference("flex", lambda needs: needs.softcap is not None),
+    "packed documents": Preference("flex", lambda needs: needs.packed),
+    "distance bias": Preference("flex", lambda needs: needs.bias is not None),
 }
-"""Backends that `auto` tries first if their condition is true. `sdpa` makes one call per document, is not deterministic
-in float32, and computes dense scores for soft-capping.
+"""Needs -> the backend that `auto` tries first; the first row that applies counts. `sdpa` makes one call per document,
+is not deterministic in float32, and computes dense scores for soft-capping. Packed documents and biases use PyTorch's
+FlexAttention until our kernels are measured: part `attention` of the GPU report (docs/gpu_report.md) times `triton`,
+`flex` and PyTorch's varlen kernel side by side. Then set the faster backend and `measured` here.
 """
 CAPPED = frozenset({"sdpa", "flex", "reference"})
 """Backends that support soft-capping of scores."""
@@ -126,7 +158,8 @@ WITH_SINKS = frozenset({"merge", "reference"})
 def automatic(needs: Needs) -> list[str]:
     """Return the candidates for `auto` in order of preference."""
     candidates = AUTOMATIC.get(needs.device_type, AUTOMATIC["cpu"])
-    return sorted(candidates, key=lambda name: not (name in PREFERRED and PREFERRED[name](needs)))
+    first = next((row.backend for row in PREFERRED.values() if row.applies(needs)), None)
+    return sorted(candidates, key=lambda name: name != first)
 
 
 def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_coca.attention.positions.bias import PAIRWISE as PAIRWISE
@@ -71,7 +72,8 @@ class AttentionInputs:
         gates: [batch, heads, key_length] float32 or better, the log forgetting gates of the tokens, or None. The sum of
             the log gates from the token after the key up to the query is added to a pair's score, like a bias.
 
-    All operands have the same dtype and device. The output has the shape and dtype of a segment's query.
+    All operands have the same dtype and device. Q' and K' may be wider than V. The output has the width of V, and
+    otherwise the shape and dtype of a segment's query.
     """
 
     segments: tuple[Segment, ...]
@@ -86,7 +88,7 @@ class AttentionInputs:
 
     @property
     def query(self) -> Tensor:
-        """Q' of the first segment. The output has its shape, dtype and device."""
+        """Q' of the first segment. The output has its dtype, its device and, except for the width, its shape."""
         return self.segments[0].query
 
     @property
@@ -110,7 +112,7 @@ class Needs:
 
     Attributes:
         device_type: "cpu" or "cuda", the type of the device on which the model will run.
-        head_dim: features per head, including those for forgetting gates.
+        head_dim: features per head of Q' and K', including those for forgetting gates.
         bias: the formula of the distance bias, or None.
         bands: the bands of the segments.
         dropout: the attention dropout in training.
@@ -143,7 +145,7 @@ class Backend(Protocol):
         ...
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Return the attention output [batch, heads, query_length, head_dim] in the query's dtype."""
+        """Return the attention output [batch, heads, query_length, width of V] in the query's dtype."""
         ...
 
 
@@ -274,6 +276,17 @@ def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: Atte
         return outputs[0]
     order = torch.tensor([row for rows in groups.values() for row in rows])
     return torch.cat(outputs).index_select(0, order.argsort().to(inputs.value.device))
+
+
+def attend_padded(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
+    """Apply `attend`, for kernels that need values as wide as the operands: pad narrower values with zeros, and return
+    the output without the padding, [batch, heads, query_length, width of V].
+    """
+    width = inputs.value.shape[-1]
+    missing = inputs.query.shape[-1] - width
+    if missing <= 0:
+        return attend(inputs)
+    return attend(inputs.replace(value=F.pad(inputs.value, (0, missing))))[..., :width]
 
 
 def made_once(function: Callable[..., Made], evaluated: int) -> Callable[..., Made]:

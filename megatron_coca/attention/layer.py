@@ -189,7 +189,8 @@ def cache_bytes(methods: Iterable[PositionMethod], num_kv_heads: int, length: in
     for method in methods:
         keys = len(method.bands) if method.keys_stay(1) else 1
         tokens = min(length, method.window or length)
-        total += tokens * (keys + 1) * method.head_dim * num_kv_heads * dtype.itemsize
+        of_key = method.operand_dim if method.keys_stay(1) else method.head_dim
+        total += tokens * (keys * of_key + method.head_dim) * num_kv_heads * dtype.itemsize
         if method.gates is not None:  # gates are float32
             total += tokens * method.num_heads * 4
     return total
@@ -201,7 +202,9 @@ class SelfAttention(ShardedModule):
     Parameter names and the packing of `query_key_value` are those of GPT-NeoX. If there are as many key heads as query
     heads, the rows are [q | k | v] head by head; with fewer key heads (grouped-query attention), they are all queries,
     then all keys, then all values. For CoCA, the k rows are the T projection. Methods with learned parameters per layer
-    add `position_bias`, `position_sinks`, `position_factor` or `position_gates`.
+    add `position_bias`, `position_sinks`, `position_factor`, `position_gates` or `position_offsets`. An output gate
+    multiplies the outputs of the heads by sigmoid(`output_gate` x) before `dense`, where x is the layer's input (Qiu et
+    al. 2025, arXiv:2505.06708).
 
     The number of heads is derived from the rows of the projection, because tensor parallelism splits them across ranks.
     """
@@ -219,28 +222,30 @@ class SelfAttention(ShardedModule):
         norms: Mapping[str, nn.Module] | None = None,
         clip: float | None = None,
         norms_rotated: bool = False,
+        output_gates: int = 0,
     ) -> None:
         """`qkv_bias` is `bias` by default. `norms` are applied to queries and keys [batch, length, heads, head_dim]
         before the position method, and are named `qk_layernorm` (shared) or `query_layernorm` and `key_layernorm`. With
         `norms_rotated`, these are applied to the operands Q' and K' instead. `clip` limits the absolute value of
-        queries, keys and values.
+        queries, keys and values. `output_gates` is 0, or the number of output gates of all heads: one for each head or
+        for each of its features.
         """
         super().__init__()
         self.head_dim, self.queries_per_key = method.head_dim, num_heads // num_kv_heads
         self.method, self.backend, self.dropout = method, backend, dropout
+        qkv_bias = bias if qkv_bias is None else qkv_bias
         self.query_key_value: nn.Module = nn.Linear(
-            hidden_size,
-            (num_heads + 2 * num_kv_heads) * self.head_dim,
-            bias=bias if qkv_bias is None else qkv_bias,
+            hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=qkv_bias
         )
         self.dense = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
+        self.output_gate = nn.Linear(hidden_size, output_gates, bias=qkv_bias) if output_gates else None
         norms = norms or {}
         self.clip, self.norms_rotated = clip, norms_rotated
         self.qk_layernorm = norms.get("qk_layernorm")
         self.query_layernorm, self.key_layernorm = norms.get("query_layernorm"), norms.get("key_layernorm")
         self.position_bias = method.layer_bias()
         self.position_sinks, self.position_factor = method.layer_sinks(), method.layer_factor()
-        self.position_gates = method.layer_gates()
+        self.position_gates, self.position_offsets = method.layer_gates(), method.layer_offsets()
 
     def split_projection(self) -> None:
         """Replace `query_key_value` by a SplitProjection with the same weights. Call this before sharding."""
@@ -256,8 +261,10 @@ class SelfAttention(ShardedModule):
         With a cache, the hidden states are those of the tokens after the cached ones.
         """
         inputs = self._inputs(*self._heads(self.query_key_value(hidden)), context, cache, hidden)
-        out = self.backend.attend(inputs)
-        return self.dense(self.share.scatter(out.transpose(1, 2)).flatten(2))
+        out = self.share.scatter(self.backend.attend(inputs).transpose(1, 2))
+        if self.output_gate is not None:
+            out = out * self.output_gate(hidden).sigmoid().unflatten(-1, (out.shape[2], -1))
+        return self.dense(out.flatten(2))
 
     def _inputs(
         self,
@@ -275,6 +282,8 @@ class SelfAttention(ShardedModule):
             of_layer["sinks"] = self.share.of_heads(self.position_sinks())
         if self.position_factor is not None:
             of_layer["factor"] = self.share.of_heads(self.position_factor())
+        if self.position_offsets is not None:
+            of_layer["offset"] = self.share.of_heads(self.position_offsets())
         if self.position_gates is not None:
             of_layer["gates"] = self.share.gather(self.position_gates(hidden)[..., None])[..., 0].transpose(1, 2)
         if self.norms_rotated:

@@ -35,6 +35,7 @@ from megatron_coca.attention.positions.distance_maps import UNMAPPED, Band
 from megatron_coca.attention.positions.forms import LogitScaling, ScoreForm
 from megatron_coca.attention.positions.frequencies import Rotary
 from megatron_coca.attention.positions.gates import HeadGates
+from megatron_coca.attention.positions.offsets import HeadOffsets
 from megatron_coca.kernels import missing_triton
 
 Tables = tuple[SegmentTables, ...]
@@ -42,33 +43,45 @@ Tables = tuple[SegmentTables, ...]
 
 class OperandMaker(Protocol):
     """Computes Q' and K' of every segment from q [batch, heads, length, head_dim] and k [batch, kv_heads, length,
-    head_dim]; Q' has the shape of q, K' that of k.
+    head_dim]. Q' and K' have the shapes of q and k, except for their width, which the form determines.
     """
 
     def __call__(
-        self, form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None
+        self,
+        form: ScoreForm,
+        q: Tensor,
+        k: Tensor,
+        segments: Tables,
+        factor: Tensor | None,
+        offset: Tensor | None = None,
     ) -> list[Tensor]: ...
 
 
-def with_torch(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None) -> list[Tensor]:
+def with_torch(
+    form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None, offset: Tensor | None = None
+) -> list[Tensor]:
     """Compute the operands by the formulas in `positions.forms`."""
-    made = ((form.query_operand(q, tables.query, factor), form.key_operand(k, tables.key)) for tables in segments)
+    made = (
+        (form.query_operand(q, tables.query, factor, offset), form.key_operand(k, tables.key)) for tables in segments
+    )
     return [operand for pair in made for operand in pair]
 
 
-def with_triton(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None) -> list[Tensor]:
+def with_triton(
+    form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None, offset: Tensor | None = None
+) -> list[Tensor]:
     """Compute the operands in one fused kernel, in float32 with one rounding. Only q, k and the tables are saved for
     the backward pass.
 
     Raises:
-        ValueError: the form is non-rotary, or the kernel does not support these tensors.
+        ValueError: the kernel does not support the form or these tensors.
     """
     # Imported here because triton exists only on some platforms, and everything else must work without it.
     from megatron_coca.kernels.operands import fused_operands
 
     pairs = [pair for tables in segments for pair in (tables.query, tables.key) if pair is not None]
-    if not pairs or form.kernel is None:
-        raise ValueError("operand_kernel: triton does not support non-rotary methods; set operand_kernel to torch")
+    if not pairs or form.kernel is None or offset is not None:
+        raise ValueError("operand_kernel: triton does not support this score form; set operand_kernel to torch")
     if factor is not None and 2 * pairs[0].cos.shape[-1] < q.shape[-1]:
         raise ValueError(
             "operand_kernel: triton does not support logit scaling of unrotated features; set operand_kernel to torch"
@@ -76,11 +89,13 @@ def with_triton(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor:
     return fused_operands(q, k, [table for pair in pairs for table in pair], form.kernel)
 
 
-def automatic(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None) -> list[Tensor]:
-    """Use the fused kernel for rotary forms on CUDA, and PyTorch operations for everything else."""
+def automatic(
+    form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None, offset: Tensor | None = None
+) -> list[Tensor]:
+    """Use the fused kernel for the forms that it supports on CUDA, and PyTorch operations for everything else."""
     query = segments[0].query
-    if query is None or form.kernel is None or not q.is_cuda:
-        return with_torch(form, q, k, segments, factor)
+    if query is None or form.kernel is None or offset is not None or not q.is_cuda:
+        return with_torch(form, q, k, segments, factor, offset)
     learned = query.cos.requires_grad  # true for clex
     partly_scaled = factor is not None and 2 * query.cos.shape[-1] < q.shape[-1]
     served = q.dtype != torch.float64 and not learned and not partly_scaled
@@ -134,6 +149,7 @@ class PositionMethod:
         initial_factor: initial value of the learned factor that each head applies to its logits, or None.
         factor_bias: whether a learned bias is added to the product of that factor and the logit scaling.
         gates: function that builds a layer's module of forgetting gates, or None.
+        offsets: function that builds a layer's module of constant angles, or None.
         queries_per_key: number of query heads per key head.
         norms_rotated: whether layers normalise Q' and K'.
     """
@@ -158,6 +174,7 @@ class PositionMethod:
     initial_factor: float | None = None
     factor_bias: bool = False
     gates: Callable[[], HeadGates] | None = None
+    offsets: Callable[[], HeadOffsets] | None = None
     queries_per_key: int = 1
     norms_rotated: bool = False
 
@@ -169,7 +186,12 @@ class PositionMethod:
     @property
     def rotary_dim(self) -> int:
         """Number of rotated features per head."""
-        return self.rotary.dim if self.rotary is not None else 0
+        return self.form.features * (self.rotary.dim // 2) if self.rotary is not None else 0
+
+    @property
+    def operand_dim(self) -> int:
+        """Number of features per head of Q' and K'."""
+        return self.form.operand_width(self.head_dim, self.rotary_dim)
 
     def keys_stay(self, length: int | None) -> bool:
         """Return whether a token's K' stays the same while the sequence grows, so that K' can be cached. `length` is
@@ -208,14 +230,18 @@ class PositionMethod:
         """Build the module for one layer's forgetting gates, or return None."""
         return None if self.gates is None else self.gates()
 
+    def layer_offsets(self) -> HeadOffsets | None:
+        """Build the module for one layer's constant angles, or return None."""
+        return None if self.offsets is None else self.offsets()
+
     def learned(self) -> list[Callable[[], nn.Module | None]]:
         """Return the functions that build the learned modules of one layer."""
-        return [self.layer_bias, self.layer_sinks, self.layer_factor, self.layer_gates]
+        return [self.layer_bias, self.layer_sinks, self.layer_factor, self.layer_gates, self.layer_offsets]
 
     def needs(self, device_type: str, dropout: float, training: bool = True) -> Needs:
         """Return the requirements on a backend for both training and evaluation, or only for evaluation."""
         bands = max(self.bands, self.trained_bands, key=len) if training else self.bands
-        head_dim = self.head_dim + (0 if self.gates is None else gate_features(self.queries_per_key))
+        head_dim = self.operand_dim + (0 if self.gates is None else gate_features(self.queries_per_key))
         return Needs(
             *(device_type, head_dim, self.bias.formula, bands, dropout if training else 0.0),
             softcap=self.softcap,
@@ -235,15 +261,16 @@ class PositionMethod:
         factor: Tensor | None = None,
         sinks: Tensor | None = None,
         gates: Tensor | None = None,
+        offset: Tensor | None = None,
         norms: tuple[nn.Module, nn.Module] | None = None,
     ) -> AttentionInputs:
         """Compute backend inputs from q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim].
 
         The layer's own parameters, if any, are `bias`, `factor` (the factor on the logits, [heads], or with its bias
-        [heads, 2]), `sinks` [heads] and `gates` (the log gates of the keys, [batch, heads, length]). `norms` are
-        applied to Q' and K', [..., head_dim].
+        [heads, 2]), `sinks` [heads], `gates` (the log gates of the keys, [batch, heads, length]) and `offset`
+        (constant angles, [heads, number of magnitudes]). `norms` are applied to Q' and K', [..., head_dim].
         """
-        made = iter(self.operands(self.form, q, k, context.segments, context.query_factor))
+        made = iter(self.operands(self.form, q, k, context.segments, context.query_factor, offset))
         if norms is not None:
             made = iter([norms[number % 2](operand) for number, operand in enumerate(made)])
         segments = tuple(Segment(next(made), next(made), tables.band) for tables in context.segments)
@@ -270,7 +297,7 @@ class PositionMethod:
 
         `append` adds tensors of the new tokens to the cache and returns the tensors of all cached tokens. The tensors
         are K' of every segment (or k, if the context has the tables of all keys), v, and log gates. `of_layer` are
-        `bias`, `factor`, `sinks` and `norms`.
+        `bias`, `factor`, `sinks`, `offset` and `norms`.
         """
         new = [] if gates is None else [gates[..., None]]
         if not context.of_new_keys:

@@ -6,19 +6,19 @@ from typing import Any
 
 from megatron_coca import methods
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.config import KEYS, Config, ModelConfig
+from megatron_coca.config import KEYS, Config, ModelConfig, norm_changes
 from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL
 from megatron_coca.config.position import LayerType, PositionConfig, Selected
 
 LAYER_KEYS = frozenset(
-    ("rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width")
-) | {"attention_chunk_size", "attention_backend"}
+    ("rotary_frequencies", "rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling")
+) | {"sliding_window_width", "attention_chunk_size", "attention_backend"}
 """Position keys that may change for evaluation, for the whole model or for one layer type."""
 EVALUATION_KEYS = LAYER_KEYS | {"operand_kernel", "trainable", "layer_types", "imports"}
 EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch"})
 """Keys and groups of keys that may change for evaluation. Changing any other key gives a different model."""
 
-TRAINED_CHOICES = ("rope_scaling", "relative_positions", "logit_scaling", "forgetting_gate")
+TRAINED_CHOICES = ("rope_scaling", "relative_positions", "logit_scaling", "forgetting_gate", "rotary_frequencies")
 """Keys that have choices with `trained` in their declarations. Such a choice must be used at evaluation if and only if
 it was used in training, with the same options and training length.
 """
@@ -26,12 +26,14 @@ it was used in training, with the same options and training length.
 FIXED_BY_WEIGHTS = frozenset(
     ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "kv_channels", "no_weight_tying", "activation")
 ) | {
-    *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms", "qk_norm"),
+    *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms"),
     *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width", "residual_scale", "clip_qkv"),
-    *("use_bias_in_output_head", "sinusoidal_base"),
+    *("attention_output_gate", "final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
+    *("residual_scale", "clip_qkv", "use_bias_in_output_head", "sinusoidal_base"),
 }
-"""Keys that finetuning must not change from the run that trained the weights. The position method may change."""
+"""Keys that finetuning must not change from the run that trained the weights. The position method may change, and norms
+of queries and keys may be added.
+"""
 NORM_EPSILONS = {
     "layernorm": "layernorm_epsilon",
     "rmsnorm": "rms_norm_epsilon",
@@ -41,7 +43,7 @@ NORM_EPSILONS = {
 }
 PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
 POSITION_WEIGHTS = re.compile(
-    r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor|gates)\..+"
+    r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor|gates|offsets)\..+"
 )
 """Pattern of the names of weights that belong to a position method."""
 
@@ -113,6 +115,7 @@ def check_same_architecture(folder: Path, saved: Config, wanted: Config) -> None
     if saved.position.embedding.rotary and wanted.position.embedding.rotary:
         fixed.add("rotary_pct")
     differing = differing_keys(saved, wanted, frozenset(KEYS) - fixed)
+    differing += [f"{key} ({reason})" for key, reason in norm_changes(saved.model, wanted.model)]
     inner = [config.model.ffn_hidden_size for config in (saved, wanted)]
     if inner[0] != inner[1]:
         gated = 3 if saved.model.activation in GATED_ACTIVATIONS else 1
@@ -163,6 +166,9 @@ def comparable(config: Config) -> dict[str, Any]:
         if (scaling := kind.rope_scaling) is not None and kind.extension.name != "default":
             measured = kind.original_length(model.seq_length) if kind.extension.measures_length else None
             own["rope_scaling"] = scaling.settings(model.seq_length) | {"name": kind.extension.name, "L": measured}
+        if (chosen := kind.rotary_frequencies) is not None:
+            original = kind.original_length(model.seq_length)
+            own["rotary_frequencies"] = {"name": chosen.type, "L": original} | chosen.settings(original)
         if (distances := kind.relative_positions) is not None:
             own["relative_positions"] = {"name": distances.type} | distances.settings(model.seq_length)
         if isinstance(kind.logit_scaling, Selected):
@@ -174,7 +180,7 @@ def comparable(config: Config) -> dict[str, Any]:
         *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_qkv", "use_bias_in_mlp", "gpt_j_residual", "norm"),
         *("norm_position", "zero_centered_norms", "qk_norm", "use_qk_layernorm", "use_embedding_norm"),
         *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale"),
-        *("hidden_dropout", "attention_dropout", "embedding_dropout", "residual_scale"),
+        *("hidden_dropout", "attention_dropout", "embedding_dropout", "residual_scale", "attention_output_gate"),
         *("clip_qkv", "qk_norm_after_rotation", "use_bias_in_output_head", *sorted(epsilons(model))),
     )
     shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}

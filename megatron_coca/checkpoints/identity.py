@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
 from megatron_coca.checkpoints.unsupported import WITHOUT_EFFECT
-from megatron_coca.checkpoints.weights import is_archive, read_layout
+from megatron_coca.checkpoints.weights import StoredTensor, is_archive, read_layout
 from megatron_coca.config import KEYS, Config
 from megatron_coca.config.schema import default_of
 from megatron_coca.support.regular_files import open_regular
@@ -50,13 +50,27 @@ def tensors_identity(config: Config, files: Mapping[str, Path]) -> str:
     The identity covers the configuration and the names, dtypes, shapes and sampled values of the weights. It does not
     depend on how the weights are divided into files. Raises UnreadableError.
     """
+    layouts = {path: read_layout(path) for path in dict.fromkeys(files.values())}
+    return stored_identity(config, {name: (path, layouts[path][name]) for name, path in files.items()})
+
+
+def stored_identity(config: Config, places: Mapping[str, tuple[Path, StoredTensor]]) -> str:
+    """Return the identity of a model from the place of each weight: its file, and its entry in the file.
+
+    Raises UnreadableError.
+    """
     digest = _begun(config)
-    places = {path: read_layout(path) for path in dict.fromkeys(files.values())}
-    for name in sorted(files):
-        entry = places[files[name]][name]
+    for name in sorted(places):
+        path, entry = places[name]
         digest.update(f"{name} {entry.code} {list(entry.shape)}\n".encode())
-        _read_into(digest, files[name], [(entry.begin, entry.nbytes)])
+        _read_into(digest, path, [(entry.begin, entry.nbytes)])
     return digest.hexdigest()
+
+
+def with_ignored(identity: str, ignored: Iterable[str]) -> str:
+    """Return the identity of a model with keys of its config.json ignored. Without such keys, it does not change."""
+    names = sorted(set(ignored))
+    return hashlib.sha256(json.dumps([identity, *names]).encode()).hexdigest() if names else identity
 
 
 def pickles_identity(config: Config, paths: Iterable[Path]) -> str:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface.config_json import CONFIG
-from megatron_coca.checkpoints.huggingface.read import is_huggingface_folder
-from megatron_coca.checkpoints.load import open_checkpoint
+from megatron_coca.checkpoints.load import ignored_names, open_checkpoint
 from megatron_coca.checkpoints.opened import Overrides, check_fit
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, write_safetensors
@@ -70,11 +69,15 @@ def import_checkpoint(
     tokenizer, tokenizer_note = opened.tokenizer(overrides)
     if tokenizer is not None and (loss := sampled(tokenizer, filter(None, PROBES)).loss(tokenizer.vocab_size)):
         tokenizer_note = "; ".join(filter(None, (tokenizer_note, f"the tokenizer loses text: {loss}")))
-    imported = {"source": opened.folder.resolve().name, "identity": opened.identity, "step": opened.step}
-    theirs = opened.folder if is_huggingface_folder(opened.folder) else None
-    if theirs is not None:
-        keys = native.read_json(theirs / CONFIG)
-        imported |= {name: keys.get(name) for name in ("model_type", "transformers_version")}
+    imported: dict[str, Any] = {
+        "source": opened.folder.resolve().name,
+        "identity": opened.identity,
+        "step": opened.step,
+    }
+    theirs = opened.folder if opened.settings is not None else None
+    if opened.settings is not None:
+        imported |= {name: opened.settings.get(name) for name in ("model_type", "transformers_version")}
+        imported["ignored_keys"] = list(ignored_names(overrides)) or None
     with atomic_dir(folder, CheckpointError) as partial:
         step = native.begin(partial, 0)
         with weights.shown(f"importing {source}") as shown:
@@ -109,7 +112,7 @@ def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequen
     # The number of ids comes from the tokenizer, and the number of rows from the embedding.
     rows = opened.trained.model.padded_vocab_size
     keys |= {"vocab_size": opened.known_ids(), "make_vocab_size_divisible_by": rows}
-    if is_huggingface_folder(opened.folder) and vocabulary.is_file():
+    if opened.settings is not None and vocabulary.is_file():
         keys |= {"tokenizer_type": "HFTokenizer", "vocab_file": str(vocabulary)}
     return load_config([], keys | {"load": str(folder), "finetune": True})
 

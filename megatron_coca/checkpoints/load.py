@@ -13,12 +13,13 @@ from megatron_coca.checkpoints.neox import read as neox
 from megatron_coca.checkpoints.opened import LoadedModel, OpenedCheckpoint
 from megatron_coca.checkpoints.weights import open_safetensors_file
 from megatron_coca.config import load_saved_config
-from megatron_coca.config.source import Overrides
+from megatron_coca.config.source import Overrides, given_values
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import GPT
 from megatron_coca.support.arguments import local_path
 from megatron_coca.support.remote_files import HUB, hub_hint, is_url
 
+IGNORED = "ignore_keys"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 HUB_COPIES = ["*/*", "consolidated*"]
 """Patterns of files on the Hugging Face Hub to download, and of files to skip, which are copies for other programs."""
@@ -57,19 +58,25 @@ def open_checkpoint(
             store. Remote checkpoints are downloaded.
         verify: compare the checksums of a native checkpoint's files; otherwise, compare only their sizes.
         step: step in the save folder; by default the latest.
-        overrides, files: config overrides and YAML files of the user. Only their key `imports` is read. Files that a
-            checkpoint imports are never run unless the user names them.
+        overrides, files: config overrides and YAML files of the user. Only their keys `imports` and `ignore_keys` are
+            read. Files that a checkpoint imports are never run unless the user names them.
 
     Raises CheckpointError. Raises ConfigError if `imports` is needed but not given, or if a file in it cannot be run.
     """
     folder = _local_folder(path, step)
     check_no_adapters(folder)
     if huggingface.is_huggingface_folder(folder):
-        return huggingface.open_folder(folder)
+        return huggingface.open_folder(folder, ignored_names(overrides, files))
     neox_folder = neox.find_step(folder)
     if neox_folder is not None:
         return neox.open_step(neox_folder, overrides, files)
     return _open_native(folder, verify, overrides, files)
+
+
+def ignored_names(overrides: Overrides = (), files: Sequence[str | Path] = ()) -> tuple[str, ...]:
+    """Return the keys of config.json that a user's overrides and YAML files name in `ignore_keys`."""
+    given = given_values(overrides, files).get(IGNORED) or []
+    return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
 
 
 def find_native(path: str | Path, step: int | None = None) -> Path | None:

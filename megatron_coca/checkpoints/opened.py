@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn as nn
 
 from megatron_coca.checkpoints.compare import check_same_model, extension_note
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id
+from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id, read_tokenizer
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
 from megatron_coca.config.source import Overrides, given_values
@@ -63,6 +64,9 @@ class OpenedCheckpoint:
         document_end: the token that ended documents in training, or None if it is unknown.
         imported: facts about the source of an imported checkpoint.
         changed_imports: the user's method files that have changed since training.
+        packed_tokenizer: a function that writes the tokenizer inside the weights file to a folder, under transformers'
+            names; None if the weights file has none.
+        settings: the content of config.json for the text network in a Hugging Face folder; None for other layouts.
     """
 
     folder: Path
@@ -76,6 +80,8 @@ class OpenedCheckpoint:
     document_end: str | None = None
     imported: Mapping[str, Any] = field(default_factory=dict)
     changed_imports: tuple[str, ...] = ()
+    packed_tokenizer: Callable[[Path], None] | None = None
+    settings: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @cached_property
     def identity(self) -> str:
@@ -117,7 +123,16 @@ class OpenedCheckpoint:
         `find_tokenizer` does.
         """
         given = given_values(overrides, files)
-        return find_tokenizer(self.folder, self.tokenizer_folder, self.trained, self.document_end, given)
+        found = find_tokenizer(self.folder, self.tokenizer_folder, self.trained, self.document_end, given)
+        return found if found.tokenizer is not None or self.packed_tokenizer is None else self._unpacked
+
+    @cached_property
+    def _unpacked(self) -> Found:
+        """The tokenizer inside the weights file."""
+        assert self.packed_tokenizer is not None
+        with TemporaryDirectory(prefix="megatron_coca_tokenizer") as name:
+            self.packed_tokenizer(Path(name))
+            return read_tokenizer(Path(name), self.trained.model.padded_vocab_size)
 
     def load(
         self,

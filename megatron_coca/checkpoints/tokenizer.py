@@ -25,6 +25,7 @@ from megatron_coca.checkpoints.files import CheckpointError, read_json_if_presen
 from megatron_coca.config import Config
 from megatron_coca.data import DataError, Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers import needs_files
+from megatron_coca.data.tokenizers.end_tokens import with_text_keys
 from megatron_coca.data.tokenizers.kinds import first_difference
 from megatron_coca.data.tokenizers.text_rules import find_rules
 
@@ -188,7 +189,7 @@ def _load_with_end(
 def _end_symbols(folder: Path) -> Iterator[int | str]:
     """Yield each end-of-text id or token that a file of the folder defines. Of a list, yield the first entry."""
     for name in CONFIGS:
-        content = read_json_if_present(folder / name)
+        content = with_text_keys(read_json_if_present(folder / name))
         for key in ("eos_token_id", "eos_token"):
             value = content.get(key)
             if isinstance(value, Mapping):
@@ -205,7 +206,7 @@ def largest_named_id(folder: Path) -> int:
     declared = read_json_if_present(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     ids += [int(number) for number in declared if isinstance(number, str) and re.fullmatch("[0-9]{1,9}", number)]
     for name in CONFIGS:
-        content = read_json_if_present(folder / name)
+        content = with_text_keys(read_json_if_present(folder / name))
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = content.get(key)
             ids += value if isinstance(value, list) else [value]

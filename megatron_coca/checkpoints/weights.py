@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +101,16 @@ class Weights:
         """Return only the named weights, in the given order."""
         return replace(self, entries={name: self.entries[name] for name in names})
 
+    def adding(self, tensors: Mapping[str, Tensor]) -> "Weights":
+        """Return these weights and then `tensors`."""
+        added = {name: WeightEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        read = self.read
+        return replace(
+            self,
+            entries={**self.entries, **added},
+            read=lambda name: tensors[name] if name in tensors else read(name),
+        )
+
 
 def _check_overflow(exact: Tensor, rounded: Tensor, name: str) -> None:
     end = torch.finfo(rounded.dtype).max
@@ -118,12 +129,17 @@ def _check_overflow(exact: Tensor, rounded: Tensor, name: str) -> None:
     )
 
 
-def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
+def open_safetensors(
+    files: Mapping[str, Path], source: Path, also: Mapping[str, torch.dtype] = MappingProxyType({})
+) -> Weights:
     """Open the weights in safetensors files; `files` maps each weight to its file. Headers are read immediately.
+
+    `also` lists dtypes to read besides floating-point numbers of 16 bits or more, by their codes in the files.
 
     Raises CheckpointError if a file is missing or damaged, or if a weight is not in its file or not floating-point.
     """
     entries: dict[str, WeightEntry] = {}
+    dtypes = {**_NAMED, **also}
     for path in dict.fromkeys(files.values()):
         with _opened(path) as file:
             present = set(file.keys())
@@ -134,12 +150,12 @@ def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
                     )
                 header = file.get_slice(name)
                 code = header.get_dtype()
-                if code not in _NAMED:
+                if code not in dtypes:
                     raise CheckpointError(
                         f"{path}: {name} has dtype {code}, which is not supported; convert it to one of "
                         f"{', '.join(_NAMED)}"
                     )
-                entries[name] = WeightEntry(_NAMED[code], tuple(header.get_shape()))
+                entries[name] = WeightEntry(dtypes[code], tuple(header.get_shape()))
 
     def read(name: str) -> Tensor:
         with _opened(files[name]) as file:

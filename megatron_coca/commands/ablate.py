@@ -7,7 +7,7 @@ Finished cells are kept, and the same command resumes after an interruption. The
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Sequence
 from functools import partial
 
@@ -58,6 +58,8 @@ def parser() -> ArgumentParser:
     instead.add_argument("--page", type=local_path, nargs=2, metavar=("TEMPLATE", "PAGE"), help=page)
     pack = "pack all results into RESULTS.jsonl.zst, beside the results folder, without running anything"
     instead.add_argument("--pack", action="store_true", help=pack)
+    papers = "add all published numbers to the report, or none; default: those with our lengths and protocol"
+    add("--papers", action=BooleanOptionalAction, help=papers)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device for training and evaluation")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype for evaluation")
     return parser
@@ -93,7 +95,7 @@ def run(options: Namespace) -> int:
         print(f"\n{files.overview(cells)}")
     if options.report or not options.only:
         try:
-            print(plain(f"\n{reporting.write_report(file, everything)}"))
+            print(plain(f"\n{reporting.write_report(file, everything, options.papers)}"))
         except EvaluationError as error:  # the failed cells are still listed below
             problems.append(f"report: {error}")
     for problem in problems:

@@ -33,8 +33,11 @@ class Gpu(NamedTuple):
 GPUS: dict[str, Gpu] = {
     "A100-80": Gpu("NVIDIA A100-SXM4-80GB", 79.2),
     "A100-40": Gpu("NVIDIA A100-SXM4-40GB", 39.4),
+    "A800": Gpu("NVIDIA A800-SXM4-80GB", 79.2),
     "H100": Gpu("NVIDIA H100 80GB HBM3", 79.2),
     "H200": Gpu("NVIDIA H200", 139.8),
+    "H20": Gpu("NVIDIA H20", 95.1),
+    "GH200": Gpu("NVIDIA GH200 480GB", 94.5),
     "B200": Gpu("NVIDIA B200", 178.4),
     "V100-32": Gpu("Tesla V100-SXM2-32GB", 31.7),
     "L40S": Gpu("NVIDIA L40S", 44.4),

@@ -19,7 +19,7 @@ from megatron_coca.evaluation.options import (
     whole_number,
 )
 from megatron_coca.evaluation.results import EvaluationError, check_writable, out_of_memory, write_atomically
-from megatron_coca.support.arguments import expanded, local_path
+from megatron_coca.support.arguments import add_ignore_option, expanded, ignoring, local_path
 from megatron_coca.support.plain_text import plain
 from megatron_coca.support.remote_files import hub_hint, is_url
 
@@ -87,6 +87,7 @@ def parser() -> ArgumentParser:
     )
     output = "write one object per line: prompt, text, finish (eod, stop or length) and tokens (the token count)"
     add("--output", type=local_path, metavar="FILE.jsonl", help=output)
+    add_ignore_option(described)
     add_batch_option(described, 16384)
     add_device_options(described)
     return described
@@ -164,7 +165,7 @@ def run(args: Namespace, prompts: list[str]) -> int:
             raise ValueError("--stop: an empty text would end every continuation at once; leave it out")
     except ValueError as error:
         raise EvaluationError(str(error)) from error
-    files, overrides = split_inputs(args.changes)
+    files, overrides = split_inputs([*args.changes, *ignoring(args)])
     asked = [prompt for prompt in prompts for _ in range(args.num_samples)]
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "stops": args.stop}
     options |= {"tokens_per_batch": args.tokens_per_batch, "progress": len(asked) > 1}

@@ -149,7 +149,7 @@ def _method(options: argparse.Namespace) -> Result:
 
     files, overrides = split_inputs(options.inputs)
     models = _models(files, overrides)
-    given = argparse.Namespace(variant=options.variant or [["plain"]], overrides=[], label=None)
+    given = argparse.Namespace(variant=options.variant or [["plain"]], overrides=[], ignored_keys=[], label=None)
     variants = read_variants(given)
     trained = [load_config(model, overrides) for model in models]
     length = options.length or 4 * max(config.model.seq_length for config in trained)

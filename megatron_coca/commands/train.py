@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
-from megatron_coca.support.arguments import expanded
+from megatron_coca.support.arguments import GGUF, add_ignore_option, expanded, ignoring
 from megatron_coca.support.errors import InputError
 from megatron_coca.support.processes import MAIN
 from megatron_coca.support.remote_files import HUB, hub_hint
@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--auto-resume", action="store_true", help="resume from the latest valid checkpoint in `save`, if there is one"
     )
+    add_ignore_option(parser)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # set by launchers, in addition to LOCAL_RANK
     return parser
 
@@ -78,7 +79,7 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     from megatron_coca.config.source import given_values
 
     model, *rest = options.inputs
-    from_folder = os.path.isdir(model) or model.startswith(HUB)
+    from_folder = os.path.isdir(model) or model.startswith(HUB) or model.endswith(GGUF)
     if options.conf_dir is not None or os.path.exists(f"{model}.yml") or not from_folder:
         model, rest = None, options.inputs
     files, keys = split_inputs(rest, options.conf_dir)
@@ -87,6 +88,7 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
         raise ConfigError(f"{first}: no such file or folder{hint}")
     if options.hostfile is not None and not os.path.isfile(options.hostfile):
         raise ConfigError(f"--hostfile: {options.hostfile}: no such file; write a line `name slots=8` for each host")
+    keys += ignoring(options)
     names = ("num_gpus", "hostfile")
     keys += [f"{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
     given = [*keys, "auto_resume=true"] if options.auto_resume else keys

@@ -12,9 +12,11 @@ from megatron_coca.config.running import CheckpointConfig, FaultConfig
 from megatron_coca.config.saved import SavedConfig, load_saved_config, named_imports
 from megatron_coca.config.schedule import ScheduleConfig
 from megatron_coca.config.schema import COMPUTE_KEYS, KEYS
+from megatron_coca.config.weight_changes import FORM_KEYS, adds_norms, form_keys, norm_changes, weight_changes
 
 __all__ = [
     "COMPUTE_KEYS",
+    "FORM_KEYS",
     "KEYS",
     "BatchSizes",
     "CheckpointConfig",
@@ -29,11 +31,15 @@ __all__ = [
     "RunStage",
     "SavedConfig",
     "ScheduleConfig",
+    "adds_norms",
+    "form_keys",
     "keys_without_effect",
     "load_config",
     "load_saved_config",
     "named_imports",
+    "norm_changes",
     "split_inputs",
     "split_shares",
     "stage_at",
+    "weight_changes",
 ]

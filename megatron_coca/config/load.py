@@ -155,6 +155,7 @@ def _choices_of(key: str) -> tuple[Any, ...]:
     if key.startswith("layer_types."):
         return _choices_of(key.split(".", 2)[2])
     owner, option = _owner_of(key), key.partition("[")[0].rpartition(".")[2]
+    owner = "pos_emb" if owner == "pos_emb_options" else owner
     if owner in methods.TABLES and option in (owner, SELECTORS.get(owner)):
         return tuple(methods.TABLES[owner])
     if owner in methods.TABLES:

@@ -148,6 +148,12 @@ class ModelConfig(ConfigGroup):
     clip_qkv: Positive | None = key(
         None, "Limit the features of queries, keys and values to this absolute value, as in OLMo 1."
     )
+    attention_output_gate: Literal["head", "feature"] | None = key(
+        None,
+        "Multiply the output of each attention head by sigmoid(x W) before the output projection, where x is the"
+        " layer's input. head: one number for each head; feature: one number for each feature of each head, as in"
+        " Qwen3-Next.",
+    )
     use_embedding_norm: bool = key(False, "Use a norm after the embedding, as in BLOOM.")
     embedding_scale: Positive = key(1.0, "Factor on the embedding, rounded to the dtype of the embedding, as in Gemma.")
     softmax_scale: Positive | None = key(None, "Factor on the attention scores; null: 1 / sqrt(features per head).")
@@ -226,6 +232,11 @@ class ModelConfig(ConfigGroup):
     def attention_width(self) -> int:
         """Features of all query heads together: the input width of the output projection."""
         return self.num_attention_heads * self.head_dim
+
+    @property
+    def output_gates(self) -> int:
+        """Rows of the output gate's projection; 0 without an output gate."""
+        return {None: 0, "head": self.num_attention_heads, "feature": self.attention_width}[self.attention_output_gate]
 
     @property
     def padded_vocab_size(self) -> int:

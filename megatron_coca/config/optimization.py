@@ -49,8 +49,8 @@ class OptimizerConfig(ConfigGroup):
     trainable: Annotated[list[TrainablePart], Field(min_length=1), BeforeValidator(_sort_parts)] | None = key(
         None,
         "Parts of the model to train, as a list; null trains everything. All other weights are frozen. `key` is also"
-        " CoCA's T projection, `attention_output` is the output projection, and `positions` are the weights of the"
-        " position method. `embedding` includes the output head if they are tied.",
+        " CoCA's T projection, `attention_output` is the output projection with its gate, and `positions` are the"
+        " weights of the position method. `embedding` includes the output head if they are tied.",
     )
 
     @model_validator(mode="before")

@@ -22,6 +22,11 @@ class ParallelConfig(ConfigGroup):
     zero_optimization: Annotated[dict[str, Any], AfterValidator(_with_valid_stage)] | None = key(
         None, "DeepSpeed's ZeRO section, passed through; `stage` is 0 to 3."
     )
+    reduction_wait: Literal["device", "stream"] = key(
+        "device",
+        "ZeRO 1 and 2 with overlap_comm: before an optimizer step, `device` makes the host wait until all work on the"
+        " GPU is done, as in DeepSpeed; `stream` makes only the optimizer's stream wait for the reductions.",
+    )
     pipe_parallel_size: Annotated[int, Field(ge=0, le=2**20)] = key(
         0, "Number of pipeline stages; 0 and 1 both disable the pipeline."
     )

@@ -1,5 +1,6 @@
 """Keys of the position method: the choices that `megatron_coca.methods` declares, and layer types."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -26,6 +27,7 @@ KINDS: dict[str, Any] = {
     "share": Annotated[float, Field(gt=0.0, le=1.0)],
     "factor": Annotated[float, Field(ge=1.0, le=1.0e6)],
     "flag": bool,
+    "angle": Annotated[float, Field(ge=-math.pi, le=math.pi)] | Literal["random"],
     "positives": list[Positive],
 }
 """Type of a declared option, by its kind."""
@@ -154,12 +156,15 @@ class PositionKeys(ConfigGroup):
         " CoCA-Slack. Its scores depend on the first position; all other rotary methods are shift-invariant.",
     )
     pos_emb_options: Annotated[Optional, BeforeValidator(_options)] = key(
-        None, "Options of a position method that a file in `imports` declares."
+        None, "Options of the position method: those of `pos_emb` below, or those that a file in `imports` declares."
     )
     rotary_pct: float = Field(
         default=1.0, gt=0.0, le=1.0, description="Fraction of the features of each head that is rotated."
     )
     rotary_emb_base: float = Field(default=10000.0, gt=1.0, le=1.0e30, description="Base of the rotary frequencies.")
+    rotary_frequencies: Annotated[Optional, BeforeValidator(partial(read_choice, "rotary_frequencies"))] = key(
+        None, "Frequencies of training other than the powers of rotary_emb_base; options below."
+    )
     rope_scaling: Annotated[Optional, BeforeValidator(partial(read_choice, "rope_scaling"))] = key(
         None, "Frequency extension beyond the training length; options below."
     )
@@ -225,8 +230,8 @@ class PositionConfig(PositionKeys):
     def of_type(self, name: str) -> "PositionConfig":
         """Return the keys of one layer type: the model's keys, overridden by those of the type.
 
-        A type without rotation does not inherit rope_scaling and relative_positions, which need rotation. A type with
-        a window or chunks does not inherit relative_positions, which has its own window.
+        A type without rotation does not inherit rotary_frequencies, rope_scaling and relative_positions, which need
+        rotation. A type with a window or chunks does not inherit relative_positions, which has its own window.
         """
         own = self.layer_types.get(name, LayerType())
         values = {key: getattr(own, key) for key in own.model_fields_set}
@@ -234,7 +239,7 @@ class PositionConfig(PositionKeys):
         if "pos_emb" in values:
             dropped |= {"pos_emb_options"}
             if not methods.find("pos_emb", values["pos_emb"]).rotary:
-                dropped |= {"rope_scaling", "relative_positions"}
+                dropped |= {"rotary_frequencies", "rope_scaling", "relative_positions"}
         if {values.get("sliding_window_width"), values.get("attention_chunk_size")} != {None}:
             dropped.add("relative_positions")
         return self.model_copy(update=dict.fromkeys(dropped) | values | {"layer_types": {}})
@@ -244,7 +249,8 @@ class PositionConfig(PositionKeys):
         return {name: self.of_type(name) for name in dict.fromkeys(layer_names)}
 
     def original_length(self, seq_length: int) -> int:
-        """Return L of the frequency extension: rope_scaling.original_max_position_embeddings or seq_length.
+        """Return L of rotary_frequencies and of the extension: rope_scaling.original_max_position_embeddings if it is
+        set, else seq_length.
 
         Distance maps, logit scaling and evaluation always use seq_length, the length of the latest training.
         """
@@ -254,6 +260,12 @@ class PositionConfig(PositionKeys):
     def embedding(self) -> methods.PositionEmbedding:
         """The declaration of `pos_emb`."""
         return methods.find("pos_emb", self.pos_emb)
+
+    @property
+    def frequencies(self) -> methods.TrainingFrequencies | None:
+        """The declaration of the frequencies of training; None for the powers of rotary_emb_base."""
+        given = self.rotary_frequencies
+        return methods.find("rotary_frequencies", given.type) if given is not None else None
 
     @property
     def extension(self) -> methods.FrequencyExtension:
@@ -276,7 +288,7 @@ class PositionConfig(PositionKeys):
         return methods.find("forgetting_gate", self.forgetting_gate) if self.forgetting_gate else None
 
     @property
-    def _embedding_options(self) -> dict[str, Any]:
+    def embedding_options(self) -> dict[str, Any]:
         """Options of the position embedding: GPT-NeoX's are keys of this group, others come from `pos_emb_options`."""
         given = self.pos_emb_options.given if self.pos_emb_options is not None else {}
         names = ("rpe_num_buckets", "rpe_max_distance", "alibi_slope_scale")
@@ -293,8 +305,9 @@ class PositionConfig(PositionKeys):
 
     def choices(self) -> Iterator[tuple[methods.Choice, dict[str, Any]]]:
         """Yield every selected choice with the options that are set."""
-        yield self.embedding, self._embedding_options
+        yield self.embedding, self.embedding_options
         for choice, selected in (
+            (self.frequencies, self.rotary_frequencies),
             (self.extension, self.rope_scaling),
             (self.distance_map, self.relative_positions),
             (self.scaling, self.logit_scaling),
@@ -308,12 +321,15 @@ class PositionConfig(PositionKeys):
         chosen = {choice.key: (choice, given) for choice, given in self.choices()}
         if key not in chosen:
             return None
-        choice, given = chosen[key]
+        (choice, given), rotated = chosen[key], int(head_dim * self.rotary_pct)
+        original = self.original_length(seq_length)
+        length = original if choice.from_original_length else seq_length
         use = methods.Use(
-            options=choice.resolved(given, seq_length) if not choice.lacking(given) else given,
+            options=choice.resolved(given, length) if not choice.lacking(given) else given,
             seq_length=seq_length,
-            original_length=self.original_length(seq_length),
-            rotated=int(head_dim * self.rotary_pct),
+            original_length=original,
+            rotated=rotated,
+            frequencies=self.embedding.frequency_count(rotated, self.embedding_options),
             pos_emb=self.embedding,
             others={name: other.name for name, (other, _) in chosen.items()},
         )

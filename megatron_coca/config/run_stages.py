@@ -1,4 +1,4 @@
-"""Training stages of a run: they can differ in length, data, batch size, learning rate or position extension.
+"""Training stages of a run: they can differ in length, data, batch size, learning rate or position method.
 
 A stage lists the keys that differ from the rest of the configuration. Learning rate and data order depend only on the
 step and the list of stages.
@@ -13,10 +13,12 @@ from megatron_coca.config.base import ConfigError
 from megatron_coca.config.optimization import TrainablePart
 from megatron_coca.config.schedule import ScheduleConfig, learning_rate
 from megatron_coca.config.schema import COMPUTE_KEYS, KEYS, Settings
+from megatron_coca.config.weight_changes import FORM_KEYS, weight_changes
 
 STAGE_GROUPS = frozenset({"data", "batch", "schedule"})
 STAGE_KEYS = (
     COMPUTE_KEYS
+    | FORM_KEYS
     | {"seq_length", "max_position_embeddings", "training_positions", "hidden_dropout", "attention_dropout"}
     | {"embedding_dropout"}
     | {"rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width", "layer_types"}
@@ -176,19 +178,26 @@ def _differences(config: Settings, stages: Sequence[RunStage[Settings]]) -> Iter
     for number, stage in enumerate(stages):
         fixed = [key for key in KEYS if _differs(key, config, stage.config)]
         for key in fixed:
-            yield f"stages[{number}].{key}", "cannot differ between stages; set it for the whole run"
-        if not fixed and _learned(stage.config) != _learned(config):
+            yield f"stages[{number}].{key}", f"cannot differ between stages{_why(key)}; set it for the whole run"
+        for key, reason in () if fixed or not number else weight_changes(stages[number - 1].config, stage.config):
             yield (
-                f"stages[{number}]",
-                "changes a key that the learned weights of pos_emb or rope_scaling depend on (seq_length,"
-                " rotary_emb_base, "
-                "max_position_embeddings or an option); start a new run from these weights with finetune=true",
+                f"stages[{number}].{key}",
+                f"the stages share their weights: {reason}; use the same value in both stages, or start a new run from "
+                "the weights with finetune=true",
             )
         scaling = stage.config.position.rope_scaling
         if scaling is not None and scaling.original_max_position_embeddings is None and len(lengths) > 1:
             yield (
                 f"stages[{number}].rope_scaling",
                 "the stages differ in seq_length; set original_max_position_embeddings to the length that is extended",
+            )
+        kinds = stage.config.position.of_types(stage.config.model.layer_names).values()
+        measured = any(kind.frequencies is not None for kind in kinds)
+        if measured and scaling is None and len(lengths) > 1:
+            yield (
+                f"stages[{number}].rotary_frequencies",
+                "the stages differ in seq_length, from which the frequencies follow; set rope_scaling to {rope_type: "
+                "default, original_max_position_embeddings: L} with the same L in all stages",
             )
         before = stages[max(0, number - 1)].config.optimizer
         added = [part for part in get_args(TrainablePart) if stage.config.optimizer.trains(part) > before.trains(part)]
@@ -208,11 +217,6 @@ def _differs(key: str, config: Settings, own: Settings) -> bool:
     return bool(getattr(getattr(config, group), field) != getattr(getattr(own, group), field))
 
 
-def _learned(config: Settings) -> list[Any]:
-    """Return, for every layer type, the values that the learned weights of its position method depend on."""
-    found = []
-    for kind in config.position.of_types(config.model.layer_names).values():
-        rows = config.model.max_position_embeddings if kind.pos_emb == "learned" else None
-        extension = (kind.rope_scaling, kind.rotary_emb_base, kind.original_length(config.model.seq_length))
-        found.append((kind.pos_emb, kind.pos_emb_options, rows, extension if kind.extension.learned else None))
-    return found
+def _why(key: str) -> str:
+    """Return the reason why stages may not change a key, as part of a message; empty if it is obvious."""
+    return ", because they share the network and its weights" if KEYS[key].group == "model" else ""

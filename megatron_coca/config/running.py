@@ -43,6 +43,11 @@ class CheckpointConfig(ConfigGroup):
         False, "Resume from the latest valid checkpoint in `save`; start at step 0 if there is none."
     )
     finetune: bool = key(False, "Load only the weights and start at step 0.")
+    ignore_keys: list[str] | None = key(
+        None,
+        "Keys in the config.json of the Hugging Face folder in `load` to ignore. Use it for keys that this package does"
+        " not support and that do not change the model.",
+    )
     no_load_optim: bool = key(
         False,
         "Continue from `load` with a new optimizer state; the optimizer may be of another type. `save` must be another"

@@ -79,7 +79,12 @@ COMPUTE_KEYS = frozenset(
 SECTIONS = frozenset(key[:end] for key in KEYS for end, letter in enumerate(key) if letter == ".")
 """Mappings in which the names are keys of the schema: `optimizer` and `optimizer.params`."""
 
-SELECTORS: dict[str, str] = {"rope_scaling": "rope_type", "relative_positions": "type", "logit_scaling": "type"}
+SELECTORS: dict[str, str] = {
+    "rotary_frequencies": "type",
+    "rope_scaling": "rope_type",
+    "relative_positions": "type",
+    "logit_scaling": "type",
+}
 """Keys that select a declared choice, each with the field of its mapping that names the choice."""
 MAPPINGS: dict[str, type[ConfigGroup]] = {"synthetic": SyntheticConfig, "training_positions": TrainingPositions}
 """Keys with a mapping of fixed names, each with the model of the mapping."""

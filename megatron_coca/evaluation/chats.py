@@ -33,6 +33,7 @@ def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
     multiturn = getattr(args, "fewshot_as_multiturn", None)
     if not args.apply_chat_template:
         given = {"--system-instruction": args.system_instruction is not None, "--fewshot-as-multiturn": multiturn}
+        given["--plain-tasks"] = getattr(args, "plain_tasks", ())
         for option in (name for name, used in given.items() if used):
             raise EvaluationError(
                 f"{option}: has no effect without --apply-chat-template; add that option, or remove {option}"

@@ -57,6 +57,12 @@ MEASUREMENTS = {
         f"{CHECKPOINT} --windows 512,1024,2048 --stride 512 --output results",
         "tasks.perplexity",
     ),
+    "longppl": Task(
+        "perplexity of the tokens that need a long context, by length",
+        options.add_longppl_options,
+        f"{CHECKPOINT} --lengths 8192,16384 --evaluator models/llama-3.1-8b --data books --output results",
+        "tasks.longppl",
+    ),
     "passkey": Task(
         "retrieval of a number hidden in filler, by length",
         options.add_passkey_options,
@@ -108,7 +114,7 @@ TASKS = {
         "tasks.speed",
     ),
     "report": Task(
-        "tables, plots and one page of results, next to published numbers",
+        "a page of results, and figures, tables and numbers for papers",
         options.add_report_options,
         "results --output results/report",
         "report",

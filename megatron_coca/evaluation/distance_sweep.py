@@ -19,14 +19,20 @@ from megatron_coca.evaluation.attention_maps import in_band
 from megatron_coca.model.layers import soft_capped
 
 ROTATED_FORMS = methods.names("pos_emb", rotary=True)
+POLAR = frozenset({"pope", "polar"})
 
 
 def planar(method: PositionMethod, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return the paper's complex q_j and k_j, each [..., d/2] complex128, for unrotated q and k [..., head_dim].
 
     Feature i is the real part and feature i + d/2 the imaginary part. For CoCA k is the T projection t, and
-    k_j = q_j * u_j, where u_j comes from t (the paper's equations 6 and 7).
+    k_j = q_j * u_j, where u_j comes from t (the paper's equations 6 and 7). For other polar forms, both are their real
+    magnitudes; constant angles are not included.
     """
+    if method.name in POLAR and method.form.magnitude is not None:
+        rotated = q[..., : method.rotary_dim].double(), k[..., : method.rotary_dim].double()
+        m, u = method.form.magnitude(rotated[0]), method.form.kept(rotated[1])
+        return torch.complex(m, torch.zeros_like(m)), torch.complex(u, torch.zeros_like(u))
 
     def complex_pairs(x: Tensor) -> Tensor:
         real, imaginary = x[..., : method.rotary_dim].double().chunk(2, dim=-1)
@@ -94,7 +100,7 @@ class DistanceSweep:
         q, k = q.double(), k.double()
         everywhere = k[:, :, None].expand(-1, -1, len(self.keys), -1)
         inputs = self.method.prepare(q[:, :, None], everywhere, everywhere, self.frame, bias=bias, factor=factor)
-        width = self.method.rotary_dim or self.method.head_dim
+        width = self.method.form.operand_features * self.method.rotary_dim or self.method.head_dim
         scores = torch.full((*inputs.key.shape[:3],), math.nan, dtype=torch.float64, device=self.keys.device)
         visible = torch.zeros(len(self.keys), dtype=torch.bool, device=self.keys.device)
         for segment in inputs.segments:

@@ -20,6 +20,7 @@ from megatron_coca.support.processes import exit_with_parent
 
 DIVIDED_BY = {
     "perplexity": "windows",
+    "longppl": "lengths",
     "passkey": "lengths",
     "needle": "lengths",
     "ruler": "lengths",

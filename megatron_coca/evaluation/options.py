@@ -1,15 +1,16 @@
 """Command-line options of all tasks. Nothing here imports PyTorch, so that `--help` is fast."""
 
+import json
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from megatron_coca import methods
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.support.arguments import expanded, local_path
+from megatron_coca.support.arguments import add_ignore_option, expanded, ignoring, local_path
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Keys of `checkpoints.weights.DTYPES`."""
@@ -28,6 +29,10 @@ DYNAMIC_LENGTHS = {
     "total": "the length of prompt and new tokens together, at every step",
 }
 """Descriptions of `model.DYNAMIC_LENGTHS`: the length that a length-dependent extension uses during generation."""
+
+TruncatedPart = Literal["beginning", "middle"]
+TRUNCATED_PARTS: tuple[TruncatedPart, ...] = get_args(TruncatedPart)
+"""The part that a prompt loses if it exceeds the limit."""
 
 MOST_TOKENS = 2**27
 """Largest number of input tokens or of new tokens. A mistyped number would otherwise run for days."""
@@ -149,6 +154,16 @@ def dynamic_length_text(name: str) -> str:
     return f"dynamic length {name}: in generation, a length-dependent extension uses {DYNAMIC_LENGTHS[name]}"
 
 
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ArgumentTypeError(f'{text!r} is not a JSON object, such as {{"max_seq_lengths": [4096, 8192]}}')
+    return found
+
+
 def add_device_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -162,6 +177,7 @@ def add_subject_options(parser: ArgumentParser) -> None:
     add("--checkpoint", type=expanded, required=True, metavar="DIR", help=checkpoint)
     overrides = "config overrides for all variants, e.g. rope_scaling.rope_type=dynamic"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
+    add_ignore_option(parser)
     variant = "a label, then YAML overlays and KEY=VALUE overrides; repeat the option for each variant"
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variant)
     add("--label", help="the model's name in reports; default: the checkpoint folder's name and the overrides")
@@ -233,6 +249,23 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add("--stride", required=True, type=token_count, metavar="S", help="number of tokens that each window scores")
     text = "restrict the softmax to token ids below N, such as the text tokens of a model that also learned facts"
     add("--vocabulary", type=positive_int, metavar="N", help=text)
+    add_batch_option(parser, 8192)
+
+
+def add_longppl_options(parser: ArgumentParser) -> None:
+    add_subject_options(parser)
+    add_document_options(parser)
+    add = parser.add_argument
+    add("--lengths", required=True, type=int_list, metavar="N,N,...", help="lengths of the documents in tokens")
+    evaluator = "checkpoint or Hugging Face folder that finds the key tokens; default: each variant finds its own"
+    add("--evaluator", type=expanded, metavar="DIR", help=evaluator)
+    add("--short", type=token_count, default=4096, metavar="K", help="tokens of the short context; default: 4096")
+    stride = "number of tokens that share the beginning of a short context; default: 1024"
+    add("--stride", type=token_count, default=1024, metavar="S", help=stride)
+    alpha = "smallest gain of a key token's log-likelihood by the long context, in nats; default: 2"
+    add("--alpha", type=float, default=2.0, metavar="NATS", help=alpha)
+    beta = "smallest log-likelihood of a key token given the long context, in nats; default: -2"
+    add("--beta", type=float, default=-2.0, metavar="NATS", help=beta)
     add_batch_option(parser, 8192)
 
 
@@ -311,14 +344,22 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
     shots = "few-shot examples before each document; default: the task's own number"
     add("--num-fewshot", type=whole_number, metavar="N", help=shots)
     add("--limit", type=positive_int, metavar="N", help="only the first N documents of each task")
+    metadata = 'values for the code of the tasks, as in lm_eval, such as {"max_seq_lengths": [4096, 8192]}'
+    add("--metadata", type=json_object, default={}, metavar="JSON", help=metadata)
+    folder = "folder with the data sets, as tools/fetch_benchmarks.py writes it; default: the Hugging Face hub"
+    add("--datasets", type=local_path, metavar="DIR", help=folder)
     longest = (
-        "maximum input tokens; longer prompts lose their beginning; default: no limit, but rolling windows have the "
-        "training length"
+        "maximum input tokens; longer prompts are truncated; default: no limit, but rolling windows have the training "
+        "length"
     )
     add("--max-length", type=token_count, metavar="N", help=longest)
+    sides = "which part of a prompt is cut off: its beginning, as in lm_eval, or its middle, as in LongBench"
+    add("--truncate", choices=TRUNCATED_PARTS, default=TRUNCATED_PARTS[0], help=f"{sides}; default: beginning")
     start = "put this token before every text; '' for none; default: the tokens that the model's own library adds"
     add("--start-token", metavar="TOKEN", help=start)
     add_chat_options(parser, examples=True)
+    plain = "with --apply-chat-template: tasks or groups with prompts that stay plain text"
+    add("--plain-tasks", type=task_names, default=(), metavar="NAME,NAME,...", help=plain)
     logged = "write every sample with its prompts and answers to RESULT.samples/TASK.jsonl, in the harness's format"
     add("--log-samples", "--log_samples", action="store_true", help=logged)
     add_batch_option(parser, 16384)
@@ -364,6 +405,7 @@ def add_speed_options(parser: ArgumentParser) -> None:
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
     add("--lengths", required=True, type=int_list, metavar="N,N,...", help="sequence lengths in tokens")
     add("--methods", type=names_of(METHODS), default=["rotary", "coca"], help=", ".join(METHODS))
+    add_ignore_option(parser)
     variants = "an additional method: its name, then YAML overlays and KEY=VALUE; repeat the option for each"
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variants)
     add("--what", type=names_of(KINDS_OF_WORK), help="work to time: " + ", ".join(KINDS_OF_WORK) + "; default: all")
@@ -384,11 +426,11 @@ def add_report_options(parser: ArgumentParser) -> None:
         metavar="RESULTS",
         help="result files of megatron-coca evaluate, or folders of such files",
     )
-    add("--output", required=True, type=local_path, metavar="DIR", help="folder for report.html, .md, plots and tables")
+    add("--output", required=True, type=local_path, metavar="DIR", help="folder for report.html and all other files")
     add("--title", default="Evaluation", help="title of the report")
     add("--baseline", metavar="LABEL", help="mark perplexities that differ significantly from this label's")
-    papers = "add published numbers from the CoCA paper and Su's pages"
-    add("--papers", action=BooleanOptionalAction, default=True, help=papers)
+    papers = "add all published numbers, or none; default: those with the lengths and the protocol of the results"
+    add("--papers", action=BooleanOptionalAction, help=papers)
 
 
 def subject_options(args: Namespace) -> SubjectOptions:
@@ -411,7 +453,7 @@ def read_variants(args: Namespace) -> tuple[Variant, ...]:
     """Read `--variant`, `--label` and `--set`, which applies to every variant. Raises EvaluationError."""
     if not args.variant:
         label = args.label or " ".join([Path(args.checkpoint).resolve().name, *args.overrides])
-        return (Variant(label, (), tuple(args.overrides)),)
+        return (Variant(label, (), (*args.overrides, *ignoring(args))),)
     variants = []
     for label, *changes in args.variant:
         files = tuple(change for change in changes if "=" not in change)
@@ -420,7 +462,7 @@ def read_variants(args: Namespace) -> tuple[Variant, ...]:
                 raise EvaluationError(f"--variant {label}: {file} is neither KEY=VALUE nor a YAML file; correct it")
             if not Path(file).is_file():
                 raise EvaluationError(f"--variant {label}: no such file: {file}; correct its path")
-        overrides = (*args.overrides, *(change for change in changes if "=" in change))
+        overrides = (*args.overrides, *ignoring(args), *(change for change in changes if "=" in change))
         variants.append(Variant(full_label(args.label, label), files, overrides))
     return tuple(variants)
 

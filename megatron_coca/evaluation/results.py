@@ -128,7 +128,8 @@ class Result(Record):
 
     def measurement(self) -> dict[str, Any]:
         """Return the fields that identify a measurement, without paths. Files of the same measurement share them."""
-        moved: Any = {"checkpoint": {"path", "seed"}, "documents": {"sources"}, "protocol": {"haystack": {"name"}}}
+        moved: Any = {"checkpoint": {"path", "seed"}, "documents": {"sources"}}
+        moved["protocol"] = {"haystack": {"name"}, "evaluator": {"path"}}
         return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
 
 

@@ -149,21 +149,23 @@ def _drawn(documents: int) -> np.ndarray:
     return generator.multinomial(documents, [1 / documents] * documents, size=RESAMPLES).astype(np.float64)
 
 
-def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 95% interval of the sum of two or more paired differences, by resampling documents (Efron 1979).
+def bootstrap_interval(differences: Sequence[float], inside: float = 0.95) -> tuple[float, float]:
+    """Return the interval of the sum of two or more paired differences, by resampling documents (Efron 1979).
 
-    The percentiles are wider than 2.5% and 97.5% (expanded percentile interval, Hesterberg 2015, section 5.3): the
-    bootstrap's variance is too small by a factor of (n - 1) / n, and the tail of a normal distribution is too short.
+    `inside` is its confidence. The percentiles are wider than 2.5% and 97.5% for 95% (expanded percentile interval,
+    Hesterberg 2015, section 5.3): the bootstrap's variance is too small by a factor of (n - 1) / n, and the tail of a
+    normal distribution is too short.
     """
     count = len(differences)
-    tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile(count - 1))
+    tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile(count - 1, inside))
     low, high = np.quantile(_drawn(count) @ np.asarray(differences, dtype=np.float64), [tail, 1 - tail])
     return float(low), float(high)
 
 
-def differ(nlls: Sequence[float], others: Sequence[float]) -> bool:
+def differ(nlls: Sequence[float], others: Sequence[float], inside: float = 0.95) -> bool:
     """Return True if the interval of the difference between two models' nll sums over the same documents excludes 0.
 
+    `inside` is its confidence.
     Both sums would be divided by the same number of tokens, which cannot change the sign of the difference. Return
     False for fewer than FEWEST_DOCUMENTS documents.
     """
@@ -172,5 +174,5 @@ def differ(nlls: Sequence[float], others: Sequence[float]) -> bool:
     differences = [one - other for one, other in zip(nlls, others, strict=True)]
     if not all(map(math.isfinite, differences)):
         return False
-    low, high = bootstrap_interval(differences)
+    low, high = bootstrap_interval(differences, inside)
     return low > 0 or high < 0

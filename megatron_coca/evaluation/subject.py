@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from megatron_coca.attention.backends.sdpa import cuda_kernel
 from megatron_coca.attention.build import BACKENDS
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
-from megatron_coca.checkpoints.huggingface.read import is_huggingface_folder
 from megatron_coca.checkpoints.identity import network_digest
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
@@ -116,7 +116,7 @@ class Evaluation:
 
         Such a model expects the special tokens that its own library adds around a text.
         """
-        return is_huggingface_folder(self.opened.folder) or (bool(self.opened.imported) and not self.opened.step)
+        return self.opened.settings is not None or (bool(self.opened.imported) and not self.opened.step)
 
     def start_token(self, symbol: str | None) -> int | None:
         """Return the token id from `chosen_start` after `warn_of_start`. Raises the errors of `chosen_start`."""
@@ -160,7 +160,9 @@ class Evaluation:
             used = loaded.config.position
             if trained.position.rope_scaling and used.rope_scaling and trained.position.extension != used.extension:
                 changed["rope_scaling"] |= {ORIGINAL: used.original_length(loaded.config.model.seq_length)}
-            header = self._header(variant.label, loaded.config, changed, backend_name(loaded.model), device)
+            header = self._header(
+                variant.label, loaded.config, changed, backend_record(loaded.model, loaded.config, device), device
+            )
             yield Subject(header, loaded.model, loaded.config, self.tokenizer)
 
     def _header(
@@ -233,6 +235,16 @@ def changed_keys(trained: Config, used: Config) -> dict[str, Any]:
     """
     before, after = trained.flat(), used.flat()
     return {key: after[key] for key in sorted(EVALUATION_KEYS) if before[key] != after[key]}
+
+
+def backend_record(model: GPT, config: Config, device: str) -> str:
+    """Return the attention backend for result files and, for `sdpa` on a GPU, the kernel that PyTorch chooses."""
+    name = backend_name(model)
+    if name != "sdpa" or torch.device(device).type != "cuda":
+        return name
+    shape, dtype = config.model, next(model.parameters()).dtype
+    sizes = (shape.num_attention_heads, shape.num_kv_heads, shape.seq_length, shape.head_dim)
+    return f"{name} ({cuda_kernel(*sizes, dtype, trains=False)})"
 
 
 def backend_name(model: GPT) -> str:

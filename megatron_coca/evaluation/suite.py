@@ -228,6 +228,8 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) 
     )._option_string_actions  # argparse has no public API for this
 
     def text(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return json.dumps(value)
         return in_tokens(value, length) if isinstance(value, str) and MULTIPLES.fullmatch(value) else str(value)
 
     def option(key: str, value: Any) -> list[str]:

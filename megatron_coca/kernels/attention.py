@@ -30,12 +30,12 @@ from megatron_coca.kernels.tiles import (
 def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp.
 
-    The output has the query's shape and dtype. A token's heads are adjacent in memory, so that joining them needs no
-    copy. The log-sum-exp is float32 [batch, heads, query_length] to base 2.
+    The output has the query's dtype and, except for the width, its shape. A token's heads are adjacent in memory, so
+    that joining them needs no copy. The log-sum-exp is float32 [batch, heads, query_length] to base 2.
     """
     query, launch = operands.query, plan.blocks.forward
     batch, heads, query_length, _ = query.shape
-    out, lse = empty_results(query)
+    out, lse = empty_results(query, operands.value)
     with torch.cuda.device_of(query):
         _attend[(triton.cdiv(query_length, launch.rows) * batch * heads,)](
             operands.tuples,
@@ -51,10 +51,11 @@ def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def empty_results(query: Tensor) -> tuple[Tensor, Tensor]:
+def empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate the results of `forward`."""
-    batch, heads, length, head_dim = query.shape
-    out = torch.empty((batch, length, heads, head_dim), dtype=query.dtype, device=query.device).transpose(1, 2)
+    batch, heads, length, _ = query.shape
+    shape = (batch, length, heads, value.shape[3])
+    out = torch.empty(shape, dtype=query.dtype, device=query.device).transpose(1, 2)
     return out, torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
 
 
@@ -74,7 +75,7 @@ def _attend(tensors, out, lse, coefficients, starts, sizes, limits, scale, KIND:
     start = start_of_document(starts, batch, m, key_length, KIND)[:, None]
     scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
     # The initial peak is finite: a tile without visible keys does not change it, and -inf - -inf never occurs.
-    state = (zero_tile(KIND.rows, KIND.columns), constant_rows(-1e30, KIND.rows), constant_rows(0.0, KIND.rows))
+    state = (zero_tile(KIND.rows, KIND.value_columns), constant_rows(-1e30, KIND.rows), constant_rows(0.0, KIND.rows))
     phases = key_phases(key_length - query_length + row, starts, batch, key_length, limits, KIND)
     begin, far_end, edge, full, diagonal, end = phases
     if KIND.far:
@@ -84,7 +85,7 @@ def _attend(tensors, out, lse, coefficients, starts, sizes, limits, scale, KIND:
     state = _tiles(state, full, diagonal, held, keys, m, start, scoring, True, False, False, KIND)
     state = _tiles(state, diagonal, end, held, keys, m, start, scoring, True, False, True, KIND)
     acc, peak, total = state
-    store_tile(acc / total[:, None], plane(out, batch, head), row, query_length, KIND.width)
+    store_tile(acc / total[:, None], plane(out, batch, head), row, query_length, KIND.value_width)
     lse += place.to(tl.int64) * query_length
     tl.store(lse + rows, peak * scoring[2] + tl.log2(total), mask=rows < query_length)
 
@@ -111,7 +112,7 @@ def _tiles(
     for tile in range(begin, end):
         n = tile * KIND.keys + tl.arange(0, KIND.keys)[None, :]
         loaded = load_two(near, far, tile * KIND.keys, key_length, NEAR, FAR, KIND.keys, KIND)
-        v = load_tile(values, tile * KIND.keys, key_length, KIND.width, KIND.keys, KIND.columns)
+        v = load_tile(values, tile * KIND.keys, key_length, KIND.value_width, KIND.keys, KIND.value_columns)
         scores = logits(held, loaded, m[:, None], n, start, limits, bias, NEAR, FAR, MASKED or KIND.documents, KIND)
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores * scale - (higher * scale)[:, None])
@@ -140,14 +141,14 @@ def flash_attention(
     coefficients: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal softmax(scale * Q' K'^T + bias) V, [batch, heads, query_length, head_dim] in the query's dtype.
+    """Compute causal softmax(scale * Q' K'^T + bias) V, [batch, heads, query_length, width of V] in the query's dtype.
 
     The queries are the last `query_length` of the `key_length` tokens; r is the distance of a pair.
 
     Args:
         query: Q' [batch, heads, query_length, head_dim] for pairs with r < window.
         key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`.
-        value: V, in the shape of `key`.
+        value: V, in the shape of `key`, except for its width, which may be smaller.
         scale: positive factor on the dot products; it must be positive because row maxima are computed before scaling.
         far_query, far_key: Q' and K' for pairs with r >= window, in the same shapes. Without them, these pairs are
             masked.
@@ -180,7 +181,7 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"flash_attention: query, key and value must all be the same of {DTYPES}, not {dtypes}")
     if head_dim > WIDEST:
         raise ValueError(f"flash_attention: head_dim {head_dim} is not supported; use up to {WIDEST}")
-    if key.shape != value.shape or key.shape[::3] != query.shape[::3]:
+    if key.shape[:3] != value.shape[:3] or value.shape[3] > head_dim or key.shape[::3] != query.shape[::3]:
         shapes = [tuple(x.shape) for x in (query, key, value)]
         raise ValueError(f"flash_attention: query, key and value must have matching shapes, not {shapes}")
     if heads % key.shape[1] != 0:
@@ -243,7 +244,7 @@ def _plan(operands: Operands, scale: float, window: int | None, first_keys: int 
 
 
 def _fake(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_results(query)
+    return empty_results(query, rest[3])
 
 
 def _fake_gradients(grad: Tensor, out: Tensor, lse: Tensor, learned: bool, *inputs: Any) -> list[Tensor]:

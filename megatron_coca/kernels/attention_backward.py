@@ -110,7 +110,7 @@ def _key_gradients(
     block, _, _, batch, kv_head = block_and_head(key_length, heads // group, KIND.keys)
     row = block * KIND.keys
     held = load_tile(plane(key, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
-    v = load_tile(plane(value, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
+    v = load_tile(plane(value, batch, kv_head), row, key_length, KIND.value_width, KIND.keys, KIND.value_columns)
     n = row + tl.arange(0, KIND.keys)[:, None]
     # A query sees only keys of its own document: keys with a document that has not ended before the query. The bounds
     # are per key, not per query.
@@ -118,10 +118,10 @@ def _key_gradients(
         start_of_document(starts, batch, n, key_length, KIND),
         start_of_document(stops, batch, n, key_length, KIND),
     )
-    sums = (zero_tile(KIND.keys, KIND.columns), zero_tile(KIND.keys, KIND.columns))
+    sums = (zero_tile(KIND.keys, KIND.columns), zero_tile(KIND.keys, KIND.value_columns))
     if BEYOND:
         place = plane(value_sum, batch, kv_head)
-        sums = (sums[0], load_tile(place, row, key_length, KIND.width, KIND.keys, KIND.columns))
+        sums = (sums[0], load_tile(place, row, key_length, KIND.value_width, KIND.keys, KIND.value_columns))
     phases = query_phases(row, starts, stops, batch, query_length, key_length, limits, KIND)
     begin, diagonal_end, full, edge, far_begin, end = phases
     # One loop needs fewer registers than several. With documents, every tile needs the mask; with a window, most do.
@@ -142,7 +142,7 @@ def _key_gradients(
             sums = _tiles(sums, edge, far_begin, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
             sums = _tiles(sums, far_begin, end, held, v, queries, above, n, document, scoring, BEYOND, False, KIND)
     store_tile(sums[0] * scale, plane(key_out, batch, kv_head), row, key_length, KIND.width)
-    store_tile(sums[1], plane(value_out, batch, kv_head), row, key_length, KIND.width)
+    store_tile(sums[1], plane(value_out, batch, kv_head), row, key_length, KIND.value_width)
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def _tiles(
         rows = tile * KIND.rows + tl.arange(0, KIND.rows)
         m = (key_length - query_length + rows)[None, :]
         loaded = load_tile(query, tile * KIND.rows, query_length, KIND.width, KIND.rows, KIND.columns)
-        grad = load_tile(above[0], tile * KIND.rows, query_length, KIND.width, KIND.rows, KIND.columns)
+        grad = load_tile(above[0], tile * KIND.rows, query_length, KIND.value_width, KIND.rows, KIND.value_columns)
         # Rows beyond the last query get an infinite sum of weights, so that their weights are 0.
         lse = tl.load(above[1] + rows, mask=rows < query_length, other=float("inf"))
         delta = tl.load(above[2] + rows, mask=rows < query_length, other=0.0)
@@ -249,7 +249,7 @@ def _query_gradients(
     seat = place.to(tl.int64) * query_length + rows
     # Rows beyond the last query get an infinite sum of weights, so that their weights are 0.
     above = (
-        load_tile(plane(grad, batch, head), row, query_length, KIND.width, KIND.rows, KIND.columns),
+        load_tile(plane(grad, batch, head), row, query_length, KIND.value_width, KIND.rows, KIND.value_columns),
         tl.load(lse + seat, mask=rows < query_length, other=float("inf")),
         tl.load(delta + seat, mask=rows < query_length, other=0.0),
     )
@@ -305,7 +305,7 @@ def _query_tiles(
     for tile in range(begin, end):
         n = tile * KIND.keys + tl.arange(0, KIND.keys)[None, :]
         loaded = load_two(near, far, tile * KIND.keys, key_length, NEAR, FAR, KIND.keys, KIND)
-        v = load_tile(values, tile * KIND.keys, key_length, KIND.width, KIND.keys, KIND.columns)
+        v = load_tile(values, tile * KIND.keys, key_length, KIND.value_width, KIND.keys, KIND.value_columns)
         scores = logits(held, loaded, m[:, None], n, start, limits, bias, NEAR, FAR, MASKED or KIND.documents, KIND)
         weights = tl.exp2(scores * scale - lse[:, None])
         slopes = weights * (dot(grad, tl.trans(v)) - delta[:, None])

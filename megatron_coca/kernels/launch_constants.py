@@ -111,7 +111,7 @@ def blocks_for(query: Tensor, segments: int) -> Blocks:
 
 class Kind(NamedTuple):
     """Compile-time constants of a kernel: whether there is a far segment, a window, `first_keys` and documents; the
-    bias formula; the head_dim and its padded value; the queries and keys per tile.
+    bias formula; the width of Q' and K' and its padded value; the same for V; the queries and keys per tile.
     """
 
     far: bool
@@ -121,6 +121,8 @@ class Kind(NamedTuple):
     formula: str
     width: int
     columns: int
+    value_width: int
+    value_columns: int
     rows: int
     keys: int
 
@@ -150,7 +152,7 @@ class Plan:
 
     def options(self, launch: Launch, operands: "Operands") -> dict[str, Any]:
         """Return the compile-time argument KIND of a kernel and its launch options."""
-        width = operands.query.shape[3]
+        width, value_width = operands.query.shape[3], operands.value.shape[3]
         kind = Kind(
             far=operands.far_query is not None,
             window=self.window is not None,
@@ -159,6 +161,8 @@ class Plan:
             formula=self.formula,
             width=width,
             columns=padded(width),
+            value_width=value_width,
+            value_columns=padded(value_width),
             rows=launch.rows,
             keys=launch.keys,
         )
@@ -174,7 +178,7 @@ class Operands:
         query, key: Q' and K' of the first segment, [batch, heads, query_length, head_dim] and [batch, kv_heads,
             key_length, head_dim].
         far_query, far_key: Q' and K' of the second segment, or None.
-        value: [batch, kv_heads, key_length, head_dim].
+        value: [batch, kv_heads, key_length, width of V].
         coefficients: coefficients of the bias, float32 [heads, 2], or None.
         starts: index of the first token of each token's document, int64 [batch, key_length], or None.
     """

@@ -9,6 +9,7 @@ from megatron_coca.methods import (  # declare the choices
     forgetting_gates,
     frequency_extensions,
     logit_scalings,
+    training_frequencies,
 )
 from megatron_coca.methods.declaration import (
     TABLES,
@@ -20,6 +21,7 @@ from megatron_coca.methods.declaration import (
     Option,
     PositionEmbedding,
     StockRope,
+    TrainingFrequencies,
     Use,
     declare,
     find,

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
-Kind = Literal["count", "whole", "positive", "share", "factor", "flag", "choice", "positives"]
+Kind = Literal["count", "whole", "positive", "share", "factor", "flag", "choice", "positives", "angle"]
 """Type and range of an option. count: an integer of at least 1; whole: an integer of at least 0; positive: a number
 above 0; share: a number above 0 and at most 1; factor: a number of at least 1; flag: true or false; choice: one of
-`choices`; positives: a list of numbers above 0.
+`choices`; positives: a list of numbers above 0; angle: radians from -pi to pi, or `random`.
 """
 Values = Mapping[str, Any]
 
@@ -50,6 +50,7 @@ class Use:
         seq_length: the training length in tokens.
         original_length: L in the formulas of frequency extensions.
         rotated: number of rotated features per head.
+        frequencies: number of rotary frequencies per head.
         pos_emb: the position embedding of the model.
         others: names of all choices in the model, by key.
     """
@@ -58,6 +59,7 @@ class Use:
     seq_length: int
     original_length: int
     rotated: int
+    frequencies: int
     pos_emb: "PositionEmbedding"
     others: Mapping[str, str]
 
@@ -87,6 +89,7 @@ class Choice:
 
     key: ClassVar[str]
     selector: ClassVar[str] = "type"
+    from_original_length: ClassVar[bool] = False  # whether L is the original length, and not the training length
     name: str
     label: str
     source: str
@@ -150,6 +153,8 @@ class PositionEmbedding(Choice):
         biased: whether a bias is added to the scores.
         by_query: whether the bias also depends on the query's position in its document.
         weights: whether learned weights are in each layer, shared by all layers, or in a table of positions.
+        frequencies: whether each pair of rotated features has a frequency, or each feature. The option of the same
+            name, if the embedding has one, overrides it.
     """
 
     key: ClassVar[str] = "pos_emb"
@@ -163,6 +168,11 @@ class PositionEmbedding(Choice):
     biased: bool = False
     by_query: bool = False
     weights: Literal["layer", "shared", "table"] | None = None
+    frequencies: Literal["pair", "feature"] = "pair"
+
+    def frequency_count(self, rotated: int, options: Values) -> int:
+        """Return the number of frequencies of a head with this number of rotated features."""
+        return rotated if options.get("frequencies", self.frequencies) == "feature" else rotated // 2
 
 
 @dataclass(frozen=True)
@@ -191,6 +201,7 @@ class FrequencyExtension(Choice):
         learned: whether the frequencies are weights of the model.
         measures_length: whether the formula depends on L.
         switches: whether the frequencies differ up to L and beyond, so that decoding recomputes all tokens at L.
+        of_training: whether the rule itself chooses the frequencies of training, so that it cannot extend other ones.
     """
 
     key: ClassVar[str] = "rope_scaling"
@@ -201,6 +212,7 @@ class FrequencyExtension(Choice):
     learned: bool = False
     measures_length: bool = False
     switches: bool = False
+    of_training: bool = False
 
     def reason_against(self, use: Use) -> str | None:
         if self.name != "default" and not use.pos_emb.rotary:
@@ -211,6 +223,40 @@ class FrequencyExtension(Choice):
         if use.pos_emb.rotary and use.rotated < self.least_rotated:
             return (
                 f"rope_type {self.name} needs at least {self.least_rotated} rotated features per head; raise rotary_pct"
+            )
+        return super().reason_against(use)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFrequencies(Choice):
+    """A value of `rotary_frequencies.type`: rotary frequencies for training, which extensions change further.
+
+    The formula returns the fastest frequency and the base: theta_j = fastest * base^(-2j/d).
+
+    Attributes:
+        rule: the formula of the frequencies, for tables.
+    """
+
+    key: ClassVar[str] = "rotary_frequencies"
+    from_original_length: ClassVar[bool] = True
+    rule: str
+
+    def reason_against(self, use: Use) -> str | None:
+        if not use.pos_emb.rotary:
+            return (
+                f"{self.name} is not supported with pos_emb {use.pos_emb.name}, which has no frequencies; set"
+                " rotary_frequencies to null"
+            )
+        extension = find("rope_scaling", use.others["rope_scaling"])
+        if extension.of_training:
+            return (
+                f"{self.name} is not supported with rope_type {extension.name}, which chooses the frequencies of"
+                " training itself; remove one of them"
+            )
+        if extension.compute is not None:
+            return (
+                f"{self.name} is not supported with rope_type {extension.name} of a file in imports, which computes"
+                " frequencies from rotary_emb_base; remove one of them"
             )
         return super().reason_against(use)
 
@@ -279,6 +325,7 @@ class ForgettingGate(Choice):
 
 TABLES: dict[str, dict[str, Any]] = {
     "pos_emb": {},
+    "rotary_frequencies": {},
     "rope_scaling": {},
     "relative_positions": {},
     "logit_scaling": {},

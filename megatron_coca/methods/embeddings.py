@@ -1,7 +1,8 @@
 """Values of `pos_emb`: operands of the scores, biases, and vectors that are added to the embedding."""
 
-from megatron_coca.methods.declaration import PositionEmbedding, declare
+from megatron_coca.methods.declaration import Option, PositionEmbedding, declare
 
+_OFFSET = "Constant angles that each head learns per magnitude: none, or their initial values."
 _KERPLE = "GPT-NeoX has no weights for it; use megatron-coca train"
 
 declare(
@@ -34,7 +35,60 @@ declare(
             description="Collinear Constrained Attention (CoCA), with the constraint on queries too",
             query="`R_m (\\|q\\|^2, 0)`",
             key_operand="`R_n (u, 0)`",
+            options=(
+                Option(
+                    "initial_angle",
+                    "angle",
+                    "phi in `sum_j u_j \\|q_j\\|^2 cos(r theta_j + phi)`, in radians; `random` draws one angle per head"
+                    " and pair, which stays fixed. It exists to test CoCA's explanation by an intervention, not to"
+                    " improve a model.",
+                    default=0.0,
+                ),
+            ),
             rotary=True,
+        ),
+        PositionEmbedding(
+            "pope",
+            "PoPE",
+            "PoPE, Gopalakrishnan et al. 2025, arXiv:2509.10534; `mu` is softplus, and each of the d features has a"
+            " frequency `theta_c = B^(-c/d)`",
+            description="polar coordinate position embedding (PoPE)",
+            query="`mu(q) (cos(m theta - delta), sin(m theta - delta))`",
+            key_operand="`mu(k) (cos(n theta), sin(n theta))`",
+            options=(Option("offset", "choice", _OFFSET, default="zero", choices=("none", "zero", "uniform")),),
+            rotary=True,
+            frequencies="feature",
+            weights="layer",
+        ),
+        PositionEmbedding(
+            "polar",
+            "polar",
+            "the forms between CoCA-Strict and PoPE, by four options; by default PoPE",
+            description="a polar position embedding between CoCA-Strict and PoPE",
+            query="`m (cos(m theta - delta), sin(m theta - delta))`",
+            key_operand="`u (cos(n theta), sin(n theta))`",
+            options=(
+                Option("power", "count", "Power of the query's magnitude.", default=1, most=2),
+                Option(
+                    "frequencies",
+                    "choice",
+                    "One frequency per feature (`B^(-c/d)`) or per pair of features (`B^(-2j/d)`).",
+                    default="feature",
+                    choices=("feature", "pair"),
+                ),
+                Option(
+                    "magnitude",
+                    "choice",
+                    "softplus: of every feature of q and k. relu_mean: the length of every pair of features of q, and"
+                    " relu of the mean of every pair of k, as in CoCA.",
+                    default="softplus",
+                    choices=("softplus", "relu_mean"),
+                ),
+                Option("offset", "choice", _OFFSET, default="zero", choices=("none", "zero", "uniform")),
+            ),
+            rotary=True,
+            frequencies="feature",
+            weights="layer",
         ),
         PositionEmbedding(
             "xpos",

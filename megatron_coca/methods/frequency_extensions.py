@@ -47,7 +47,7 @@ def _wavelengths(use: Use) -> str | None:
 
 
 def _lists(use: Use) -> str | None:
-    pairs = use.rotated // 2
+    pairs = use.frequencies
     for name in ("short_factor", "long_factor"):
         if (given := len(use.options[name])) != pairs:
             return f"{name} has {given} numbers, but there are {pairs} frequencies; give one number for each"
@@ -56,9 +56,9 @@ def _lists(use: Use) -> str | None:
 
 def _some_rotate(use: Use) -> str | None:
     share = use.options["proportion"]
-    none = int(share * use.rotated // 2) == 0
+    none = int(share * use.frequencies) == 0
     return (
-        f"proportion {share} of {use.rotated // 2} pairs is less than one pair; raise it, or set pos_emb none"
+        f"proportion {share} of {use.frequencies} pairs is less than one pair; raise it, or set pos_emb none"
         if none
         else None
     )
@@ -199,6 +199,7 @@ declare(
                 Option("proportion", "share", "Share p of the pairs that are rotated.", required=True),
                 Option("factor", "factor", "Scaling factor s.", default=1.0),
             ),
+            of_training=True,
             checks=(_some_rotate,),
         ),
         FrequencyExtension(
@@ -222,6 +223,7 @@ declare(
             ),
             trained=True,
             learned=True,
+            of_training=True,
             length_dependent=True,
             neox="GPT-NeoX has no weights for its learned frequencies",
         ),

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from megatron_coca.attention.method import PositionEncoding, PositionMethod, che
 from megatron_coca.config import Config, ConfigError, ModelConfig
 from megatron_coca.model.compilation import compile_blocks, reason_not_compiled
 from megatron_coca.model.gpt import GPT, resolve_positions
-from megatron_coca.model.layers import ABSOLUTE, LearnedPositions, build_attention
+from megatron_coca.model.layers import ABSOLUTE, LearnedPositions, build_attention, qk_norms
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,10 @@ INITIALIZERS: dict[str, Callable[[ModelConfig], Initializer]] = {
 
 OUTPUT_LAYERS = ("attention.dense.weight", "mlp.linear2.weight")
 """The weights that write to the residual stream; `output_layer_init_method` initialises them."""
-ZEROED = ("linear1.bias", "linear2.bias", "dense.bias", "query_key_value.bias", "base.bias", "final_linear.bias")
+ZERO_BIASES = (
+    *("linear1.bias", "linear2.bias", "dense.bias", "query_key_value.bias", "base.bias", "output_gate.bias"),
+    "final_linear.bias",
+)
 """Biases that are initially 0. PyTorch draws them from a uniform distribution."""
 
 
@@ -49,23 +52,28 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
     """Initialise weight matrices with the configured methods and biases with 0. Norms keep weight 1 and bias 0.
 
     The values depend only on the seed and on the shapes and order of the parameters. The modules of the position method
-    are initialised last, so the other layers get the same initial weights with every position method. The global random
-    state is preserved.
+    and then the output gates are initialised last, so the other layers get the same initial weights with every position
+    method, with or without gates. The global random state is preserved.
     """
     inner, output = INITIALIZERS[model.init_method](model), INITIALIZERS[model.output_layer_init_method](model)
     learned = [part for part in module.modules() if isinstance(part, LEARNED_MODULES)]
     apart = {id(parameter) for part in learned for parameter in part.parameters()}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for name, parameter in module.named_parameters():
-            if id(parameter) in apart:
-                continue
+    own = [(name, weight) for name, weight in module.named_parameters() if id(weight) not in apart]
+    gates = [(name, weight) for name, weight in own if ".output_gate." in name]
+
+    def draw(named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, parameter in named:
             if parameter.dim() >= 2 and "_layernorm." not in name:
                 (output if name.endswith(OUTPUT_LAYERS) else inner)(parameter)
-            elif name.endswith(ZEROED):
+            elif name.endswith(ZERO_BIASES):
                 parameter.zero_()
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        draw(each for each in own if ".output_gate." not in each[0])
         for part in learned:
             part.reset_parameters()
+        draw(gates)
 
 
 @torch.no_grad()
@@ -82,6 +90,16 @@ def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> 
         for part in parts.values():
             part.reset_parameters()
     return [f"{name}.{weight}" for name, part in (tables | parts).items() for weight, _ in part.named_parameters()]
+
+
+def initial_norms(model: ModelConfig) -> dict[str, Tensor]:
+    """Return the initial weights of the norms of queries and keys, by their names in the model."""
+    return {
+        f"blocks.{number}.attention.{name}.{weight}": value
+        for number in range(model.num_layers)
+        for name, norm in qk_norms(model).items()
+        for weight, value in norm.state_dict().items()
+    }
 
 
 def backend_needs(config: Config, method: PositionMethod, device_type: str, training: bool = True) -> Needs:

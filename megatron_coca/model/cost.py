@@ -102,7 +102,7 @@ def trained_count(config: Config) -> ParameterCount:
         attention=sum(size for part, size in numbers if trains(part)),
         mlp=count.mlp * trains("mlp"),
         norms=count.norms * trains("norms"),
-        position=count.position * trains("positions"),
+        position=(count.position - _position(config, frozen=True)) * trains("positions"),
         head=count.head * trains("output_head"),
     )
 
@@ -124,12 +124,19 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
     head = model.padded_vocab_size * model.hidden_size
     # Mean width of q k^T and the product with v: as counted in `Flops.model`, and as executed.
     gau = ((model.gau_key_width + model.gau_features) / 2, model.gau_features)
-    widths = {name: gau if name == GAU else (model.attention_width,) * 2 for name in positions}
+    wider = {name: _operand_width(model.of_type(name), position) for name, position in positions.items()}
+    mean = {name: (wider[name] + model.attention_width) / 2 for name in positions}
+    widths = {name: gau if name == GAU else (mean[name], wider[name]) for name in positions}
     square = sum(4.0 * widths[name][0] for name in names) * length  # q k^T and its product with v
     causal = sum(4.0 * widths[name][1] * positions[name].mean_keys(length) for name in names)
     forward = 2.0 * (blocks + head) + causal
     again = 2.0 * (blocks - _not_repeated(model)) + causal if recomputes_blocks(model) else 0.0
     return Flops(model=3 * (2.0 * (blocks + head) + square), executed=3 * forward + again, forward=forward)
+
+
+def _operand_width(model: ModelConfig, position: PositionConfig) -> int:
+    """Return the number of features of all heads of Q'. Kernels pad values to this width."""
+    return model.num_attention_heads * build_method(position, model).operand_dim
 
 
 def _mean_over_layers(config: Config, value: Callable[[PositionConfig], float]) -> float:
@@ -185,9 +192,8 @@ def _weights_per_block(model: ModelConfig, name: str) -> int:
     h = model.hidden_size
     if name == GAU:
         return h * (3 * model.gau_features + model.gau_key_width)
-    return h * (packed_attention_width(model) + model.attention_width) + h * (
-        packed_mlp_width(model) + model.ffn_hidden_size
-    )
+    attention = packed_attention_width(model) + model.attention_width + model.output_gates
+    return h * (attention + packed_mlp_width(model) + model.ffn_hidden_size)
 
 
 def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
@@ -202,7 +208,8 @@ def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
     keys, h, bias = model.num_kv_heads * model.head_dim, model.hidden_size, int(model.use_bias_in_qkv)
     rows: dict[TrainablePart, int] = {"query": model.attention_width, "key": keys, "value": keys}
     numbers = {part: count * (h + bias) for part, count in rows.items()}
-    return numbers | {"attention_output": h * (model.attention_width + model.use_bias_in_attn_linear)}
+    output = h * (model.attention_width + model.use_bias_in_attn_linear) + model.output_gates * (h + bias)
+    return numbers | {"attention_output": output}
 
 
 def _qk_norm_parameters(model: ModelConfig) -> int:
@@ -230,12 +237,12 @@ def norm_parameters(model: ModelConfig) -> int:
     return model.hidden_size * (NORM_VECTORS[model.norm] - without_bias)
 
 
-def _position(config: Config) -> int:
-    """Count the learned parameters of the position methods, both those of each layer and those that all layers of a
-    type share.
+def _position(config: Config, frozen: bool = False) -> int:
+    """Count the parameters of the position methods, both those of each layer and those that all layers of a type share.
+    With `frozen`, count only those that are never trained.
     """
     model, total = config.model, 0
-    if config.position.embedding.weights == "table":
+    if config.position.embedding.weights == "table" and not frozen:
         total += model.max_position_embeddings * model.hidden_size
     for name, position in config.layer_types.items():
         method = build_method(position, model.of_type(name))
@@ -243,18 +250,23 @@ def _position(config: Config) -> int:
         # Counting must not draw random numbers: a resumed run counts after it has restored the generators.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             made = [make() for make in makers if make is not None]
-        total += sum(weight.numel() for part in made if part is not None for weight in part.parameters())
+        weights = [weight for part in made if part is not None for weight in part.parameters()]
+        total += sum(weight.numel() for weight in weights if not (frozen and weight.requires_grad))
     return total
 
 
 PEAKS: tuple[tuple[str, float], ...] = (
     ("B200", 2250e12),
+    ("GH200", 989e12),
     ("H200 NVL", 835e12),
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
     ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
     ("A100", 312e12),
+    ("A800", 312e12),
     ("RTX 6000 Ada", 364e12),
     ("L40S", 362e12),
     ("A6000", 155e12),
@@ -262,7 +274,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("V100", 125e12),
     ("RTX 4090", 165e12),
 )
-"""Pairs (part of the device name, peak FLOP/s); more specific names come first. The figures are for dense bfloat16 with
+"""Pairs (words of the device name, peak FLOP/s); more specific names come first. Figures are for dense bfloat16 with
 float32 accumulation, from the vendors' data sheets. V100 has no bfloat16, so its figure is for float16. Set
 `peak_theoretical_tflops` for other devices.
 """
@@ -270,10 +282,10 @@ float32 accumulation, from the vendors' data sheets. V100 has no bfloat16, so it
 
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bfloat16 peak of a device in FLOP/s, or None if it is unknown. `device_name` is the name that
-    PyTorch reports, such as "NVIDIA A100-SXM4-80GB".
+    PyTorch reports, such as "NVIDIA A100-SXM4-80GB". Only whole words count, so an A10G is not an A10.
     """
-    words = device_name.lower().replace("-", " ").replace("_", " ")
-    return next((peak for name, peak in PEAKS if f" {name.lower()}" in f" {words}"), None)
+    words = " ".join(device_name.lower().replace("-", " ").replace("_", " ").split())
+    return next((peak for name, peak in PEAKS if f" {name.lower()} " in f" {words} "), None)
 
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -356,7 +368,8 @@ def _kept_by_type(config: Config, size: int, tensor: int, name: str) -> float:
         # The saved tensors are the projection before and after SiLU, the attention output, its product with the gate,
         # the scaled queries and keys, and their rotated copies for every piece of the values.
         return saved + (8 * model.gau_features + 4 * model.gau_key_width) * size
-    inner = packed_attention_width(model) + model.attention_width + _mlp_numbers(model)
+    gated = model.output_gates and model.output_gates + model.attention_width  # the gates, and the gated outputs
+    inner = packed_attention_width(model) + model.attention_width + gated + _mlp_numbers(model)
     return saved + (inner * size + _operand_bytes(config, size)) / tensor
 
 
@@ -379,9 +392,11 @@ def _operand_bytes(config: Config, size: int) -> float:
     over all layers. Non-rotary methods save none.
     """
     model = config.model
-    operands = (2 * model.num_attention_heads + model.num_kv_heads) * model.head_dim * size
 
     def of_type(position: PositionConfig) -> float:
+        method = build_method(position, model)
+        # Q' and K', and the output if kernels pad it to the width of Q'.
+        operands = (2 * model.num_attention_heads + model.num_kv_heads) * method.operand_dim * size
         coefficients = COEFFICIENTS.get(position.pos_emb, 0.0) * position.rotary_pct
         return (operands + coefficients * model.attention_width * 4) * position.embedding.rotary
 
@@ -390,7 +405,7 @@ def _operand_bytes(config: Config, size: int) -> float:
 
 def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:
     """Return the bytes per token that selective checkpointing keeps: the results of matrix products and attention."""
-    shared = packed_attention_width(model) + model.attention_width + packed_mlp_width(model)
+    shared = packed_attention_width(model) + model.attention_width + model.output_gates + packed_mlp_width(model)
     units = model.layer_names.count(GAU) / model.num_layers
     unit = 3 * model.gau_features + model.gau_key_width + model.hidden_size
     return ((1 - units) * (shared / tensor + 2 * model.hidden_size) + units * unit) * size

@@ -360,6 +360,7 @@ def build_attention(
         norms=qk_norms(model),
         clip=model.clip_qkv,
         norms_rotated=model.qk_norm_after_rotation,
+        output_gates=model.output_gates,
     )
 
 

@@ -42,7 +42,10 @@ def _replace(modules: Mapping[str, Any]) -> None:
     arguments = modules["megatron.neox_arguments"].NeoXArgs
     _extend_arguments(arguments)
     transformer = modules["megatron.model.transformer"]
-    make_attention = attention_factory(transformer.ParallelSelfAttention, modules["megatron.mpu"].get_cuda_rng_tracker)
+    mpu = modules["megatron.mpu"]
+    make_attention = attention_factory(
+        transformer.ParallelSelfAttention, mpu.get_cuda_rng_tracker, mpu.get_model_parallel_rank
+    )
     transformer.ParallelSelfAttention = make_attention
     wrap(modules["megatron.checkpointing"], "check_checkpoint_args", checked_args)
     wrap(modules["megatron.checkpointing"], "save_ds_checkpoint", recorded_save)

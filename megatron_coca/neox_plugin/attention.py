@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_coca.attention.build import build_method, select_backend
 from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.method import PositionEncoding, check_kernel
+from megatron_coca.attention.positions.offsets import HeadOffsets
 from megatron_coca.config import Config, load_config
 from megatron_coca.neox_plugin.checkpoints import check_in_checkpoints, rename_in_checkpoints
 from megatron_coca.neox_plugin.keys import resolve, uses_plugin
@@ -35,15 +36,27 @@ class PluginAttention:
         self._encoding = PositionEncoding(self._method)
         self._contexts: dict[tuple[Any, ...], PositionContext] = {}
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, training: bool) -> Tensor:
+    def offsets(self, rank: int, heads: int) -> HeadOffsets | None:
+        """Build the constant angles of a layer for the `heads` query heads of a tensor-parallel rank, or return None.
+        All ranks draw the angles of all heads.
+        """
+        made = self._method.layer_offsets()
+        if made is not None:
+            made.bias = torch.nn.Parameter(made.bias.detach()[rank * heads : (rank + 1) * heads].clone())
+        return made
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, training: bool, offset: Tensor | None = None
+    ) -> Tensor:
         """Return the attention output [batch, heads, tokens, head_dim].
 
         `q` is [tokens, batch, heads, head_dim]; `k` and `v` are [all tokens, batch, key heads, head_dim]. The queries
-        are those of the last tokens. `dropout` applies to the attention weights.
+        are those of the last tokens. `dropout` applies to the attention weights. `offset` has the constant angles of
+        the layer's heads, if the method has any.
         """
         context = self._context(len(q), len(k), q, training)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        return self._backend.attend(self._method.prepare(q, k, v, context, dropout))
+        return self._backend.attend(self._method.prepare(q, k, v, context, dropout, offset=offset))
 
     def _context(self, queries: int, keys: int, like: Tensor, training: bool) -> PositionContext:
         """Return the context that all layers share. Only the most recent context is cached."""
@@ -63,12 +76,14 @@ def plugin_attention(config: str, device_type: str) -> PluginAttention:
     return PluginAttention(load_config([], yaml.safe_load(config)), device_type)
 
 
-def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callable[..., Any]:
+def attention_factory(
+    upstream: type, rng_tracker: Callable[[], Any], tensor_rank: Callable[[], int]
+) -> Callable[..., Any]:
     """Return a function that replaces the class `upstream` (ParallelSelfAttention).
 
     If the configuration selects the plugin's attention, the function builds an instance of a subclass that uses it;
     otherwise it builds an instance of `upstream`. `rng_tracker` returns GPT-NeoX's tracker of the random states of
-    tensor-parallel ranks.
+    tensor-parallel ranks, and `tensor_rank` the number of this rank among them.
     """
 
     class PluginSelfAttention(upstream):
@@ -79,7 +94,13 @@ def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callabl
             if getattr(self, "rotary_emb", None) is not None:
                 raise incompatible(f"rotates queries and keys in {SELF_ATTENTION} despite rotary=False")
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            self._attend: Callable[..., Tensor] = plugin_attention(resolve(neox_args).to_yaml(), device)
+            attention = plugin_attention(resolve(neox_args).to_yaml(), device)
+            self._attend: Callable[..., Tensor] = attention
+            self.position_offsets = attention.offsets(tensor_rank(), self.num_attention_heads_per_partition)
+            if self.position_offsets is not None:  # GPT-NeoX exempts parameters named `bias` from weight decay
+                self.position_offsets.to(self.dense.weight)
+                # No rank has the angles of another rank's heads.
+                setattr(self.position_offsets.bias, "model_parallel", True)  # noqa: B010
             self._dropout = neox_args.attention_dropout
             self._attended = False
             check_first_forward(self)
@@ -93,10 +114,11 @@ def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callabl
         def flash_attention(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor) -> Tensor:
             self._attended = True
             dropout = self._dropout if self.training else 0.0
+            offset = None if self.position_offsets is None else self.position_offsets()
             if not dropout:
-                return self._attend(query_layer, key_layer, value_layer, 0.0, self.training)
+                return self._attend(query_layer, key_layer, value_layer, 0.0, self.training, offset)
             with rng_tracker().fork():
-                return self._attend(query_layer, key_layer, value_layer, dropout, self.training)
+                return self._attend(query_layer, key_layer, value_layer, dropout, self.training, offset)
 
     def make(neox_args: Any, *args: Any, **kwargs: Any) -> Any:
         if uses_plugin(neox_args):

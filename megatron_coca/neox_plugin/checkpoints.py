@@ -110,6 +110,7 @@ def _check_positions(neox_args: Any, saved: Mapping[str, Any] | None) -> None:
         if uses_plugin(neox_args):
             logger.warning("%s: no record of the position method; using pos_emb: %s", neox_args.load, neox_args.pos_emb)
         return
+    saved = {"rotary_frequencies": None, **saved}  # records of earlier versions lack this key
     if uses_plugin(neox_args):
         current = record_of(resolve(neox_args))
     else:
@@ -136,7 +137,9 @@ def _check_training_length(neox_args: Any, saved: int | None) -> None:
     scaling, distance_map = position.rope_scaling, position.relative_positions
     if scaling is not None and scaling.original_max_position_embeddings:
         return
-    if position.extension.measures_length:
+    if position.frequencies is not None:
+        key = "rotary_frequencies"
+    elif position.extension.measures_length:
         key = "rope_scaling"
     elif position.logit_scaling != "none":
         key = "logit_scaling"

@@ -22,7 +22,7 @@ BIASED = methods.names("pos_emb", biased=True, neox="upstream")
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "attention_dropout")
 POSITION = (
-    *("pos_emb", "rotary_pct", "rotary_emb_base", *EXTENDING, "sliding_window_width"),
+    *("pos_emb", "pos_emb_options", "rotary_pct", "rotary_emb_base", *EXTENDING, "sliding_window_width"),
     *("attention_backend", "operand_kernel"),
 )
 """Keys of the position method. With the plugin active, all of them are fields of NeoXArgs."""
@@ -59,6 +59,8 @@ def _choices(name: str) -> Any:
 
 
 FIELDS: dict[str, NewField] = {
+    "pos_emb_options": NewField("NeoXArgsModel", dict, None),
+    "rotary_frequencies": NewField("NeoXArgsModel", dict, None),
     "rope_scaling": NewField("NeoXArgsModel", dict, None),
     "relative_positions": NewField("NeoXArgsModel", dict, None),
     "logit_scaling": NewField("NeoXArgsModel", Literal[tuple(methods.TABLES["logit_scaling"])], "none"),
@@ -105,7 +107,8 @@ def uses_plugin(neox_args: Any) -> bool:
     """Return whether the arguments select the plugin's attention."""
     if neox_args.pos_emb.lower() in METHODS:
         return True
-    return bool(neox_args.rope_scaling or neox_args.relative_positions or neox_args.logit_scaling != "none")
+    given = (neox_args.rotary_frequencies, neox_args.rope_scaling, neox_args.relative_positions)
+    return any(given) or neox_args.logit_scaling != "none"
 
 
 def resolve(neox_args: Any) -> Config:
@@ -122,12 +125,15 @@ def resolve(neox_args: Any) -> Config:
     problems += [f"attention_config: {', '.join(sorted(kinds))} is not supported; use global or flash"] if kinds else []
     scaling = neox_args.rope_scaling or {}
     given = {
+        "rotary_frequencies": (neox_args.rotary_frequencies or {}).get("type"),
         "rope_scaling": scaling.get("rope_type", scaling.get("type")),
         "relative_positions": (neox_args.relative_positions or {}).get("type"),
         "logit_scaling": neox_args.logit_scaling,
     }
     chosen = [methods.TABLES[key][name] for key, name in given.items() if name in methods.TABLES[key]]
     problems += [f"{choice.key}: {choice.name}: {choice.neox}" for choice in chosen if choice.neox != "plugin"]
+    if (neox_args.pos_emb_options or {}).get("initial_angle") == "random":
+        problems.append("pos_emb_options: GPT-NeoX trains every weight, also random angles; set a number")
     if neox_args.pos_emb.lower() in BIASED:
         problems.append(
             f"pos_emb: {neox_args.pos_emb} needs GPT-NeoX's own attention, which does not support "

@@ -1,8 +1,12 @@
-"""Types of command-line arguments: paths, and parts of a job."""
+"""Command-line arguments of several commands: paths, parts of a job, and keys of config.json to ignore."""
 
+import json
 import os
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
+
+GGUF = ".gguf"
+"""End of the name of a file that contains a model in the format of llama.cpp."""
 
 
 def expanded(text: str) -> str:
@@ -16,6 +20,17 @@ def expanded(text: str) -> str:
 def local_path(text: str) -> Path:
     """Return a path with its leading `~` replaced by the home folder, as a Path."""
     return Path(expanded(text))
+
+
+def add_ignore_option(parser: ArgumentParser) -> None:
+    """Declare the option that `ignoring` reads."""
+    ignored = "key to ignore in the config.json of a Hugging Face folder; repeat the option for each key"
+    parser.add_argument("--ignore-key", action="append", default=[], metavar="NAME", dest="ignored_keys", help=ignored)
+
+
+def ignoring(options: Namespace) -> list[str]:
+    """Return the config override that the options `--ignore-key` mean, if there are any."""
+    return [f"ignore_keys={json.dumps(options.ignored_keys)}"] if options.ignored_keys else []
 
 
 def part_of(text: str) -> tuple[int, int]:

@@ -76,9 +76,12 @@ class Monitor:
         self._config, self._gather, self._rank, self._clock = config, gather, rank, clock
         self._start, self._last = start, config.logging.last_step(start, steps)
         self._tokens, self._flops = tokens_per_step, flops_per_token(config).model
-        self._peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        self._peak = peak_flops(device) if device is not None else None
         if config.logging.peak_theoretical_tflops is not None:
             self._peak = config.logging.peak_theoretical_tflops * 1e12
+        elif device is not None and self._peak is None and rank == 0:
+            logger.warning("mfu: unknown, because the peak of %s is not known; set peak_theoretical_tflops", device)
         self._skipped_before, self._skipped, self._reported = skipped, 0, start
         self._sinks = open_sinks(config, start, run) if rank == 0 else []
         profiled = config.logging.profile and rank in config.logging.profile_ranks

@@ -17,14 +17,20 @@ PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"attention\.query_key_value\.value\.", ("value",)),
     (r"attention\.query_key_value\.(weight|bias)$", QUERY_KEY_VALUE),
     (r"attention\.(gate_value_base|(query|key)_(scale|offset))", QUERY_KEY_VALUE),
-    (r"attention\.dense\.", ("attention_output",)),
+    (r"attention\.(dense|output_gate)\.", ("attention_output",)),
     (r"\bmlp\.", ("mlp",)),
     (r"(^|_layer|\.)norm\.", ("norms",)),
     (r"\bword_embeddings\.", ("embedding",)),
     (r"\bfinal_linear\.", ("output_head",)),
-    (r"\bposition_embeddings\.|attention\.position_(bias|sinks|factor|gates)\.|^positions\.", ("positions",)),
+    (r"\bposition_embeddings\.|attention\.position_(bias|sinks|factor|gates|offsets)\.|^positions\.", ("positions",)),
 )
 """Patterns of parameter names, each with the values of `trainable` to which a matching parameter belongs."""
+QK_NORMS = re.compile(r"\battention\.(query|key|qk)_layernorm\.")
+"""Pattern of the names of the norms of queries and keys, which may be added after other parameters."""
+
+
+UNDECAYED = re.compile(r"norm\.|\.position_offsets\.")
+"""Names of parameters without weight decay, whatever their shapes."""
 
 
 def parts_of(name: str) -> tuple[TrainablePart, ...]:
@@ -33,7 +39,7 @@ def parts_of(name: str) -> tuple[TrainablePart, ...]:
 
 
 def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
-    """Freeze, in place, all parameters that `trainable` does not name.
+    """Freeze, in place, all parameters that `trainable` does not name. Parameters that are never trained stay frozen.
 
     If some but not all of queries, keys and values are trained, every packed projection is replaced by three layers.
     Call this after loading weights and before building an engine.
@@ -44,7 +50,7 @@ def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
         for attention in [module for module in model.modules() if isinstance(module, SelfAttention)]:
             attention.split_projection()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(config.trains(*parts_of(name)))
+        parameter.requires_grad_(parameter.requires_grad and config.trains(*parts_of(name)))
 
 
 class TrainableShare(NamedTuple):
@@ -108,10 +114,12 @@ compiler on the CPU.
 """
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the configured optimizer; the engine sets its learning rate before every step."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig, separate_norms: bool = False) -> torch.optim.Optimizer:
+    """Build the configured optimizer; the engine sets its learning rate before every step. `separate_norms` is as for
+    `parameter_groups`.
+    """
     assert config.lr is not None
-    groups = parameter_groups(model, config.weight_decay)
+    groups = parameter_groups(model, config.weight_decay, separate_norms)
     if OPTIMIZERS[config.type] is torch.optim.SGD:
         return torch.optim.SGD(groups, lr=config.lr)
     if config.type == "lion":
@@ -119,13 +127,18 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
+def parameter_groups(model: nn.Module, weight_decay: float, separate_norms: bool = False) -> Groups:
     """Group the parameters that require gradients: weight decay applies to matrices and embeddings but not to biases
-    and norms, as in GPT-NeoX.
+    and norms, as in GPT-NeoX, and not to angles.
+
+    With `separate_norms`, norms of queries and keys are a group of their own, because DeepSpeed keeps one step count
+    for each group and these norms were added after the other parameters.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    matrices = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and "norm." not in name}
+    matrices = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and not UNDECAYED.search(name)}
+    added = {name for name in trainable if separate_norms and QK_NORMS.search(name)}
     decayed = [parameter for name, parameter in trainable.items() if name in matrices]
-    undecayed = [parameter for name, parameter in trainable.items() if name not in matrices]
+    undecayed = [parameter for name, parameter in trainable.items() if name not in matrices | added]
     groups: Groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
+    groups.append({"params": [trainable[name] for name in trainable if name in added], "weight_decay": 0.0})
     return [group for group in groups if group["params"]]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_coca.attention.backends.sdpa import cuda_kernel
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.load import find_native
 from megatron_coca.config import Config, stage_at
@@ -21,17 +22,20 @@ from megatron_coca.training.checkpointing.initial_model import initial_model
 from megatron_coca.training.checkpointing.neox_resume import starts_from_neox, take_over
 from megatron_coca.training.checkpointing.remote_checkpoints import use_local_folders
 from megatron_coca.training.checkpointing.resume import (
+    Continuation,
     candidates,
     check_same_run,
+    continuation,
     first_valid,
     quarantine_newer,
     verify_distributed,
 )
-from megatron_coca.training.checkpointing.saving import Checkpoints
+from megatron_coca.training.checkpointing.saving import DTYPES, Checkpoints
 from megatron_coca.training.collectives import FolderLock, from_main, require_writable
 from megatron_coca.training.corpus import Corpus, mixture_table, repeated_sources, validation_note, with_train_iters
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
+from megatron_coca.training.engine.state import ADDED_AT
 from megatron_coca.training.exit_status import CaughtSignals, Stopped
 from megatron_coca.training.opened_stages import OpenedStage, open_stages
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
@@ -92,6 +96,10 @@ def _log_devices(config: Config, without_effect: Sequence[str]) -> None:
     chosen = [choose_backends(stage.config, dist.local_device()) for stage in config.run_stages()]
     backends = ", ".join(dict.fromkeys(name for names in chosen for name in names.values()))
     logger.info(launch.describe_devices(config, dist.world_size(), backends))
+    if torch.cuda.is_available() and "sdpa" in backends:
+        model, dtype = config.model, DTYPES[config.precision.dtype]
+        shape = (model.num_attention_heads, model.num_kv_heads, model.seq_length, model.head_dim)
+        logger.info("attention kernel of sdpa: %s", cuda_kernel(*shape, dtype, trains=True))
     if (note := launch.unused_gpus(config, dist.world_size())) is not None:
         logger.warning(note)
     if without_effect:
@@ -166,12 +174,13 @@ def _train_stage(opened: OpenedStage, folder: Path | None, context: RunContext) 
     the same results.
     """
     context.watchdog.beat("building the model")
-    engine, origin = _build_engine(opened, folder is not None, context)
+    how = None if folder is None else continuation(folder, opened.stage)
+    engine, origin = _build_engine(opened, how, context)
     context.watchdog.beat("the model is built")
     checkpoints = Checkpoints(opened, engine, context, origin)
     trainer = Trainer(opened, engine, checkpoints, context)
-    if folder is not None:
-        trainer.restore(folder)
+    if how is not None:
+        trainer.restore(how)
         checkpoints.catch_up(trainer.step)
     _log_summary(opened, trainer.step)
     context.preemption.save_on_interrupt()  # before this, there is nothing to save
@@ -185,10 +194,12 @@ def _train_stage(opened: OpenedStage, folder: Path | None, context: RunContext) 
     return trainer.step
 
 
-def _build_engine(opened: OpenedStage, resumed: bool, context: RunContext) -> tuple[Engine, str | None]:
-    """Build the engine. Also return the identity of the checkpoint from which a new run gets its weights, if any."""
+def _build_engine(opened: OpenedStage, how: Continuation | None, context: RunContext) -> tuple[Engine, str | None]:
+    """Build the engine; `how` tells how a resumed run continues. Also return the identity of the checkpoint from which
+    a new run gets its weights, if any.
+    """
     config, keys, device = opened.corpus.config, opened.corpus.config.checkpoint, dist.local_device()
-    if resumed:  # the weights are restored later
+    if how is not None:  # the weights are restored later
         model, origin = assemble_model(config, device), None
     else:
         given = find_native(keys.load, keys.iteration) if keys.finetune and keys.load is not None else None
@@ -200,7 +211,8 @@ def _build_engine(opened: OpenedStage, resumed: bool, context: RunContext) -> tu
     seed_everything(config.seed, context.topology.random_stream(dist.rank()))
     compute_deterministically(config.general.deterministic)
     model.train()
-    optimizer = partial(build_optimizer, config=config.optimizer)
+    separate = how is not None and ADDED_AT in how.counters
+    optimizer = partial(build_optimizer, config=config.optimizer, separate_norms=separate)
     pipe = context.topology.coordinates(dist.rank()).pipe
     return build_engine(model, optimizer, config, opened.sizes, pipe), origin
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import ServiceError
 from megatron_coca.data import Batch, Loader
-from megatron_coca.training.checkpointing.resume import begins_optimizer
+from megatron_coca.training.checkpointing.resume import Continuation
 from megatron_coca.training.checkpointing.saving import Checkpoints, is_due
 from megatron_coca.training.collectives import from_main
 from megatron_coca.training.corpus import mixture_figures, open_loader
@@ -47,16 +47,13 @@ class Trainer:
         self._losses = IntervalMean(self._config.logging.log_interval)
         self.step, self._saved = 0, -1 if is_due(0, self._config.checkpoint) else 0
 
-    def restore(self, folder: Path) -> None:
-        """Resume from the checkpoint in `folder`. Raises CheckpointError like `Checkpoints.restore`."""
-        begins = native.read_meta(folder)["step"] == self._stage.first
-        anew = begins_optimizer(self._config.checkpoint, folder)
-        meta = self._checkpoints.restore(folder, anew or (begins and self._stage.reset_optimizer))
+    def restore(self, how: Continuation) -> None:
+        """Resume from a checkpoint. Raises CheckpointError like `Checkpoints.restore`."""
+        meta = self._checkpoints.restore(how)
         progress = meta["progress"]
         self.step, self._skipped = int(meta["step"]), int(progress["skipped"])
         self._saved = self.step
-        # Losses at a different length or on different data are no basis for detecting spikes.
-        self._guard.restore(progress["guard"] | ({"losses": [], "norms": []} if begins else {}))
+        self._guard.restore(progress["guard"] | ({"losses": [], "norms": []} if how.new_losses else {}))
         self._losses.restore(progress["losses"])
         # The checkpoint was written before its step was validated, but another launch may have validated it since then.
         folder, run = run_folder(self._config), self._checkpoints.run

@@ -74,8 +74,11 @@ METHODS: Runs = {
         "checkpoint_activations": True,
         "gpt_j_residual": True,
     },
+    "pope, grouped queries": LLAMA | {"pos_emb": "pope", "pos_emb_options": {"offset": "uniform"}},
+    "random angles": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}},
     "a bias by layer, grouped queries": LLAMA | {"pos_emb": "kerple_log"},
-    "sinks and learned factors": LLAMA | {"pos_emb": "coca", "sink_logits": True, "logit_scaling": "ssmax"},
+    "sinks, learned factors, gates of features": LLAMA
+    | {"pos_emb": "coca", "sink_logits": True, "logit_scaling": "ssmax", "attention_output_gate": "feature"},
     "forgetting gates, packed documents, checkpointed activations": LLAMA
     | PACKED
     | {"pos_emb": "coca", "forgetting_gate": "fox", "checkpoint_activations": True},
@@ -84,7 +87,11 @@ METHODS: Runs = {
         "attention_chunk_size": 7,
         "logit_scaling": {"type": "temperature", "period": 8},
     },
-    "a shared bias, tied weights": {"pos_emb": "rpe", "no_weight_tying": False},
+    "a shared bias, tied weights, gates of heads": {
+        "pos_emb": "rpe",
+        "no_weight_tying": False,
+        "attention_output_gate": "head",
+    },
     "a chunked loss, packed documents": PACKED | {"loss_chunk_size": 5, "pos_emb": "alibi"},
     "learned positions": {"pos_emb": "learned"},
     "a relative map": {"relative_positions": {"type": "rerope", "window": 8}},

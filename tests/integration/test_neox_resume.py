@@ -12,6 +12,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from megatron_coca import load_model
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.exporting import export_neox
 from megatron_coca.checkpoints.native.state import StateReader
@@ -121,6 +122,30 @@ def test_no_bit_is_lost_on_the_way(
     )
     assert expected
     assert_same_state(ended, expected)
+
+
+@pytest.mark.slow
+def test_their_run_goes_on_without_positions(
+    stopped: Path, live: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
+) -> None:
+    """As our own run does in a new stage; norms are added with an optimizer state of their own."""
+    theirs = write_as_neox(stopped / f"stopped/global_step{STOP}", tmp_path / "theirs", tensor=1, data=1)
+    form = {"pos_emb": "none", "use_qk_layernorm": True}
+    live(PLAIN | {"stages": [{"until": STOP}, form], "save": str(tmp_path / "staged")})
+    keys = PLAIN | form | {"load": str(theirs), "save": str(tmp_path / "run"), "auto_resume": True}
+    for stop in (7, STEPS):
+        live(keys | {"exit_interval": stop})
+    staged, run = open_run(tmp_path / "staged"), open_run(tmp_path / "run")
+    assert staged.losses[STOP:] == run.losses and staged.weights(STEPS) == run.weights(STEPS)
+    ended, expected = (
+        {name: value for name, value in each.state(STEPS).items() if "rng" not in name} for each in (run, staged)
+    )
+    assert_same_state(ended, expected)
+    exported = export_neox(tmp_path / f"run/global_step{STEPS}", tmp_path / "exported").folder
+    tokens = torch.arange(40)[None]
+    assert torch.equal(load_model(exported)(tokens), load_model(tmp_path / "run")(tokens))
+    refused = live(keys | {"pos_emb": "rpe", "save": str(tmp_path / "other")}, expected=2)
+    assert "pos_emb (coca becomes rpe, but rpe has weights of its own" in " ".join(refused.output.split())
 
 
 @pytest.mark.slow

@@ -77,6 +77,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "attention_config": [[["sliding", "global"], "all"]],
         "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},
         "use_qk_layernorm": True,
+        "attention_output_gate": "feature",
     },
     "learned frequencies": {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
     "forgetting gates, activation checkpointing": {

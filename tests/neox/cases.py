@@ -24,7 +24,13 @@ LLAMA: dict[str, Any] = {
 
 
 def _cases() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {name: {"pos_emb": name} for name in ("coca", "coca_strict", "xpos")}
+    found: dict[str, dict[str, Any]] = {name: {"pos_emb": name} for name in ("coca", "coca_strict", "pope", "xpos")}
+    found |= {
+        "pope dynamic": {"pos_emb": "pope", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "pope grouped": {"pos_emb": "pope", "pos_emb_options": {"offset": "uniform"}} | GROUPED,
+        "polar pairs": {"pos_emb": "polar", "pos_emb_options": {"frequencies": "pair", "offset": "none"}},
+        "coca_strict angle": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": -0.7}},
+    }
     for method in ("coca", "rotary"):
         found |= {
             f"{method} {name}": {"pos_emb": method, "rope_scaling": {"rope_type": name} | options}
@@ -51,5 +57,16 @@ CASES = {name: {"keys": keys, "length": 80} for name, keys in _cases().items()}
 CASES["rotary"] = {"keys": {"pos_emb": "rotary"}, "length": 32}
 """GPT-NeoX's own attention, up to the length that it goes to."""
 
-DIVIDED = ("coca", "coca_strict", "xpos", "rotary", "coca dynamic", "rotary yarn", "coca rerope", "grouped", "partial")
+DIVIDED = (
+    "coca",
+    "coca_strict",
+    "pope grouped",
+    "xpos",
+    "rotary",
+    "coca dynamic",
+    "rotary yarn",
+    "coca rerope",
+    "grouped",
+    "partial",
+)
 """Those that are run on two tensor ranks too."""

@@ -20,7 +20,7 @@ from megatron_coca.attention.positions.bias import LearnedFire
 from megatron_coca.config import load_config
 from megatron_coca.methods import find
 from tests.reference.clex import clex_frequencies
-from tests.reference.dense import RelativeMap, Setting, attention
+from tests.reference.dense import Polar, RelativeMap, Setting, attention
 from tests.reference.frequencies import frequencies, multiplier
 
 HEADS, HEAD_DIM, TRAINING_LENGTH = 4, 16, 32
@@ -42,8 +42,9 @@ class Case:
     """A position method: keys of the configuration, and what they mean to the oracle.
 
     Attributes:
-        pos_emb, rotary_pct, logit_scaling, scaling, relative: values of the configuration's keys.
+        pos_emb, options, rotary_pct, logit_scaling, scaling, relative: values of the configuration's keys.
         training: whether the model trains.
+        rope_id: options of RoPE-ID's frequencies; None: those of base 10000.
     """
 
     pos_emb: str
@@ -52,9 +53,12 @@ class Case:
     logit_scaling: str | Mapping[str, Any] = "none"
     rotary_pct: float = 1.0
     training: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rope_id: Mapping[str, float] | None = None
 
     def __str__(self) -> str:
-        parts = [self.pos_emb, *self.scaling.values(), *self.relative.values()]
+        parts = [self.pos_emb, *self.options.values(), *self.scaling.values(), *self.relative.values()]
+        parts += ["rope_id", *self.rope_id.values()] if self.rope_id is not None else []
         parts += [self.logit_scaling] * (self.logit_scaling != "none") + [self.rotary_pct] * (self.rotary_pct < 1)
         return "-".join(str(part) for part in parts if not isinstance(part, Sequence) or isinstance(part, str))
 
@@ -72,6 +76,8 @@ class Case:
         keys = {"num_layers": 1, "hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS}
         keys |= {"seq_length": TRAINING_LENGTH, "pos_emb": self.pos_emb, "rotary_pct": self.rotary_pct}
         keys |= {"rope_scaling": dict(self.scaling) or None, "relative_positions": dict(self.relative) or None}
+        keys |= {"pos_emb_options": dict(self.options) or None}
+        keys |= {"rotary_frequencies": None if self.rope_id is None else {"type": "rope_id", **self.rope_id}}
         config = load_config([], keys | {"logit_scaling": self.logit_scaling})
         return build_method(config.position, config.model)
 
@@ -83,6 +89,9 @@ class Case:
             return (low + (high - low) * torch.rand(shape, generator=generator)).double()
 
         half = self.rotary_dim // 2
+        offsets = self.method.layer_offsets()
+        if offsets is not None:
+            return {"offset": uniform(-3, 0, *offsets.bias.shape)}
         return {
             "kerple_log": lambda: {"p": uniform(0.1, 2, HEADS), "a": uniform(0.05, 1, HEADS)},
             "kerple_power": lambda: {"p": uniform(0.1, 1.5, HEADS), "a": uniform(0.05, 1, HEADS)},
@@ -99,12 +108,13 @@ class Case:
 
     def theta(self, length: int, learned: Mapping[str, Tensor]) -> Tensor:
         """The frequencies that the oracle uses at `length`."""
-        if self.pos_emb not in (*ROTATED, "xpos"):
+        if self.pos_emb not in (*ROTATED, "xpos", "pope", "polar"):
             return torch.zeros(0, dtype=torch.float64)
         if "up" in learned:
             t = max(1, math.ceil(length / TRAINING_LENGTH))
             return clex_frequencies(learned["up"], learned["down"], t, step=CLEX_STEP)
-        return frequencies(self.rotary_dim, training_length=TRAINING_LENGTH, length=length, **self.scaling)
+        kind = {"training_length": TRAINING_LENGTH, "length": length, "rope_id": self.rope_id}
+        return frequencies(self.frequency_dim, **kind, **self.scaling)
 
     def _factors(self) -> str | tuple[float, int, int]:
         if isinstance(self.logit_scaling, str):
@@ -120,13 +130,33 @@ class Case:
         if target := relative.pop("target_length", None):
             relative["leak"] = TRAINING_LENGTH / (2 * target)
         return Setting(
-            multiplier(self.rotary_dim, training_length=TRAINING_LENGTH, length=length, **scaling),
+            multiplier(self.frequency_dim, training_length=TRAINING_LENGTH, length=length, **scaling),
             RelativeMap(**relative) if relative else None,
             self._factors(),
             TRAINING_LENGTH,
             learned,
             ids,
+            polar=self._polar(learned),
         )
+
+    @property
+    def frequency_dim(self) -> int:
+        """Twice the number of frequencies of a head."""
+        by_feature = self.options.get("frequencies", "feature" if self.pos_emb in ("pope", "polar") else "pair")
+        return self.rotary_dim * (2 if by_feature == "feature" else 1)
+
+    def _polar(self, learned: Mapping[str, Tensor]) -> Polar | None:
+        if self.pos_emb == "coca_strict" and self.options:
+            angle = self.options["initial_angle"]
+            fixed = torch.full((HEADS, self.rotary_dim // 2), 0.0 if angle == "random" else -angle, dtype=torch.float64)
+            return Polar(False, 2, False, learned.get("offset", fixed))
+        if self.pos_emb not in ("pope", "polar"):
+            return None
+        softplus = self.options.get("magnitude", "softplus") == "softplus"
+        by_feature = self.frequency_dim == 2 * self.rotary_dim
+        terms = self.rotary_dim // (1 if softplus or by_feature else 2)
+        offset = learned.get("offset", torch.zeros(HEADS, terms, dtype=torch.float64))
+        return Polar(softplus, self.options.get("power", 1), by_feature, offset)
 
 
 PLACES = {
@@ -241,8 +271,10 @@ def inputs_of(case: Case, layout: Layout, operands: Sequence[Tensor], weights: d
     """What production makes of q, k and v; fills `weights` with the learned parameters by the oracle's names."""
     method = case.method
     encoding, bias = PositionEncoding(method).train(case.training), method.layer_bias()
+    offsets = method.layer_offsets()
     for name, value in case.learned().items():
-        weights[name] = PLACES[name](encoding, bias)
+        weights[name] = offsets.bias if name == "offset" and offsets else PLACES[name](encoding, bias)
+        weights[name].requires_grad_()  # also of angles that are never trained
         with torch.no_grad():
             weights[name].copy_(value)
     ids, places = layout.documents, layout.place
@@ -254,7 +286,8 @@ def inputs_of(case: Case, layout: Layout, operands: Sequence[Tensor], weights: d
         None if ids is None else documents_from_ids(ids),
         layout.scored if case.training else None,
     )
-    return method.prepare(*operands, frame, bias=None if bias is None else bias.distance_bias())
+    own = {"bias": None if bias is None else bias.distance_bias(), "offset": None if offsets is None else offsets()}
+    return method.prepare(*operands, frame, **own)
 
 
 def production(
@@ -309,7 +342,28 @@ def check(case: Case, backend: str, layout: Layout, dtype: torch.dtype = torch.f
     assert_as_exact_as_plain(case, layout, dtype, ours)
 
 
-FORMS = {name: Case(name) for name in (*ROTATED, "xpos", *BIASED, "none")}
+FORMS = {name: Case(name) for name in (*ROTATED, "xpos", "pope", *BIASED, "none")}
+POLAR = {
+    "strict-angle": Case("coca_strict", options={"initial_angle": -0.7}),
+    "strict-random": Case("coca_strict", options={"initial_angle": "random"}),
+    **{
+        f"polar-{power}-{frequencies}-{magnitude}-{offset}": Case(
+            "polar",
+            options={"power": power, "frequencies": frequencies, "magnitude": magnitude, "offset": offset},
+        )
+        for power in (1, 2)
+        for frequencies in ("feature", "pair")
+        for magnitude in ("softplus", "relu_mean")
+        for offset in ("none", "uniform")
+    },
+    "pope-none": Case("pope", options={"offset": "none"}),
+    "pope-partial": Case("pope", rotary_pct=0.5),
+    "polar-partial": Case("polar", rotary_pct=0.5, options={"magnitude": "relu_mean", "power": 2}),
+    "pope-yarn": Case("pope", scaling={"rope_type": "yarn", "factor": 4.0}),
+    "pope-dynamic": Case("pope", scaling={"rope_type": "dynamic", "factor": 2.0}),
+    "pope-log_n": Case("pope", logit_scaling="log_n", rotary_pct=0.5),
+    "pope-rerope": Case("pope", relative={"type": "rerope", "window": 20}),
+}
 _MAPS: dict[str, dict[str, Any]] = {
     "rerope": {"type": "rerope", "window": 20},
     "leaky_rerope": {"type": "leaky_rerope", "window": 20, "leak": 4.0},
@@ -338,7 +392,7 @@ def with_window(case: Case, window: int) -> Case:
     return replace(case, relative=relative)
 
 
-CASES = FORMS | MAPS
+CASES = FORMS | MAPS | POLAR
 SERVED = [(name, backend) for name, case in CASES.items() for backend in BACKENDS if served(backend, case)]
 _ONE_FORM_PER_MAP = (
     "rerope-coca",

@@ -61,6 +61,8 @@ def layer_by_oracle(layer: Attention, config: Config, hidden: Tensor) -> Tensor:
         int(model.head_dim * position.rotary_pct),
     )
     kind = {"rope_type": position.extension.name, "training_length": trained, "length": length}
+    if position.frequencies is not None:  # RoPE-ID
+        kind |= {"rope_id": position.rotary_frequencies.given}
     if layer.encoding.clex is not None:
         theta = clex_frequencies(layer.encoding.clex.up, layer.encoding.clex.down, -(-length // trained), step=0.004)
     else:
@@ -82,7 +84,10 @@ def layer_by_oracle(layer: Attention, config: Config, hidden: Tensor) -> Tensor:
     )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = attention(position.pos_emb, q, k, v, theta, setting=setting)
-    return _linear(of_layer.dense, out.transpose(1, 2).flatten(2))
+    out = out.transpose(1, 2)
+    if of_layer.output_gate is not None:
+        out = out / (1 + (-_linear(of_layer.output_gate, hidden.double())).exp()).unflatten(-1, (heads, -1))
+    return _linear(of_layer.dense, out.flatten(2))
 
 
 def _learned_bias(layer: Attention) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
-"""Attention layers of transformers whose families have experts and so no import: gpt-oss and Llama 4.
+"""Attention layers of transformers' families that cannot be imported, because they have experts or linear attention:
+gpt-oss, Llama 4 and Qwen3-Next.
 
-Each function returns the outputs [batch, length, hidden_size] of ours and of theirs with the same random weights.
+The functions return the outputs [batch, length, hidden_size] of our layer and of theirs with the same random weights.
 """
 
 from typing import Any
@@ -51,6 +52,39 @@ def llama4(length: int, rotates: bool, dtype: torch.dtype) -> tuple[Tensor, Tens
     return _outputs(ours, theirs, torch.polar(torch.ones_like(phases), phases).to(torch.complex64), seen)
 
 
+def qwen3_next(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output gates of features, zero-centred norms of heads, and half of the features rotated."""
+    ours, theirs = qwen3_next_layers(dtype)
+    hidden = torch.randn(2, length, HIDDEN, dtype=dtype)
+    with torch.no_grad():
+        return ours(hidden), theirs(hidden, qwen3_next_tables(length, dtype), None)[0]
+
+
+def qwen3_next_layers(dtype: torch.dtype) -> tuple[Attention, Any]:
+    """Our layer and theirs, with equal random weights. Their query projection also computes the gates, head by head."""
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
+
+    config = Qwen3NextConfig(**SHAPE, num_hidden_layers=1, attention_bias=True, rms_norm_eps=1e-6)
+    config._attn_implementation = "sdpa"
+    keys = {"pos_emb": "rotary", "rotary_pct": 0.5, "attention_output_gate": "feature", "qk_norm": "head"}
+    keys |= {"norm": "rmsnorm", "rms_norm_epsilon": 1e-6, "zero_centered_norms": True}
+    ours, theirs = _with_equal_weights(Qwen3NextAttention(config, 0), keys, dtype)
+    with torch.no_grad():
+        ours.attention.query_layernorm.weight.copy_(theirs.q_norm.weight)
+        ours.attention.key_layernorm.weight.copy_(theirs.k_norm.weight)
+        for part in ("weight", "bias"):
+            gates = getattr(theirs.q_proj, part).unflatten(0, (HEADS, 2, WIDTH))[:, 1]
+            getattr(ours.attention.output_gate, part).copy_(gates.flatten(0, 1))
+    return ours, theirs
+
+
+def qwen3_next_tables(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The cosines and sines of half of the features, [1, length, WIDTH / 2]."""
+    phases = _phases(length, WIDTH // 2).repeat(1, 1, 2)
+    return phases.cos().to(dtype), phases.sin().to(dtype)
+
+
 def _with_equal_weights(
     theirs: Any, keys: dict[str, Any], dtype: torch.dtype, pairs: Tensor | None = None
 ) -> tuple[Attention, Any]:
@@ -65,6 +99,7 @@ def _with_equal_weights(
             q, k, v = (
                 getattr(each, part).unflatten(0, (-1, WIDTH)) for each in (theirs.q_proj, theirs.k_proj, theirs.v_proj)
             )
+            q = q[:: len(q) // HEADS]  # without the gates of Qwen3-Next
             q, k = (x if pairs is None else x[:, pairs] for x in (q, k))
             getattr(ours.attention.query_key_value, part).copy_(torch.cat((q, k, v)).flatten(0, 1))
             getattr(ours.attention.dense, part).copy_(getattr(theirs.o_proj, part))
@@ -75,8 +110,8 @@ def _distances(length: int) -> Tensor:
     return torch.arange(length)[:, None] - torch.arange(length)
 
 
-def _phases(length: int) -> Tensor:
-    theta = 10000.0 ** (-torch.arange(0, WIDTH, 2, dtype=torch.float64) / WIDTH)
+def _phases(length: int, width: int = WIDTH) -> Tensor:
+    theta = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     return torch.arange(length)[None, :, None] * theta
 
 

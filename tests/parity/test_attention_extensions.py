@@ -73,7 +73,23 @@ COMBINED = {
         "rotary", EXTENSIONS["longrope"], {"type": "lm_infinite", "window": 20, "sinks": 3}, "log_n"
     ),
 }
-ALL = {f"{form}-{name}": Case(form, scaling) for name, scaling in EXTENSIONS.items() for form in ROTATED} | COMBINED
+IDENTIFIED = {
+    f"{ROTATED[number % 3]}-rope_id-{name}": Case(ROTATED[number % 3], scaling, rotary_pct=0.5, rope_id={"period": 4.0})
+    for number, (name, scaling) in enumerate(
+        (name, scaling | ({"short_factor": SHORT[:4], "long_factor": LONG[:4]} if name == "longrope" else {}))
+        for name, scaling in EXTENSIONS.items()
+        if name not in ("proportional", "clex")
+    )
+} | {
+    "coca-rope_id": Case("coca", rope_id={}),
+    "coca-rope_id-ntk-rerope-log_n": Case(
+        "coca", EXTENSIONS["ntk"], {"type": "rerope", "window": 20}, "log_n", 0.5, rope_id={"period": 3.0}
+    ),
+    "xpos-rope_id": Case("xpos", rope_id={"turns": 4.0}),
+}
+"""Frequencies of RoPE-ID, with every extension of them."""
+ALL = {f"{form}-{name}": Case(form, scaling) for name, scaling in EXTENSIONS.items() for form in ROTATED}
+ALL |= COMBINED | IDENTIFIED
 
 EXTENDED = [(name, 100) for name in ALL] + [
     (name, length)

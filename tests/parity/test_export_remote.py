@@ -35,7 +35,7 @@ __all__ = ["modules_cache"]
 UNTRAINED = dict.fromkeys(("make_vocab_size_divisible_by", "intermediate_size", "attention_config"))
 """What a folder says in another way: rows of the vocabulary, the inner width and the type of every layer as such."""
 SHAPES = {"neox": NEOX, "grouped llama": GROUPED}
-ROTATED = ("coca", "coca_strict", "xpos")
+ROTATED = ("coca", "coca_strict", "pope", "polar", "xpos")
 PLAIN = ("alibi", "kerple_log", "kerple_power", "rpe", "learned", "sinusoidal", "none", "sandwich")
 LONGROPE = {"factor": 4.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 EXTENSIONS: dict[str, dict[str, Any]] = {
@@ -95,6 +95,19 @@ OTHERS: dict[str, dict[str, Any]] = {
     "coca, biases by layer, and maps": LLAMA
     | {"pos_emb": "coca", "attention_config": [[["biased", "global"], "all"]], "layer_types": {"biased": KERPLE}}
     | {"relative_positions": {"type": "rerope"}},
+    "pope": NEOX | {"pos_emb": "pope"},
+    "pope, partial, uniform, dynamic": GROUPED
+    | {"pos_emb": "pope", "pos_emb_options": {"offset": "uniform"}, "rotary_pct": 0.5}
+    | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "polar, pairs, rerope": LLAMA
+    | {"pos_emb": "polar", "pos_emb_options": {"frequencies": "pair", "power": 2, "offset": "none"}}
+    | {"relative_positions": {"type": "rerope"}},
+    "coca_strict, an angle": LLAMA | {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": -0.7}},
+    "coca_strict, random angles": GROUPED | {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}},
+    "rotary, rope_id, partial": LLAMA | {"rotary_pct": 0.5, "rotary_frequencies": {"type": "rope_id"}},
+    "coca, rope_id, ntk, log n": NEOX
+    | {"pos_emb": "coca", "rotary_frequencies": {"type": "rope_id", "turns": 1.5, "period": 3.0}}
+    | {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}, "logit_scaling": "log_n"},
     "alibi, six heads": NEOX | {"pos_emb": "alibi", "num_attention_heads": 6, "hidden_size": 48},
 }
 
@@ -130,6 +143,10 @@ BLOCKS: dict[str, dict[str, Any]] = {
     | {"norm_position": "sandwich", "zero_centered_norms": True, "embedding_scale": 5.0, "softmax_scale": 0.2}
     | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
     "a cap, rerope": {"attn_logit_softcapping": 2.0, "relative_positions": {"type": "rerope"}},
+    "a gate of heads, biases, yarn": {"num_kv_heads": 1, "attention_output_gate": "head", "kv_channels": 24}
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "a gate of features, rerope": LLAMA
+    | {"attention_output_gate": "feature", "relative_positions": {"type": "rerope"}},
     "olmo 2's, alibi": LLAMA | {"norm_position": "post", "qk_norm": "projection", "pos_emb": "alibi"},
     "cohere 2's": {"gpt_j_residual": True, "gpt_j_tied": True, "final_logit_scale": 0.2, "use_bias_in_norms": False},
     "nanochat's": {"norm": "non_parametric_rmsnorm", "activation": "relu_squared", "qk_norm": "head"},
@@ -181,6 +198,7 @@ def test_logits_and_weights(name: str, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "run", **CASES[name])
     theirs, ours = remote(checkpoint, tmp_path / "exported"), load_model(checkpoint)
     assert theirs.config.model_type == "coca_dense"
+    assert ("model.layers.*.self_attn.g_proj" in theirs.tp_plan) == ("attention_output_gate" in CASES[name])
     for attention in ("sdpa", "eager"):
         theirs.set_attn_implementation(attention)
         for length in (3 * TRAINED, TRAINED // 2):

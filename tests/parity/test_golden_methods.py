@@ -57,6 +57,20 @@ def test_string(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "merge", "reference"])
+@pytest.mark.parametrize("name", ["pope", "pope_partial"])
+def test_pope(name: str, backend: str) -> None:
+    """PoPE-pytorch adds delta to the key's angle, which gives the same scores as subtracting it from the query's."""
+    found = recorded(name)
+    _, heads, length, width = found["k"].shape
+    keys = {"hidden_size": heads * width, "num_attention_heads": heads, "seq_length": 64, "pos_emb": "pope"}
+    config = load_config([], SHAPE | keys | {"rotary_pct": found["offset"].shape[1] / width})
+    method = build_method(config.position, config.model)
+    context = PositionEncoding(method).eval()(torch.arange(length), length, torch.float32)
+    inputs = method.prepare(found["q"], found["k"], found["v"], context, offset=found["offset"])
+    torch.testing.assert_close(BACKENDS[backend].attend(inputs), found["out"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "merge", "reference"])
 def test_forgetting_transformer(backend: str) -> None:
     """The reference of its own test, for the last 45 of 60 tokens."""
     found = recorded("fox")

@@ -186,6 +186,28 @@ def test_chats(name: str, turns: bool, tasks: Path, tmp_path: Path) -> None:
     assert record is not None and (record.system, record.multiturn) == ("Be brief.", turns)
 
 
+def test_plain_tasks_beside_chats(tasks: Path, tmp_path: Path) -> None:
+    """Their prompts are those of a run without chats; the option is part of the measurement."""
+    folder, names = llama(tmp_path / "model"), "local_choice,free_until"
+    given = ["--limit", 2, "--output"]
+    chat = ["--apply-chat-template", "--system-instruction", "Be brief."]
+    results = []
+    for name, options in {"plain": [], "chat": chat, "both": [*chat, "--plain-tasks", "free_until"]}.items():
+        assert command(folder, tasks, names, *options, *given, tmp_path / f"{name}.json") == 0
+        results.append(read(tmp_path / f"{name}.json"))
+    (plain_free, plain), (chat_free, chats), (both_free, both) = (
+        [entry.prompts_sha256 for entry in result.results] for result in results
+    )
+    assert both_free == plain_free != chat_free and both == chats != plain
+    assert results[2].protocol.plain_tasks == ["free_until"]
+    with pytest.raises(EvaluationError, match=r"different protocol\.plain_tasks"):
+        command(folder, tasks, names, *chat, *given, tmp_path / "both.json")
+    with pytest.raises(EvaluationError, match="--plain-tasks: has no effect without --apply-chat-template"):
+        command(folder, tasks, names, "--plain-tasks", "free_until")
+    with pytest.raises(EvaluationError, match="--plain-tasks free: no such task"):
+        command(folder, tasks, names, *chat, "--plain-tasks", "free")
+
+
 def test_a_continuation_within_a_token_of_its_context_is_an_error(tmp_path: Path) -> None:
     """One token holds the end of the context and the continuation, so that nothing is left to score."""
     import_checkpoint(llama(tmp_path / "model"), tmp_path / "run")

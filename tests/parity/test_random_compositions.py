@@ -1,7 +1,10 @@
-"""Random compositions against the float64 oracle: form, extension, map, scaling, layout and backend are drawn."""
+"""Random compositions against the float64 oracle: form, frequencies, extension, map, scaling, layout and backend are
+drawn.
+"""
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -41,6 +44,8 @@ def drawn_case(draw: random.Random) -> Case:
         extension = (rotates and pick(draw, [*EXTENSIONS.values()], 0.6)) or {}
         relative = pick(draw, [each for each in _MAPS.values() if each["type"] != "inv_leaky_rerope"], 0.4) or {}
         case = Case(form, extension, relative, draw.choice(SCALINGS), draw.choice((1.0, 1.0, 0.5)))
+        if rotates and draw.random() < 0.25:
+            case = replace(case, rope_id=draw.choice(({}, {"turns": 1.0, "period": 3.0})))
         if relative:
             case = with_window(case, draw.choice((5, 8, 21, 40)))
         try:

@@ -43,6 +43,9 @@ CASES = [
     Case(40, heads=4, kv_heads=2, head_dim=64, window=10, far=True),
     Case(33, head_dim=128),
     Case(40, head_dim=24, formula="linear"),
+    # Values narrower than the operands.
+    Case(63, head_dim=64, value_dim=32, formula="log", documents=3),
+    Case(97, head_dim=48, value_dim=24, window=16, far=True, heads=4, kv_heads=2),
 ]
 
 CHOICES: tuple[tuple[Any, ...], ...] = (

@@ -14,6 +14,7 @@ EPSILONS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """What an error may be where a plain run has none, for operands of unit variance: gradients that cancel to 0."""
 
 DRAWS = 5
+TRITON = TritonBackend()
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Case:
     kv_heads: int = 1
     head_dim: int = 16
     batch: int = 2
+    value_dim: int | None = None
 
     def __str__(self) -> str:
         told = [(x.name, getattr(self, x.name)) for x in fields(self) if getattr(self, x.name) != x.default]
@@ -67,12 +69,12 @@ class Case:
         generator = torch.Generator().manual_seed(self.length + 1000 * draw)
         queries = self.length if self.queries is None else self.queries
 
-        def normal(heads: int, length: int) -> Tensor:
+        def normal(heads: int, length: int, width: int = self.head_dim) -> Tensor:
             # Packed as a projection packs them: a head's rows do not follow each other in memory.
-            shape = (self.batch, length, heads, 2 * self.head_dim)
-            return torch.randn(shape, generator=generator, dtype=torch.float64)[..., : self.head_dim].transpose(1, 2)
+            shape = (self.batch, length, heads, 2 * width)
+            return torch.randn(shape, generator=generator, dtype=torch.float64)[..., :width].transpose(1, 2)
 
-        operands = [normal(self.kv_heads, self.length)]
+        operands = [normal(self.kv_heads, self.length, self.value_dim or self.head_dim)]
         for _ in self.bands:
             operands += [normal(self.heads, queries), normal(self.kv_heads, self.length)]
         if self.formula is not None:
@@ -111,7 +113,7 @@ def run(case: Case, backend: Backend, dtype: torch.dtype, device: str = "cpu", d
     return [x.detach().double().cpu() for x in (out, *torch.autograd.grad(out, leaves, cotangent))]
 
 
-def check(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
+def check(case: Case, dtype: torch.dtype, device: str = "cpu", backend: Backend = TRITON) -> None:
     """Output and gradients are at most twice as far from float64 as a plain PyTorch run in `dtype`.
 
     A coefficient's gradient is one sum over all pairs, too few numbers to measure an error by: the plain run's is the
@@ -120,7 +122,7 @@ def check(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
     draws = range(DRAWS if case.formula else 1)
     exact = [run(case, ReferenceBackend(), torch.float64, device, draw) for draw in draws]
     plain = [run(case, ReferenceBackend(), dtype, device, draw) for draw in draws]
-    got = run(case, TritonBackend(), dtype, device)
+    got = run(case, backend, dtype, device)
     for place, (mine, true) in enumerate(zip(got, exact[0], strict=True)):
         compared = draws if true.dim() == 2 else draws[:1]
         allowed = 2 * max((plain[i][place] - exact[i][place]).abs().max() for i in compared) + EPSILONS[dtype]

@@ -22,7 +22,7 @@ METHODS = {
     "rotary": ("pos_emb=rotary",),
     "coca": (),
     "coca + rerope": ("relative_positions={type: rerope, window: 256}",),
-    "alibi": ("pos_emb=alibi",),
+    "alibi": ("pos_emb=alibi", "attention_backend=triton"),
 }
 
 TRAINED = {
@@ -80,7 +80,7 @@ class Scenario(NamedTuple):
 SCENARIOS: dict[str, Scenario] = {
     **{f"step: {name}": Scenario("step", (*MODEL, *keys)) for name, keys in METHODS.items() if name != "none"},
     **{f"layer: {name}": Scenario("layers", (*MODEL, *keys)) for name, keys in METHODS.items()},
-    "layer: packed": Scenario("layers", (*MODEL, "reset_attention_mask=true")),
+    "layer: packed": Scenario("layers", (*MODEL, "reset_attention_mask=true", "attention_backend=triton")),
     "loss head": Scenario("loss_head", MODEL),
     **{f"decode: {name}": Scenario("decode", (*MODEL, *keys)) for name, keys in METHODS.items()},
     **{

@@ -35,6 +35,24 @@ class RelativeMap:
 
 
 @dataclass(frozen=True)
+class Polar:
+    """A form whose angles depend on positions only: sum_c m_c u_c cos(r theta_c - offset_c).
+
+    Attributes:
+        softplus: m and u are softplus of every feature of q and k; if False, the length of every pair of features of q
+            and relu of the mean of every pair of k.
+        power: of m.
+        by_feature: whether there is one frequency per feature, and not one per pair.
+        offset: [heads, terms], in radians.
+    """
+
+    softplus: bool
+    power: int
+    by_feature: bool
+    offset: Tensor
+
+
+@dataclass(frozen=True)
 class Setting:
     """What decides a score beside the operands and their positions.
 
@@ -49,6 +67,7 @@ class Setting:
         opened: [batch, heads, length], w x + b of the gate of every token.
         factors: [heads], learned, on the logits of every head, or None.
         sinks: [heads], learned, the score of one more key whose value is 0, or None.
+        polar: the polar form, or None.
     """
 
     multiplier: float = 1.0
@@ -61,6 +80,7 @@ class Setting:
     opened: Tensor | None = None
     factors: Tensor | None = None
     sinks: Tensor | None = None
+    polar: Polar | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +125,10 @@ def attention(
     positions = positions.double().reshape(-1, k.shape[2])
     pairs = lay_out(positions, q.shape[2], setting)
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(groups, 1), v.to(dtype).repeat_interleave(groups, 1)
-    scores = SCORES[name](q, k, theta.double(), pairs, setting.multiplier) / math.sqrt(head_dim)
+    if setting.polar is None:
+        scores = SCORES[name](q, k, theta.double(), pairs, setting.multiplier) / math.sqrt(head_dim)
+    else:
+        scores = _polar_scores(q, k, theta.double(), pairs, setting.multiplier, setting.polar) / math.sqrt(head_dim)
     factors = _row_factors(positions[:, -q.shape[2] :], setting).to(dtype)
     if setting.factors is not None:  # s, or s and b in the columns
         columns = setting.factors.to(dtype).reshape(q.shape[1], -1)[:, :, None, None]
@@ -334,6 +357,32 @@ def _coca_strict_scores(q: Tensor, t: Tensor, theta: Tensor, pairs: Pairs, multi
         cos, _ = _cos_sin(pairs.query - pairs.key, theta[j], q.dtype)
         scores = scores + _rows(q1**2 + q2**2) * _columns(u) * cos
     return scores * multiplier**2 + _position_free_coca(q_rest, t_rest)
+
+
+def _polar_scores(q: Tensor, k: Tensor, theta: Tensor, pairs: Pairs, multiplier: float, polar: Polar) -> Tensor:
+    """Gopalakrishnan et al. 2025, arXiv:2509.10534, section 3, and the forms between it and CoCA-Strict, term by term.
+    The features beyond the rotated ones are plain with softplus, and as in CoCA without it.
+    """
+    rotated = len(theta) if polar.by_feature else 2 * len(theta)
+    half, zero = rotated // 2, torch.zeros((), dtype=q.dtype, device=q.device)
+    terms = rotated if polar.softplus or polar.by_feature else half
+    scores = zero
+    for c in range(terms):
+        if polar.softplus:
+            m, u = torch.logaddexp(q[..., c], zero), torch.logaddexp(k[..., c], zero)
+        else:
+            j = c % half
+            m = torch.sqrt(q[..., j] ** 2 + q[..., j + half] ** 2)
+            u = torch.relu((k[..., j] + k[..., j + half]) / 2)
+        phase = (pairs.query - pairs.key) * theta[c % len(theta)]
+        offset = polar.offset.to(q.dtype)[:, c, None, None]
+        cos, sin = phase.cos().to(q.dtype), phase.sin().to(q.dtype)
+        turned = cos * torch.cos(offset) + sin * torch.sin(offset)
+        scores = scores + _rows(m**polar.power) * _columns(u) * turned
+    q_rest, k_rest = q[..., rotated:], k[..., rotated:]
+    if polar.softplus:
+        return scores * multiplier**2 + _dot(q_rest, k_rest)
+    return scores * multiplier**2 + _dot(q_rest.abs() ** polar.power, torch.relu(k_rest))
 
 
 def _plain_scores(q: Tensor, k: Tensor, theta: Tensor, pairs: Pairs, multiplier: float) -> Tensor:

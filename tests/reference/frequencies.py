@@ -4,7 +4,7 @@ Notation of the sources: theta_j = B^(-2j/d), j = 0 .. d/2-1; s is the factor, L
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,27 @@ class Extension:
     long_factor: Sequence[float] | None = None
     proportion: float = 1.0
     resonance: bool = False
+    rope_id: Mapping[str, float] | None = None
 
     def theta(self, j: int, alpha: float = 1.0) -> float:
         """theta_j of the base B alpha^(d/(d-2)); the only frequency of a block of two dimensions is kept."""
+        if self.rope_id is not None:  # the same change of every frequency
+            return 2 * math.pi * self.turned(j) / self.training_length * alpha ** (-2 * j / max(self.dim - 2, 1))
         base = self.base * alpha ** (self.dim / (self.dim - 2)) if self.dim > 2 else self.base
         return base ** (-2 * j / self.dim)
+
+    @property
+    def turns(self) -> tuple[float, float]:
+        """How often the first and the last pair of RoPE-ID turn within L tokens: the first once in `period` tokens."""
+        assert self.rope_id is not None
+        length = self.training_length
+        period = self.rope_id.get("period") or min(32, max(2 * math.pi, length / 128))
+        return length / period, self.rope_id.get("turns") or 2
+
+    def turned(self, j: int) -> float:
+        """How often pair j of RoPE-ID turns within L tokens, in equal ratios from the first pair to the last."""
+        first, last = self.turns
+        return first if j == 0 else first * (last / first) ** (j / (self.dim // 2 - 1))
 
 
 def frequencies(dim: int, base: float = 10000.0, rope_type: str = "default", **settings: Any) -> Tensor:
@@ -92,6 +108,9 @@ def _dynamic_max(e: Extension, j: int) -> float:
 
 def _dimension_of(e: Extension, rotations: float) -> float:
     """The dimension that turns `rotations` times over L positions."""
+    if e.rope_id is not None:
+        first, last = e.turns
+        return (e.dim // 2 - 1) * math.log(first / rotations) / math.log(first / last)
     return e.dim * math.log(e.training_length / (2 * math.pi * rotations)) / (2 * math.log(e.base))
 
 

@@ -50,7 +50,7 @@ class FlexBackend:
         return missing_einsum()
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
+        """Compute attention, [batch, heads, query_length, width of V], in the query's dtype.
 
         A single query does not use the kernel, which would be recompiled for every generated token.
 

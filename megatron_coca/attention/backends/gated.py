@@ -34,7 +34,7 @@ origin.
 
 
 def attend_gated(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
-    """Apply `attend`, which has no gates, to inputs with gates: [batch, heads, query_length, head_dim].
+    """Apply `attend`, which has no gates, to inputs with gates: [batch, heads, query_length, width of V].
 
     With several query blocks, the backward pass recomputes each block.
     """

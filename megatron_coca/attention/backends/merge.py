@@ -9,7 +9,7 @@ exact.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.gated import attend_gated
 from megatron_coca.attention.backends.sdpa import flash_op, with_key_heads
-from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, attend_by_document
+from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, attend_by_document, attend_padded
 from megatron_coca.kernels.custom_op import operation
 
 Shape = Literal["full", "lower", "upper"]
@@ -148,11 +148,11 @@ class MergeBackend:
         if needs.dropout > 0:
             return "its kernel calls cannot share a dropout mask between the forward and the backward pass"
         if needs.device_type == "cuda" and (needs.head_dim % 8 or needs.head_dim > MAX_CUDA_HEAD_DIM):
-            return f"its CUDA kernels need a head_dim that is a multiple of 8 and at most {MAX_CUDA_HEAD_DIM}"
+            return f"its CUDA kernels need operands with a multiple of 8 features, at most {MAX_CUDA_HEAD_DIM}"
         return None
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
+        """Compute attention, [batch, heads, query_length, width of V], in the query's dtype.
 
         Raises:
             TypeError: no kernel exists for the operands' dtype and device.
@@ -164,7 +164,7 @@ class MergeBackend:
             )
         if inputs.gates is not None:
             return attend_gated(self.attend, inputs)
-        return attend_by_document(_attend_row, with_key_heads(inputs))
+        return attend_padded(partial(attend_by_document, _attend_row), with_key_heads(inputs))
 
 
 def _attend_row(inputs: AttentionInputs) -> Tensor:

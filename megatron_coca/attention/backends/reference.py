@@ -32,7 +32,7 @@ class ReferenceBackend:
         return missing_einsum() or too_long(needs.length)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
+        """Compute attention, [batch, heads, query_length, width of V], in the query's dtype.
 
         Raises:
             BackendError: the inputs have more than LONGEST queries.

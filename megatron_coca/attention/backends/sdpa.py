@@ -7,6 +7,7 @@ computed with dense scores, one query block at a time.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from megatron_coca.attention.inputs import (
     DistanceBias,
     Needs,
     attend_by_document,
+    attend_padded,
 )
 
 aten = torch.ops.aten
@@ -115,7 +117,7 @@ class SdpaBackend:
         return None
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
+        """Compute attention, [batch, heads, query_length, width of V], in the query's dtype.
 
         Raises:
             ValueError: the bands are not supported, for example because a model built for evaluation trains with a
@@ -137,7 +139,7 @@ class SdpaBackend:
                 "device: this model was built for the CPU; build it for the device on which it runs, "
                 "build_model(config, device=...)"
             )
-        return attend_by_document(_attend_row, inputs)
+        return attend_padded(partial(attend_by_document, _attend_row), inputs)
 
 
 def _served(bands: tuple[Band, ...], biased: bool) -> bool:
@@ -170,8 +172,8 @@ def _dense_mask(inputs: AttentionInputs, bias: DistanceBias) -> Tensor:
 
 
 @contextmanager
-def varying_lengths() -> Iterator[None]:
-    """Disable cuDNN attention, PyTorch's first choice on Hopper and newer GPUs, for evaluation and decoding.
+def without_cudnn() -> Iterator[None]:
+    """Disable cuDNN attention, PyTorch's first choice on Hopper and newer GPUs, for decoding.
 
     cuDNN makes a new plan for every shape, which means for every decoded token. It has also been reported to return
     wrong results in decoding with few key heads (github.com/pytorch/pytorch/issues/193893).
@@ -185,9 +187,10 @@ def varying_lengths() -> Iterator[None]:
 
 
 def _sdpa(inputs: AttentionInputs, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not GROUPED:  # no cuDNN switch before 2.5
+    decodes = inputs.past > 0 or inputs.query.shape[2] == 1
+    if not decodes or torch.is_grad_enabled() or torch.compiler.is_compiling() or not GROUPED:  # no switch before 2.5
         return _call_sdpa(inputs, mask, causal)
-    with varying_lengths():
+    with without_cudnn():
         return _call_sdpa(inputs, mask, causal)
 
 
@@ -204,3 +207,34 @@ def _call_sdpa(inputs: AttentionInputs, mask: Tensor | None, causal: bool) -> Te
         scale=inputs.scale,
         **options,
     )
+
+
+CUDA_KERNELS = ("PyTorch's operations", "FlashAttention-2", "memory-efficient attention", "cuDNN")
+"""Names of the kernels of `scaled_dot_product_attention`, in the order of PyTorch's numbers for them."""
+
+
+def cuda_kernel(heads: int, kv_heads: int, length: int, head_dim: int, dtype: torch.dtype, trains: bool) -> str:
+    """Return the name of the kernel that PyTorch chooses on the current GPU for causal attention without a cache, and
+    the version of cuDNN.
+
+    PyTorch does not report its choice. If a library path contains another cuDNN that is too old, PyTorch silently runs
+    FlashAttention-2.
+    """
+    query, key, value = (
+        torch.empty(1, count, length, head_dim, dtype=dtype, device="cuda").requires_grad_(trains)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    options = {"enable_gqa": True} if heads > kv_heads else {}
+    with torch.set_grad_enabled(trains):
+        number = torch._fused_sdp_choice(query, key, value, None, 0.0, True, **options)
+    kernel, version = CUDA_KERNELS[number], cudnn_version()
+    return version if kernel == "cuDNN" else f"{kernel}, with {version}"
+
+
+def cudnn_version() -> str:
+    """Return the version of the cuDNN library that PyTorch has loaded, or the reason why it cannot be used."""
+    try:
+        version = torch.backends.cudnn.version()
+    except RuntimeError as error:  # the library is older than the one that PyTorch was built with
+        return f"cuDNN unusable ({' '.join(str(error).split()).partition('. ')[0]})"
+    return "no cuDNN" if version is None else f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -27,7 +27,7 @@ class TritonBackend:
         return _unsupported_bands(needs.bands) or missing_triton(needs.device_type)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
+        """Compute attention, [batch, heads, query_length, width of V], in the query's dtype.
 
         Raises:
             ValueError: the bands are not supported, or the inputs have dropout.

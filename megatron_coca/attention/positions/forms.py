@@ -9,11 +9,13 @@ or better, because Q' of CoCA is quadratic in q and must be rounded only once, a
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -80,6 +82,16 @@ def squared_length(x: Tensor) -> Tensor:
         first, second = _halves(x)
         return first.square() + second.square()
     return _SquaredLength.apply(x)
+
+
+def pair_length(x: Tensor) -> Tensor:
+    """Return sqrt(x_i^2 + x_{i+d/2}^2), with gradient 0 at 0: [..., d] -> [..., d/2]."""
+    return torch.linalg.vector_norm(torch.stack(_halves(x), dim=-1), dim=-1)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Return ln(1 + e^x), exact in float64 (with PyTorch's default threshold it is not)."""
+    return F.softplus(x, threshold=40.0) if torch.compiler.is_compiling() else _Softplus.apply(x)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,6 +176,23 @@ class _PositiveMean(torch.autograd.Function):
         return result
 
 
+class _Softplus(torch.autograd.Function):
+    """Saves the result, which later operations also save, instead of a float32 copy of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = F.softplus(x, threshold=40.0)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return g sigmoid(x), where sigmoid(x) = 1 - e^-softplus(x)."""
+        (result,) = ctx.saved_tensors
+        return torch.neg(result).expm1_().neg_().mul_(grad)
+
+
 class _SquaredLength(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -212,6 +241,7 @@ def check_range(centre: float, dtype: torch.dtype) -> None:
         )
 
 
+Magnitude = Callable[[Tensor], Tensor]
 Operand = Callable[[Tensor, RotaryTables], Tensor]
 Kernel = Literal["rotary", "coca", "coca_strict"]
 
@@ -232,6 +262,11 @@ class ScoreForm:
         key_rest: maps k to K' on the dimensions beyond `rotary_pct`.
         kernel: the name of the form in the fused kernel, or None.
         decay: whether the tables include xPos's exponential factors.
+        magnitude: the numbers m of q for which Q' = R_m (m, 0), if the form has no angle that depends on q or k. Only
+            such a form can be turned by a constant angle.
+        angle: constant angle phi of every term, m_j u_j cos(r theta_j + phi).
+        features: number of rotated features per frequency.
+        operand_features: number of features of the rotated part of Q' and K' per rotated feature.
     """
 
     query: Operand | None = None
@@ -241,20 +276,36 @@ class ScoreForm:
     key_rest: Callable[[Tensor], Tensor] = _identity
     kernel: Kernel | None = None
     decay: bool = False
+    magnitude: Magnitude | None = None
+    angle: float = 0.0
+    features: int = 2
+    operand_features: int = 1
 
     @property
     def rotary(self) -> bool:
         """Whether the form rotates its operands."""
         return self.query is not None
 
-    def query_operand(self, q: Tensor, tables: RotaryTables | None, factor: Tensor | None = None) -> Tensor:
-        """Return Q' for q [batch, heads, length, head_dim]. `factor` ([length, 1] or [batch, 1, length, 1]) multiplies
-        only the unrotated features, because the tables already include it.
+    def operand_width(self, head_dim: int, rotated: int) -> int:
+        """Return the number of features of Q' and K' for heads with `rotated` of `head_dim` features rotated."""
+        return head_dim + (self.operand_features - 1) * rotated
+
+    def query_operand(
+        self, q: Tensor, tables: RotaryTables | None, factor: Tensor | None = None, offset: Tensor | None = None
+    ) -> Tensor:
+        """Return Q' for q [batch, heads, length, head_dim].
+
+        `factor` ([length, 1] or [batch, 1, length, 1]) multiplies only the unrotated features, because the tables
+        already include it. `offset` ([heads, number of magnitudes], in radians) is subtracted from the angle of every
+        term: m_j u_j cos(r theta_j - offset_j).
         """
         if self.query is None or tables is None:
             return q if factor is None else (q.to(factor.dtype) * factor).to(q.dtype)
-        block, rest = _split(q, 2 * tables.cos.shape[-1], tables.cos.dtype)
-        rotated = self.query(block, tables)
+        block, rest = _split(q, self.features * tables.cos.shape[-1], tables.cos.dtype)
+        if self.magnitude is not None and (offset is not None or self.angle):
+            rotated = _turned_along(self.magnitude(block), -self.angle if offset is None else offset, tables)
+        else:
+            rotated = self.query(block, tables)
         if rest.shape[-1]:
             rest = self.query_rest(rest)
             rotated = torch.cat((rotated, rest if factor is None else rest * factor), dim=-1)
@@ -264,7 +315,7 @@ class ScoreForm:
         """Return K' for k [batch, kv_heads, length, head_dim]."""
         if self.key is None or tables is None:
             return k
-        block, rest = _split(k, 2 * tables.cos.shape[-1], tables.cos.dtype)
+        block, rest = _split(k, self.features * tables.cos.shape[-1], tables.cos.dtype)
         rotated = self.key(self.kept(block), tables)
         return (torch.cat((rotated, self.key_rest(rest)), dim=-1) if rest.shape[-1] else rotated).to(k.dtype)
 
@@ -294,14 +345,35 @@ def _slack_key(u: Tensor, tables: RotaryTables) -> Tensor:
     return spread(u, tables.cos - tables.sin, tables.cos + tables.sin)
 
 
-def _strict_query(q: Tensor, tables: RotaryTables) -> Tensor:
-    """Return R_m (|q|^2, 0), |q|^2 = q_i^2 + q_{i+d/2}^2. A score is then sum_j u_j |q_j|^2 cos((m - n) theta_j)."""
-    return spread(squared_length(q), tables.cos, tables.sin)
+def along(magnitudes: Tensor, tables: RotaryTables) -> Tensor:
+    """Return R_p (m, 0) = (m cos, m sin) for magnitudes m [..., number of magnitudes] of any sign.
+
+    If there are half as many frequencies as magnitudes, magnitudes j and j + d/2 share frequency j. If there are half
+    as many magnitudes as frequencies, frequencies j and j + d/2 share magnitude j.
+    """
+    m, (cos, sin) = _matched(magnitudes, tables)
+    return spread(m, cos, sin)
 
 
-def _strict_key(u: Tensor, tables: RotaryTables) -> Tensor:
-    """Return R_n (u, 0)."""
-    return spread(u, tables.cos, tables.sin)
+def _turned_along(magnitudes: Tensor, offset: Tensor | float, tables: RotaryTables) -> Tensor:
+    """Return R_p (m cos delta, -m sin delta), in which the angle of every term is p theta - delta. `offset` is one
+    angle, or one per head and magnitude [heads, number of magnitudes].
+    """
+    m, tables = _matched(magnitudes, tables)
+    if isinstance(offset, Tensor):
+        offset = offset.to(m.dtype)[:, None]
+        return rotate(torch.cat((m * offset.cos(), m * -offset.sin()), dim=-1), tables)
+    return rotate(torch.cat((m * math.cos(offset), m * -math.sin(offset)), dim=-1), tables)
+
+
+def _matched(magnitudes: Tensor, tables: RotaryTables) -> tuple[Tensor, RotaryTables]:
+    """Repeat magnitudes or tables, whichever are fewer, so that there is one frequency per magnitude."""
+    m, (cos, sin) = magnitudes, tables
+    if m.shape[-1] < cos.shape[-1]:
+        m = torch.cat((m, m), dim=-1)
+    elif m.shape[-1] > cos.shape[-1]:
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    return m, RotaryTables(cos, sin)
 
 
 PLAIN = ScoreForm()
@@ -310,13 +382,90 @@ PLAIN = ScoreForm()
 ROTATED = ScoreForm(query=rotate, key=rotate, kernel="rotary")
 """Q' = R_m q, K' = R_n k (Su et al. 2021, "RoFormer", section 3.2.2)."""
 
+
+def _softplus_squared(x: Tensor) -> Tensor:
+    return softplus(x).square()
+
+
+class _Magnitudes(NamedTuple):
+    """Magnitudes of the rotated features of q and k, and functions of the unrotated features."""
+
+    query: Magnitude
+    key: Magnitude
+    query_rest: Magnitude
+    key_rest: Magnitude
+
+
+_MAGNITUDES: dict[tuple[str, int], _Magnitudes] = {
+    ("softplus", 1): _Magnitudes(softplus, softplus, _identity, _identity),
+    ("softplus", 2): _Magnitudes(_softplus_squared, softplus, _identity, _identity),
+    ("relu_mean", 1): _Magnitudes(pair_length, coefficients, torch.abs, torch.relu),
+    ("relu_mean", 2): _Magnitudes(squared_length, coefficients, torch.square, torch.relu),
+}
+"""Magnitudes by the options `magnitude` and `power`. Unrotated features with `softplus` are scored as in RoFormer, like
+public code of PoPE."""
+
+
+def polar(options: Mapping[str, Any]) -> ScoreForm:
+    """Return the form with the score sum_c m_c u_c cos(r theta_c - delta_c), in which only positions change the angle.
+
+    By default, it is PoPE (Gopalakrishnan et al. 2025, arXiv:2509.10534): m = softplus(q), u = softplus(k), and one
+    frequency per feature. With `power` 2, `magnitude` relu_mean and `frequencies` pair, it is CoCA-Strict.
+    """
+    magnitude, power, frequencies = (options[name] for name in ("magnitude", "power", "frequencies"))
+    of_query, of_key, query_rest, key_rest = _MAGNITUDES[magnitude, power]
+    return ScoreForm(
+        query=partial(_along_query, of_query),
+        kept=of_key,
+        key=along,
+        query_rest=query_rest,
+        key_rest=key_rest,
+        magnitude=of_query,
+        features=1 if frequencies == "feature" else 2,
+        operand_features=1 if (magnitude, frequencies) == ("relu_mean", "pair") else 2,
+    )
+
+
+def _along_query(magnitude: Magnitude, q: Tensor, tables: RotaryTables) -> Tensor:
+    """Return R_m (m, 0) for the magnitudes m of q."""
+    return along(magnitude(q), tables)
+
+
+PAPER = {"power": 1, "frequencies": "feature", "magnitude": "softplus"}
+"""The options of `polar` with which it is PoPE."""
+
 SCORE_FORMS: dict[str, ScoreForm] = {
     "rotary": ROTATED,
     "xpos": ScoreForm(query=rotate, key=rotate, kernel="rotary", decay=True),
     "coca": ScoreForm(_slack_query, coefficients, _slack_key, torch.square, torch.relu, kernel="coca"),
-    "coca_strict": ScoreForm(_strict_query, coefficients, _strict_key, torch.square, torch.relu, kernel="coca_strict"),
+    "coca_strict": ScoreForm(
+        partial(_along_query, squared_length),  # a score is sum_j u_j |q_j|^2 cos((m - n) theta_j)
+        coefficients,
+        along,
+        torch.square,
+        torch.relu,
+        kernel="coca_strict",
+        magnitude=squared_length,
+    ),
+    "pope": polar(PAPER),
+    "polar": polar(PAPER),
 }
-"""Score forms of the rotary values of `pos_emb`; all other values use PLAIN."""
+"""Score forms of the rotary values of `pos_emb`, with their default options; all other values use PLAIN."""
+
+
+def _angled(options: Mapping[str, Any]) -> ScoreForm:
+    """CoCA-Strict with a constant initial angle. Random angles are a module of each layer."""
+    angle, strict = options.get("initial_angle") or 0.0, SCORE_FORMS["coca_strict"]
+    return strict if angle == 0.0 else replace(strict, kernel=None, angle=0.0 if angle == "random" else angle)
+
+
+_WITH_OPTIONS: dict[str, Callable[[Mapping[str, Any]], ScoreForm]] = {"polar": polar, "coca_strict": _angled}
+
+
+def score_form(name: str, options: Mapping[str, Any]) -> ScoreForm:
+    """Return the score form of `pos_emb: name` with all its options, PLAIN for non-rotary values."""
+    return _WITH_OPTIONS[name](options) if name in _WITH_OPTIONS else SCORE_FORMS.get(name, PLAIN)
+
 
 LogitScaling = Callable[..., Tensor]
 """(float64 positions [...], training length L, options by name) -> factors [...]."""

@@ -1,12 +1,12 @@
 """Rotary frequencies and their extensions beyond the training length.
 
 An extension is a pure function of the rotary dimension d, base, training length L, scaling and current length l. It has
-no state between calls. Notation: theta_j = base^(-2j/d), j = 0..d/2-1, s = factor. `clex`, the only learned extension,
-is in its own module.
+no state between calls. Notation: theta_j = theta_0 base^(-2j/d), j = 0..d/2-1, s = factor; theta_0 is 1 unless
+`rotary_frequencies` sets another. `clex`, the only learned extension, is in its own module.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,20 +27,19 @@ class Ramp:
     truncate: bool = True
 
 
-def kept_by_rotations(theta: Tensor, base: float, original_length: int, ramp: Ramp) -> Tensor:
+def kept_by_rotations(theta: Tensor, rotary: "Rotary", ramp: Ramp) -> Tensor:
     """The ramp gamma of NTK-by-parts, linear in the number of rotations (Peng et al. 2023, "YaRN", section 3.2)."""
-    turns = original_length * theta / (2 * math.pi)
+    turns = rotary.original_length * theta / (2 * math.pi)
     return ((turns - ramp.slow) / (ramp.fast - ramp.slow)).clamp(0, 1)
 
 
-def kept_by_dimension(theta: Tensor, base: float, original_length: int, ramp: Ramp) -> Tensor:
+def kept_by_dimension(theta: Tensor, rotary: "Rotary", ramp: Ramp) -> Tensor:
     """The ramp in the YaRN authors' code and in Hugging Face: linear in j between the dimensions that rotate `fast` and
-    `slow` times. The dimension that rotates x times is d ln(L/(2 pi x)) / (2 ln base).
+    `slow` times. The dimension that rotates x times is d ln(theta_0 L/(2 pi x)) / (2 ln base).
     """
-    dim = 2 * theta.shape[-1]
+    dim, length = 2 * theta.shape[-1], rotary.fastest * rotary.original_length
     low, high = (
-        dim * math.log(original_length / (2 * math.pi * turns)) / (2 * math.log(base))
-        for turns in (ramp.fast, ramp.slow)
+        dim * math.log(length / (2 * math.pi * turns)) / (2 * math.log(rotary.base)) for turns in (ramp.fast, ramp.slow)
     )
     if ramp.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -49,7 +48,7 @@ def kept_by_dimension(theta: Tensor, base: float, original_length: int, ramp: Ra
     return 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)  # a ramp of width 0 is a step
 
 
-RAMPS: dict[str, Callable[[Tensor, float, int, Ramp], Tensor]] = {
+RAMPS: dict[str, Callable[[Tensor, "Rotary", Ramp], Tensor]] = {
     "dimension": kept_by_dimension,
     "rotations": kept_by_rotations,
 }
@@ -93,13 +92,14 @@ class Scaling:
 @dataclass(frozen=True)
 class Rotary:
     """A model's rotary frequencies: an even rotary dimension d, a base, L in tokens (the reference length of the
-    scaling formula) and a scaling. Formulas are computed on `device`.
+    scaling formula), a scaling, and the fastest frequency theta_0 of training. Formulas are computed on `device`.
     """
 
     dim: int
     base: float = 10000.0
     original_length: int = 2048
     scaling: Scaling = field(default_factory=Scaling)
+    fastest: float = 1.0
     device: ClassVar[torch.device] = torch.device("cpu")
 
     def inverse_frequencies(self, length: int) -> Tensor:
@@ -123,6 +123,20 @@ def geometric(dim: int, base: float, device: torch.device | None = None) -> Tens
     return base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
 
 
+def rope_id(dim: int, options: Mapping[str, Any], length: int) -> tuple[float, float]:
+    """RoPE-ID (Wertheimer et al. 2026, "Frayed RoPE and Long Inputs"): d/2 frequencies from 2 pi / period to 2 pi turns
+    / L in equal ratios. Return the fastest and the base: the slowest is fastest * base^(-(d-2)/d).
+    """
+    fastest, slowest = 2 * math.pi / options["period"], 2 * math.pi * options["turns"] / length
+    return fastest, (fastest / slowest) ** (dim / max(dim - 2, 1))
+
+
+FREQUENCIES: dict[str, Callable[[int, Mapping[str, Any], int], tuple[float, float]]] = {"rope_id": rope_id}
+"""Formulas of `rotary_frequencies`: (d, options, L) -> the fastest frequency theta_0 and the base, so that theta_j =
+theta_0 * base^(-2j/d). A type that is not listed here has the function `compute` in its declaration.
+"""
+
+
 def resonant(theta: Tensor) -> Tensor:
     """Return 2 pi / round(2 pi / theta_j). Wavelengths are then whole numbers of tokens, so each period of a feature
     repeats the values of the first (Wang et al. 2024, "Resonance RoPE", section 4). Frequencies of 0 stay 0.
@@ -138,8 +152,9 @@ def ntk_base(dim: int, base: float, alpha: float) -> float:
     return base * alpha ** (dim / (dim - 2)) if dim > 2 else base
 
 
-def _theta(rotary: Rotary) -> Tensor:
-    return geometric(rotary.dim, rotary.base, rotary.device)
+def _theta(rotary: Rotary, base: float | None = None) -> Tensor:
+    """Return theta_0 * base^(-2j/d); `base` replaces the base of `rotary`."""
+    return rotary.fastest * geometric(rotary.dim, rotary.base if base is None else base, rotary.device)
 
 
 def _ordinal(rotary: Rotary) -> Tensor:
@@ -159,7 +174,7 @@ def _linear(rotary: Rotary, length: int) -> Tensor:
 
 def _ntk(rotary: Rotary, length: int) -> Tensor:
     """NTK-aware interpolation (bloc97 2023; Peng et al. 2023, "YaRN", section 3.1): base' = base * s^(d/(d-2))."""
-    return geometric(rotary.dim, ntk_base(rotary.dim, rotary.base, rotary.scaling.factor), rotary.device)
+    return _theta(rotary, ntk_base(rotary.dim, rotary.base, rotary.scaling.factor))
 
 
 def _ntk_fixed(rotary: Rotary, length: int) -> Tensor:
@@ -184,7 +199,7 @@ def _dynamic(rotary: Rotary, length: int) -> Tensor:
     """
     factor = rotary.scaling.factor
     alpha = factor * max(length, rotary.original_length) / rotary.original_length - (factor - 1)
-    return geometric(rotary.dim, ntk_base(rotary.dim, rotary.base, alpha), rotary.device)
+    return _theta(rotary, ntk_base(rotary.dim, rotary.base, alpha))
 
 
 def _dynamic_max(rotary: Rotary, length: int) -> Tensor:
@@ -195,13 +210,13 @@ def _dynamic_max(rotary: Rotary, length: int) -> Tensor:
     target, trained = rotary.scaling.target_length, rotary.original_length
     factor = target / (2 * trained)
     alpha = factor * max(target, length) / trained - (factor - 1)
-    return geometric(rotary.dim, ntk_base(rotary.dim, rotary.base, alpha), rotary.device)
+    return _theta(rotary, ntk_base(rotary.dim, rotary.base, alpha))
 
 
 def _by_parts(rotary: Rotary, factor: float) -> Tensor:
     scaling, theta = rotary.scaling, _theta(rotary)
     ramp = Ramp(scaling.beta_slow, scaling.beta_fast, scaling.truncate)
-    return interpolate(theta, factor, RAMPS[scaling.ramp](theta, rotary.base, rotary.original_length, ramp))
+    return interpolate(theta, factor, RAMPS[scaling.ramp](theta, rotary, ramp))
 
 
 def _yarn(rotary: Rotary, length: int) -> Tensor:
@@ -237,7 +252,7 @@ def _llama3(rotary: Rotary, length: int) -> Tensor:
     the number of rotations in between.
     """
     theta, ramp = _theta(rotary), Ramp(rotary.scaling.low_freq_factor, rotary.scaling.high_freq_factor)
-    kept = kept_by_rotations(theta, rotary.base, rotary.original_length, ramp)
+    kept = kept_by_rotations(theta, rotary, ramp)
     return interpolate(theta, rotary.scaling.factor, kept)
 
 

@@ -4,13 +4,14 @@
 other architecture is a row of `families.FAMILIES`.
 """
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface import families, weight_map
+from megatron_coca.checkpoints.huggingface import families, quantized, weight_map
 from megatron_coca.checkpoints.huggingface.family_keys import read_keys
 from megatron_coca.checkpoints.huggingface.rope import (
     MAXIMUM,
@@ -19,12 +20,15 @@ from megatron_coca.checkpoints.huggingface.rope import (
     rope_keys,
     rope_section,
 )
+from megatron_coca.checkpoints.huggingface.unread_keys import ignored_keys
 from megatron_coca.checkpoints.huggingface.unsupported_types import UNSUPPORTED_TYPES
+from megatron_coca.checkpoints.huggingface.wrappers import TEXT, WRAPPERS
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
 from megatron_coca.config.source import COMMAND_LINE, OVERRIDES
 
 Json = Mapping[str, Any]
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 POSITION, NETWORK = "position", "network"
@@ -37,7 +41,7 @@ POSITION_KEYS = (
     *("rpe_num_buckets", "rpe_max_distance", "pos_emb_options"),
 )
 """Position keys that our modelling file supports."""
-LIMITS = ("sliding_window_width", "attention_chunk_size", "alibi_slope_scale")
+LIMITS = ("sliding_window_width", "attention_chunk_size", "alibi_slope_scale", "rotary_frequencies")
 """Position keys that are written only if they are set."""
 LAYERS = "layers"
 """Key in `position` that lists the type of every layer, if the types differ. The key `layer_types` contains the keys of
@@ -56,9 +60,11 @@ NETWORK_KEYS = (
 """Network keys that the modelling file supports. All of them are always written."""
 LATER_KEYS = (
     *("qk_norm_after_rotation", "clip_qkv", "residual_scale", "use_bias_in_output_head", "embedding_dropout"),
-    *("sinusoidal_base", "opt_pos_emb_offset"),
+    *("sinusoidal_base", "opt_pos_emb_offset", "attention_output_gate"),
 )
-"""Network keys that the modelling file supports too. They are written only if they are not at their defaults."""
+"""More network keys that the modelling file supports. They are written only if they are not at their defaults, because
+exports of earlier versions lack them.
+"""
 QK_NORMS = {
     "head": (".weight",),
     "projection": (".norm.weight",),
@@ -101,11 +107,11 @@ HARMLESS = frozenset(
         *("partial_rotary_factor", "rotary_pct", "original_max_position_embeddings"),
         *("attention_probs_dropout_prob", "hidden_dropout_prob", "_num_labels", "_attn_implementation"),
         *("is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
+        quantized.KEY,
     }
 )
 """Keys in config.json that do not change a causal language model, and RoPE keys, which not all classes read."""
 UNSUPPORTED = {
-    "quantization_config": "quantized weights are not supported",
     "rope_interleaved": "weights for interleaved rotary features are not supported",
 }
 """Keys that must be false, null or empty -> the error message otherwise."""
@@ -141,6 +147,7 @@ def parse_config(
     for name, reason in UNSUPPORTED.items():
         if config.get(name):
             raise CheckpointError(f"{source}: {name}: {reason}; use another version of the model")
+    quantized.check_supported(config, source)
     try:
         if family is not None:
             keys = _common_keys(config, generation or {}, family.tied, family.length)
@@ -155,10 +162,7 @@ def parse_config(
     known = config.read | HARMLESS | (family.harmless if family is not None else frozenset())
     unread = sorted(name for name, value in config.items() if value is not None and name not in known)
     if unread:
-        raise CheckpointError(
-            f"{source}: {', '.join(unread)}: not supported and may change the model; if it has no effect, remove "
-            f"it from {CONFIG}"
-        )
+        _ignore(str(config["model_type"]), unread, source)
     try:
         return load_config([], keys)
     except ConfigError as error:
@@ -170,6 +174,18 @@ def parse_config(
             name = f"{theirs[key]} (here {key})" if key in theirs else key
             problems.append(f"{name}: {problem}")
         raise CheckpointError(f"{source}: does not describe a supported model: {'; '.join(problems)}") from error
+
+
+def _ignore(kind: str, unread: Collection[str], source: Path) -> None:
+    """Log the keys that have no effect on the model. Raises CheckpointError for the others."""
+    ignored, reason = ignored_keys(kind, unread)
+    if others := [name for name in unread if name not in ignored]:
+        options = " ".join(f"--ignore-key {name}" for name in others)
+        raise CheckpointError(
+            f"{source}: {', '.join(others)}: not supported and may change the model; use another model, or ignore "
+            f"{'it' if len(others) == 1 else 'them'} with {options}"
+        )
+    logger.warning("%s: ignored %s, because %s", source, ", ".join(ignored), reason)
 
 
 class _Read(dict[str, Any]):
@@ -390,6 +406,7 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
         *(weight_map.Row(f"embedding.{name}", (f"model.{name}",)) for name in of_embedding),
         *(weight_map.XIELU if network["activation"] == "xielu" else ()),
         weight_map.Row("final_linear.bias", ("lm_head.bias",)),
+        *(weight_map.OUTPUT_GATE if network.get("attention_output_gate") else ()),
         *weight_map.LEARNED_POSITIONS,
     )
 
@@ -422,7 +439,11 @@ def find_reader(config: Json, source: Path) -> Reader:
     """Return the reader of the architecture in config.json. Raises CheckpointError if it is not supported."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
-        known = ", ".join(sorted(READERS.keys() | families.FAMILIES.keys()))
-        reason = UNSUPPORTED_TYPES.get(str(kind), f"supported values: {known}")
+        known = f"supported values: {', '.join(sorted(READERS.keys() | families.FAMILIES.keys()))}"
+        if config.get(TEXT):
+            known = (
+                f"of models that read images or sound, the text networks of these are supported: {', '.join(WRAPPERS)}"
+            )
+        reason = UNSUPPORTED_TYPES.get(str(kind), known)
         raise CheckpointError(f"{source}: model_type: {kind!r} is not supported; {reason}")
     return READERS[kind]

@@ -102,6 +102,7 @@ def _facts(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights
     facts = {
         "architecture": f"a causal language model {architecture}",
         "positions": position.embedding.description,
+        "rotary frequencies": position.frequencies.label if position.frequencies is not None else None,
         "extension": position.rope_scaling.rope_type if position.rope_scaling is not None else None,
         "relative positions": position.relative_positions.type if position.relative_positions is not None else None,
         "logit scaling": position.scaling.name if position.scaling.name != "none" else None,

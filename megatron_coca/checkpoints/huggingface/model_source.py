@@ -27,7 +27,12 @@ AVAILABLE = sys.stdlib_module_names | {"torch", "typing_extensions"}  # torch de
 MARK = "# ASSEMBLED\n"
 STAND_INS = frozenset({"ModelConfig", "Options", "Rotary"})
 """Classes in the template that replace the package's classes of the same name."""
-TABLES = {"rope_scaling": "EXTENSIONS", "relative_positions": "DISTANCE_MAPS", "logit_scaling": "LOGIT_SCALINGS"}
+TABLES = {
+    "rotary_frequencies": "FREQUENCIES",
+    "rope_scaling": "EXTENSIONS",
+    "relative_positions": "DISTANCE_MAPS",
+    "logit_scaling": "LOGIT_SCALINGS",
+}
 FLAGS = ("rotary", "biased", "length_dependent", "switches", "learned", "training_only", "evaluation_only")
 """Attributes of declared choices that the template reads."""
 

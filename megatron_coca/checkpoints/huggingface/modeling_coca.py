@@ -32,8 +32,9 @@ from transformers.models.llama.modeling_llama import (
 from megatron_coca.attention.context import RotaryFrequencies, SegmentTables, TokenPositions, column, segment_tables
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, LearnedBias
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED
-from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE_FORMS
-from megatron_coca.attention.positions.frequencies import EXTENSIONS, multiplier, resonant
+from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, score_form
+from megatron_coca.attention.positions.frequencies import EXTENSIONS, FREQUENCIES, multiplier, resonant
+from megatron_coca.attention.positions.offsets import HeadOffsets, layer_offsets
 from megatron_coca.checkpoints.huggingface.model_source import CHOICES
 from megatron_coca.model.layers import (
     GATED,
@@ -95,17 +96,21 @@ LATER = {
     "use_bias_in_output_head": False,
     "sinusoidal_base": 10000.0,
     "opt_pos_emb_offset": 0,
+    "attention_output_gate": None,
 }
 """Network keys that are missing in config.json if they have these values."""
 
 
 class Rotary(NamedTuple):
-    """Inputs of frequency formulas: the number of rotated features, the base, L, and the extension's options."""
+    """Inputs of frequency formulas: the number of rotated features, the base, L, the extension's options, and the
+    fastest frequency of training.
+    """
 
     dim: int
     base: float
     original_length: int
     scaling: Options
+    fastest: float = 1.0
     device: Any = None
 
 
@@ -179,14 +184,21 @@ class Positions:
         self.method, self.trained = given["pos_emb"], config.max_position_embeddings
         heads, head_dim = config.num_attention_heads, config.head_dim
         embedding, options = read_choice("pos_emb", {"type": self.method, **(given.get("pos_emb_options") or {})})
-        self.form = SCORE_FORMS[self.method] if embedding.rotary else PLAIN
+        self.form = score_form(self.method, options) if embedding.rotary else PLAIN
         self.biased, make_bias = embedding.biased, BIASES.get(self.method)
         self.bias = make_bias(heads, head_dim, Options(given | options)) if self.biased else BiasSource()
         self.extension, scaling = read_choice("rope_scaling", given.get("rope_scaling") or {}, "rope_type")
         scaling.setdefault("rope_type", "default")
         original = scaling.get("original_max_position_embeddings") or self.trained
         rotated = int(head_dim * given.get("rotary_pct", 1.0)) if self.form.rotary else 0
-        self.rotary = Rotary(rotated, float(given.get("rotary_emb_base", 10000.0)), original, scaling)
+        self.offsets = layer_offsets(options, heads, self.form.operand_features * rotated // 2)
+        self.missing_width = self.form.operand_width(head_dim, rotated) - head_dim
+        dim = 2 * rotated // self.form.features
+        fastest, base = 1.0, float(given.get("rotary_emb_base", 10000.0))
+        if self.form.rotary and given.get("rotary_frequencies"):
+            frequencies, options = read_choice("rotary_frequencies", given["rotary_frequencies"])
+            fastest, base = FREQUENCIES[frequencies.name](dim, options, original)
+        self.rotary = Rotary(dim, base, original, scaling, fastest)
         self.by_length = self.form.rotary and self.extension.length_dependent
         self.switch = original if self.by_length and self.extension.get("switches") else None
         self.window, self.chunk = given.get("sliding_window_width"), given.get("attention_chunk_size")
@@ -326,10 +338,15 @@ def own_attention(
     return (weights @ v).transpose(1, 2), weights
 
 
+GATE_WIDTHS = {None: lambda head_dim: 0, "head": lambda head_dim: 1, "feature": lambda head_dim: head_dim}
+"""The number of output gates of each head, by `attention_output_gate`."""
+
+
 class CocaDenseAttention(LlamaAttention):
     """LLaMA's attention with the operands of the position method. For CoCA, `k_proj` computes t.
 
-    Queries and keys may have norms. q, k and v may have biases even if the output projection has no bias.
+    Queries and keys may have norms. q, k and v may have biases even if the output projection has no bias. With an
+    output gate, the outputs of the heads are multiplied by sigmoid(g_proj x).
     """
 
     def __init__(self, config: CocaDenseConfig, layer_idx: int) -> None:
@@ -339,6 +356,10 @@ class CocaDenseAttention(LlamaAttention):
         bias = config.attention_bias if network.use_bias_in_qkv is None else network.use_bias_in_qkv
         for name, count in heads.items():
             setattr(self, f"{name}_proj", nn.Linear(config.hidden_size, count * self.head_dim, bias=bias))
+        self.gate_width = GATE_WIDTHS[network.attention_output_gate](self.head_dim)
+        if self.gate_width:
+            gates = network.num_attention_heads * self.gate_width
+            self.g_proj = nn.Linear(config.hidden_size, gates, bias=bias)
         self.scaling = network.softmax_scale or self.scaling
         self.clip, self.norms_rotated = network.clip_qkv, network.qk_norm_after_rotation
         norms = qk_norms(network)
@@ -349,11 +370,12 @@ class CocaDenseAttention(LlamaAttention):
         self.positions = Positions(config, self.layer_type)
         if self.positions.bias.by_layer is not None:
             self.position_bias = self.positions.bias.by_layer()
+        self.position_offsets = self.positions.offsets() if self.positions.offsets is not None else None
 
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, shared: SharedPositions, cache: Any, cache_position: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Return Q', K' and v [batch, heads, ..., head_dim], and the mask. K' and v include cached tokens.
+        """Return Q' and K' [batch, heads, ..., width], v, and the mask. K' and v include cached tokens.
 
         `q`, `k` and `v` are the projections of the new tokens. The static cache of transformers 4 needs
         `cache_position`.
@@ -364,7 +386,8 @@ class CocaDenseAttention(LlamaAttention):
             k, v = cache.update(k, v, self.layer_idx, *now)
         if shared.distance is not None:
             mask = self._additive_mask(mask, shared, q.dtype)
-        queries = [form.query_operand(q, segment.query, shared.factor) for segment in shared.segments]
+        offset = None if self.position_offsets is None else self.position_offsets()
+        queries = [form.query_operand(q, segment.query, shared.factor, offset) for segment in shared.segments]
         keys = [form.key_operand(k, segment.key) for segment in shared.segments]
         if self.norms_rotated:
             pairs = [self.normed(*pair) for pair in zip(queries, keys, strict=True)]
@@ -423,7 +446,13 @@ class CocaDenseAttention(LlamaAttention):
         if function is None:
             function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         dropout = self.attention_dropout if self.training else 0.0
+        # Fused kernels need operands and values of the same width, so narrower values are padded with zeros.
+        v = nn.functional.pad(v, (0, self.positions.missing_width)) if self.positions.missing_width else v
         output, weights = function(self, q, k, v, mask, scaling=self.scaling, dropout=dropout, **kwargs)
+        output = output[..., : self.head_dim]
+        if self.gate_width:
+            gate = self.g_proj(hidden_states).sigmoid().view(*hidden_states.shape[:-1], -1, self.gate_width)
+            output = output.reshape(shape) * gate
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -519,7 +548,7 @@ class InitWeights:
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, LearnedBias):
+        if isinstance(module, LearnedBias | HeadOffsets):
             module.reset_parameters()
         if isinstance(module, ScaleNorm):
             nn.init.ones_(module.g)
@@ -536,6 +565,8 @@ class CocaDenseModel(InitWeights, LlamaModel):
     _no_split_modules = ["CocaDenseLayer"]
 
     def __init__(self, config: CocaDenseConfig) -> None:
+        if config.network and config.network.get("attention_output_gate"):
+            config.base_model_tp_plan = config.base_model_tp_plan | {"layers.*.self_attn.g_proj": "colwise"}
         super().__init__(config)
         network, positions = network_of(config), Positions(config)
         self.positions = {name: Positions(config, name) for name in layer_names(config)}
@@ -611,6 +642,11 @@ class CocaDenseModel(InitWeights, LlamaModel):
                 raise ValueError(
                     f"attn_implementation: {name} does not support the model's own mask (for pos_emb {method.method}, "
                     "relative_positions, a window, chunks or a softcap); use eager or sdpa"
+                )
+            if kept_elsewhere and method.missing_width:
+                raise ValueError(
+                    f"attn_implementation: {name} caches keys as wide as values, but the operands of pos_emb "
+                    f"{method.method} are wider; use eager or sdpa"
                 )
             if kept_elsewhere and (method.by_length or method.form.decay):
                 raise ValueError(

@@ -1,43 +1,39 @@
 """Open Hugging Face folders: find the weight files and read the weights. `config_json.py` reads the configuration."""
 
+import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_coca.checkpoints.files import CheckpointError, read_json, read_json_if_present
-from megatron_coca.checkpoints.huggingface import families, weight_map
+from megatron_coca.checkpoints.huggingface import families, quantized, weight_map
 from megatron_coca.checkpoints.huggingface.config_json import CONFIG, READERS, UNNEEDED, may_be_coca, parse_config
-from megatron_coca.checkpoints.identity import pickles_identity, tensors_identity
+from megatron_coca.checkpoints.huggingface.gguf_file import HEADS, GgufFile, find_gguf, gguf_files
+from megatron_coca.checkpoints.huggingface.wrappers import EMBEDDING as ROWS_OF
+from megatron_coca.checkpoints.huggingface.wrappers import TEXT, Network, find_network
+from megatron_coca.checkpoints.identity import pickles_identity, stored_identity, tensors_identity, with_ignored
 from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights, names_in, names_in_pickle, open_pickles, open_safetensors
 from megatron_coca.config import Config
+from megatron_coca.support.arguments import GGUF
 
+logger = logging.getLogger(__name__)
 GENERATION = "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def is_huggingface_folder(path: Path) -> bool:
-    """Return whether `path` contains a config.json."""
-    return os.path.isfile(path / CONFIG)  # unlike Path.is_file, returns False for file system errors
-
-
-def read_config(folder: Path) -> Config:
-    """Read the configuration of the model in `folder`.
-
-    CoCA is recognized in LLaMA folders by the weights named `t_proj`, and in exported folders by config.json. GPT-NeoX
-    folders by CoCA's authors cannot be distinguished from RoPE models and need the override pos_emb=coca. Raises
-    CheckpointError if config.json or the weight files are invalid, or if they describe an unsupported model.
-    """
-    source = folder / CONFIG
-    generation = read_json_if_present(folder / GENERATION)
-    return parse_config(read_json(source), source, generation, lambda: find_weights(folder)[1])
+    """Return whether `path` is a GGUF file, or contains a config.json or GGUF files."""
+    if os.path.isfile(path / CONFIG):  # unlike Path.is_file, returns False for file system errors
+        return True
+    return (path.suffix == GGUF and os.path.isfile(path)) or bool(gguf_files(path))
 
 
 # Weights --------------------------------------------------------------------------------------------------------------
@@ -97,24 +93,170 @@ def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
     return present | {name: folder / file for name, file in listed.items()}
 
 
-def open_weights(folder: Path, trained: Config) -> Weights:
-    """Open the weights of a model under our names, in the dtype on disk and in the order of the files. `trained` is its
-    configuration.
+def read_config(folder: Path) -> Config:
+    """Read the configuration of the model in `folder`.
+
+    CoCA is recognized in LLaMA folders by the weights named `t_proj`, and in exported folders by config.json. GPT-NeoX
+    folders by CoCA's authors cannot be distinguished from RoPE models and need the override pos_emb=coca. Raises
+    CheckpointError if config.json or the weight files are invalid, or if they describe an unsupported model.
+    """
+    return _Folder(folder).config
+
+
+class _Folder:
+    """The text network in a Hugging Face folder or a GGUF file, read on first use. Reading may raise CheckpointError.
+
+    Attributes:
+        path: the folder.
+        gguf: the file with the weights, or None.
+        ignored: keys of config.json that are treated as missing.
+    """
+
+    def __init__(self, place: Path, ignored: Collection[str] = ()) -> None:
+        self.path, self.ignored = place.parent if place.suffix == GGUF and place.is_file() else place, ignored
+        usual = (name for kind in FORMATS for name in (kind.single_file, kind.index_file))
+        named = place != self.path or not any((place / name).is_file() for name in usual)
+        found = find_gguf(place) if named else None
+        self.gguf = GgufFile(found) if found is not None else None
+        self.source = self.path / CONFIG
+
+    @cached_property
+    def network(self) -> Network:
+        """The description of the text network."""
+        described = self.gguf is None or self.source.is_file()
+        values = read_json(self.source) if described or self.gguf is None else self.gguf.settings()
+        section = values.get(TEXT)
+        inner: dict[str, Any] = section if isinstance(section, dict) else {}
+        if missing := [name for name in self.ignored if name not in values and name not in inner]:
+            raise CheckpointError(
+                f"{self.source}: {missing[0]}: not in the file, so it cannot be ignored; correct the name"
+            )
+        kept = {name: value for name, value in values.items() if name not in self.ignored}
+        if inner:
+            kept[TEXT] = {name: value for name, value in inner.items() if name not in self.ignored}
+        return find_network(kept, self.source, self._names)
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration of the text network."""
+        generation = read_json_if_present(self.path / GENERATION)
+        source = self.source if self.gguf is None or self.source.is_file() else self.gguf.path
+        return parse_config(self.network.settings, source, generation, lambda: self.originals)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the folder has weights in FP8."""
+        return quantized.method(self.network.settings) == quantized.FP8
+
+    @cached_property
+    def stored(self) -> tuple[WeightFormat, dict[str, Path]]:
+        """The weight file format and the file of each tensor, by its name in the files."""
+        return find_weights(self.path)
+
+    def _names(self) -> Collection[str]:
+        return self.stored[1] if self.gguf is None else {HEADS.get(name, name) for name in self.gguf.tensors}
+
+    @cached_property
+    def originals(self) -> dict[str, str]:
+        """The name of each tensor of the text network -> its name in the files."""
+        if self.gguf is not None:
+            return {name: name for name in self.weights.entries}
+        named = ((self.network.rename(name), name) for name in self.stored[1])
+        return {ours: name for ours, name in named if ours is not None}
+
+    @cached_property
+    def weights(self) -> Weights:
+        """All weights in the GGUF file."""
+        assert self.gguf is not None
+        return self.gguf.open(self.network.settings)
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """The file of each weight of the text network."""
+        if self.gguf is not None:
+            return dict.fromkeys(self.originals, self.gguf.path)
+        files, named = self.stored[1], self.originals.items()
+        return {name: files[original] for name, original in named if not (self.scaled and quantized.is_scale(name))}
+
+    def open(self, names: Iterable[str]) -> Weights:
+        """Open weights under their names in the text network, with full precision and only the rows in use."""
+        names = list(names)
+        if self.gguf is not None:
+            weights = self.weights.only(name for name in names if name in self.weights.entries)
+        elif self.scaled:
+            present = [name for name in names if name in self.files]
+            weights = quantized.open_dequantized(self._open_stored, present, self.originals.keys())
+        else:
+            weights = self._open_stored(name for name in names if name in self.files)
+        return _first_rows(weights, self.network.rows)
+
+    def _open_stored(self, names: Iterable[str]) -> Weights:
+        kind, files = self.stored
+        own = {self.originals[name]: name for name in names}
+        chosen = {original: files[original] for original in own}
+        if self.scaled and kind.single_file == SINGLE:
+            opened = open_safetensors(chosen, self.path, also=quantized.STORED)
+        else:
+            opened = kind.open(chosen, self.path)
+        if all(original == name for original, name in own.items()):
+            return opened
+        entries = {own[original]: entry for original, entry in opened.entries.items()}
+        origins = {name: original for original, name in own.items()}
+        return Weights(entries, lambda name: opened.read(origins[name]), self.path, origins)
+
+    def identity(self) -> str:
+        """Return the identity of the text network."""
+        if self.gguf is not None:
+            return with_ignored(stored_identity(self.config, self.gguf.places()), self.ignored)
+        kind, files = self.stored
+        kept = {name: files[name] for name in self.originals.values()}
+        found = (
+            tensors_identity(self.config, kept)
+            if kind.single_file == SINGLE
+            else pickles_identity(self.config, set(kept.values()))
+        )
+        return with_ignored(found, self.ignored)
+
+    def log(self) -> None:
+        """Log the parts of the folder that are left out or changed when it is read."""
+        if self.ignored:
+            logger.warning("%s: ignored %s, as requested", self.source, ", ".join(self.ignored))
+        if self.network.wrapper is not None and self.gguf is None:
+            left = len(self.stored[1]) - len(self.originals)
+            logger.warning(
+                "%s: only the text network (%s) of the %s model is read; %d weights of other parts are left out",
+                self.path,
+                self.network.settings["model_type"],
+                self.network.wrapper,
+                left,
+            )
+        formats = self.gguf.quantizations() if self.gguf is not None else []
+        formats += ["FP8"] if self.scaled else []
+        if formats:
+            logger.warning("%s: weights in %s are dequantized to float32", self.path, ", ".join(formats))
+
+
+def _first_rows(weights: Weights, rows: int | None) -> Weights:
+    """Return the same weights with only the first rows of the embedding."""
+    entry = weights.entries.get(ROWS_OF)
+    if rows is None or entry is None or entry.shape[0] <= rows:
+        return weights
+    entries = {**weights.entries, ROWS_OF: entry._replace(shape=(rows, *entry.shape[1:]))}
+    return replace(weights, entries=entries, read=lambda name: weights.read(name)[: rows if name == ROWS_OF else None])
+
+
+def _open_weights(folder: _Folder) -> Weights:
+    """Open the weights of the text network under our names, in the dtype on disk and in the order of the files.
 
     Raises CheckpointError if a weight is missing, or if the folder has a weight that the model does not have.
     """
-    model, config, (kind, files) = trained.model, read_json(folder / CONFIG), find_weights(folder)
+    model, config, files = folder.config.model, folder.network.settings, folder.files
     kind_of_model = str(config["model_type"])
     if family := families.FAMILIES.get(kind_of_model):
         table, unneeded = family.rows(model), UNNEEDED
     else:
         table, unneeded = READERS[kind_of_model].rows(config, files), READERS[kind_of_model].unneeded
-    heads, tied = weight_map.heads_of(trained), not model.no_weight_tying
-
-    def open_files(names: Iterable[str]) -> Weights:
-        chosen = set(names)
-        return kind.open({name: path for name, path in files.items() if name in chosen}, folder)
-
+    heads, tied = weight_map.heads_of(folder.config), not model.no_weight_tying
     rows = weight_map.expand(table, model.num_layers)
     if not any(name in files for row in rows for name in row.theirs):  # saved from a class without an output head
         rows = [replace(row, theirs=tuple(name.partition(".")[2] for name in row.theirs)) for row in rows]
@@ -123,49 +265,49 @@ def open_weights(folder: Path, trained: Config) -> Weights:
         wanted = [row for row in wanted if row.ours != HEAD]
         names = {row.ours: row.theirs[0] for row in rows if row.ours in (HEAD, EMBEDDING)}
         if files.keys() >= set(names.values()):  # the folder may contain a tied head if it equals the embedding
-            both = open_files(names.values())
+            both = folder.open(names.values())
             if not torch.equal(both.read(names[HEAD]), both.read(names[EMBEDDING])):
                 raise CheckpointError(
-                    f"{folder}: {names[HEAD]} differs from {names[EMBEDDING]}, but {CONFIG} ties these weights; set "
-                    f"tie_word_embeddings to false in {CONFIG}"
+                    f"{folder.path}: {names[HEAD]} differs from {names[EMBEDDING]}, but {CONFIG} ties these weights; "
+                    f"set tie_word_embeddings to false in {CONFIG}"
                 )
     order = {path: number for number, path in enumerate(dict.fromkeys(files.values()))}
     wanted.sort(key=lambda row: min((order[files[name]] for name in row.theirs if name in files), default=0))
-    weights = weight_map.joined(open_files(name for row in wanted for name in row.theirs), wanted, heads)
+    weights = weight_map.joined(folder.open(name for row in wanted for name in row.theirs), wanted, heads)
     read = {name for row in rows for name in row.theirs}
     unread = sorted(name for name in files if name not in read and not unneeded.fullmatch(name))
     if unread:
         more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
         raise CheckpointError(
-            f"{folder}: has weights that the model described by {CONFIG} does not have "
+            f"{folder.path}: has weights that the model described by {CONFIG} does not have "
             f"({', '.join(unread[:NAMED])}{more}); correct {CONFIG}"
         )
     return weights
 
 
-def open_folder(folder: Path) -> OpenedCheckpoint:
-    """Open a Hugging Face folder. Raises CheckpointError."""
-    trained = read_config(folder)
+def open_folder(place: Path, ignored: Collection[str] = ()) -> OpenedCheckpoint:
+    """Open a Hugging Face folder or a GGUF file. Keys of config.json in `ignored` are treated as missing.
+
+    Raises CheckpointError.
+    """
+    folder = _Folder(place, ignored)
+    trained = folder.config
+    folder.log()
     guessed = {}
-    if may_be_coca(read_json(folder / CONFIG)):
+    if may_be_coca(folder.network.settings):
         guessed["pos_emb"] = (
-            f"{folder}: using pos_emb=rotary, but a GPT-NeoX model by CoCA's authors would have the same config.json; "
-            "override with pos_emb=coca if the model is theirs, or else with pos_emb=rotary"
+            f"{folder.path}: using pos_emb=rotary, but a GPT-NeoX model by CoCA's authors would have the same "
+            "config.json; override with pos_emb=coca if the model is theirs, or else with pos_emb=rotary"
         )
     return OpenedCheckpoint(
-        folder=folder,
+        folder=folder.path,
         trained=trained,
         tokenizer_folder=None,
         step=None,
-        identify=partial(_identity, folder, trained),
-        weights=partial(open_weights, folder, trained),
+        identify=folder.identity,
+        weights=partial(_open_weights, folder),
         also_free=frozenset({"pos_emb"}),
         guessed=guessed,
+        packed_tokenizer=folder.gguf.write_tokenizer if folder.gguf is not None else None,
+        settings=folder.network.settings,
     )
-
-
-def _identity(folder: Path, config: Config) -> str:
-    kind, files = find_weights(folder)
-    if kind.single_file == SINGLE:
-        return tensors_identity(config, files)
-    return pickles_identity(config, set(files.values()))

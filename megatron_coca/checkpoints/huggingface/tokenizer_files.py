@@ -11,6 +11,7 @@ from megatron_coca.checkpoints.huggingface.config_json import CONFIG
 from megatron_coca.checkpoints.huggingface.read import GENERATION
 from megatron_coca.checkpoints.tokenizer import largest_named_id, read_tokenizer
 from megatron_coca.data import DataError, Tokenizer
+from megatron_coca.data.tokenizers.end_tokens import with_text_keys
 from megatron_coca.data.tokenizers.kinds import PROBES, GPT2BPETokenizer, HFTokenizer, first_difference
 from megatron_coca.data.tokenizers.sentencepiece_kind import ModelSettings
 from megatron_coca.data.tokenizers.text_rules import token_ids
@@ -46,7 +47,7 @@ def own_files(folder: Path) -> TokenizerFiles:
     publish a copy of a private file.
     """
     files = {name: _inside(folder, name).read_bytes() for name in THEIRS if (folder / name).is_file()}
-    config = read_json_if_present(folder / CONFIG)
+    config = with_text_keys(read_json_if_present(folder / CONFIG))
     given = (config.get(f"{name}_token_id") for name in TokenIds._fields)
     ids = TokenIds(*(None if value == [] else value for value in given))
     note = None if any("token" in name for name in files) else f"{folder}: no tokenizer, so the export has none"

@@ -4,7 +4,7 @@ EXPERTS = "it has mixture-of-experts layers, and only dense MLPs are supported"
 LATENT = "it has latent attention, which compresses keys and values"
 RECURRENT = "it has recurrent or state-space layers, and only attention layers are supported"
 CONVOLUTIONS = "it has convolution layers, and only attention layers are supported"
-IMAGES = "it is a vision-language model; save its language model as a separate folder, as docs/models.md shows"
+IMAGES = "it is a vision-language model without a supported text network"
 AUDIO = "it is a model of audio, and only models of text are supported"
 DECODER = "its decoder reads the output of an encoder, and only decoders without an encoder are supported"
 DRAFTS = "it drafts tokens from the keys and values of another model"
@@ -34,10 +34,7 @@ _GROUPS = {
         "zamba2",
     ),
     CONVOLUTIONS: ("lfm2", "lfm2_moe", "lfm3"),
-    IMAGES: (
-        *("emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "git", "got_ocr2", "mistral3", "mllama"),
-        *("phi4_multimodal", "qwen2_vl", "qwen3_vl"),
-    ),
+    IMAGES: ("emu3", "fuyu", "gemma3n", "gemma4", "gemma4_unified", "git", "got_ocr2", "phi4_multimodal"),
     AUDIO: ("moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody"),
     DECODER: (
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),

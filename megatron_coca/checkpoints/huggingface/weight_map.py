@@ -339,6 +339,8 @@ def falcon(parallel: bool, norms: int) -> tuple[Row, ...]:
 
 XIELU = (Row("blocks.{i}.mlp.activation.weight", ("model.layers.{i}.mlp.act_fn.weight",)),)
 """Row for the parameters of an activation, in folders with our modelling file."""
+OUTPUT_GATE = tuple(layer_rows("model.layers.{i}", {"attention.output_gate": ("self_attn.g_proj", SINGLE)}))
+"""Rows for the output gate, in folders with our modelling file."""
 _POSITION_BIAS = "model.layers.{i}.self_attn.position_bias"
 LEARNED_POSITIONS = (
     Row("embedding.position_embeddings.weight", ("model.position_embeddings.weight",)),
@@ -347,6 +349,7 @@ LEARNED_POSITIONS = (
     Row("positions.clex.down", ("model.clex.down",)),
     Row("blocks.{i}.attention.position_bias.bias_p", (f"{_POSITION_BIAS}.bias_p",)),
     Row("blocks.{i}.attention.position_bias.bias_a", (f"{_POSITION_BIAS}.bias_a",)),
+    Row("blocks.{i}.attention.position_offsets.bias", ("model.layers.{i}.self_attn.position_offsets.bias",)),
 )
 """Rows for the learned parameters of position methods, in folders with our modelling file."""
 

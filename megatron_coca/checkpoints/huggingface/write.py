@@ -15,7 +15,7 @@ import torch
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints.compare import comparable
 from megatron_coca.checkpoints.export_check import LONG, check_folder, excerpt
-from megatron_coca.checkpoints.files import CheckpointError, read_json, write_json
+from megatron_coca.checkpoints.files import CheckpointError, write_json
 from megatron_coca.checkpoints.huggingface import weight_map
 from megatron_coca.checkpoints.huggingface.config_json import (
     CONFIG,
@@ -35,7 +35,7 @@ from megatron_coca.checkpoints.huggingface.families import FAMILIES
 from megatron_coca.checkpoints.huggingface.family_keys import write_keys
 from megatron_coca.checkpoints.huggingface.model_card import CARD, CardNotes, model_card
 from megatron_coca.checkpoints.huggingface.model_source import TEMPLATE, NotCarriedError, modelling_file
-from megatron_coca.checkpoints.huggingface.read import GENERATION, SINGLE, is_huggingface_folder, open_folder
+from megatron_coca.checkpoints.huggingface.read import GENERATION, SINGLE, open_folder
 from megatron_coca.checkpoints.huggingface.rope import MAXIMUM, TRAINING_LENGTH, older_keys, rope_parameters
 from megatron_coca.checkpoints.huggingface.tokenizer_files import (
     TokenIds,
@@ -242,7 +242,8 @@ def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
     if position.pos_emb == "learned":
         section[LEARNED_ROWS] = config.model.max_position_embeddings
     if (scaling := position.rope_scaling) is not None and position.extension.learned:
-        dim = int(config.model.head_dim * position.rotary_pct)
+        rotated = int(config.model.head_dim * position.rotary_pct)
+        dim = 2 * position.embedding.frequency_count(rotated, position.embedding_options)
         original = position.original_length(length)
         clex = Clex(dim, position.rotary_emb_base, original, scaling.max_factor, scaling.ode_step)
         clex.up.copy_(weights.read("positions.clex.up"))
@@ -259,6 +260,9 @@ def _position_section(config: Config, position: PositionConfig) -> dict[str, Any
     section |= {name: value for name in LIMITS if (value := getattr(position, name)) is not None}
     if (scaling := position.rope_scaling) is not None:
         section["rope_scaling"] = _without_none(scaling.model_dump() | scaling.settings(length))
+    if (frequencies := position.rotary_frequencies) is not None:
+        options = frequencies.settings(position.original_length(length))
+        section["rotary_frequencies"] = {"type": frequencies.type} | options
     if (distances := position.relative_positions) is not None:
         section["relative_positions"] = _without_none({"type": distances.type} | distances.settings(length))
     if isinstance(factor := position.logit_scaling, Selected):
@@ -406,7 +410,7 @@ def _kind(opened: OpenedCheckpoint, config: Config) -> str:
     unknown = (choice.not_expressed("huggingface", ("stock", "file"), ("file",)) for choice in choices)
     positions = list(filter(None, unknown))
     stock = [name for name in EXPORTERS if name != OURS] if not positions else []
-    origin = read_json(opened.folder / CONFIG) if is_huggingface_folder(opened.folder) else opened.imported
+    origin = opened.settings if opened.settings is not None else opened.imported
     named = [name for name in stock if name == origin.get("model_type")]
     found = next((name for name in (*named, *stock) if _fits(name, config)), None)
     if found is not None:
@@ -439,11 +443,15 @@ def _select_tokenizer(
     tokenizer, note = opened.tokenizer(overrides)
     if original is not None:
         return original_files(original, tokenizer, config.model.vocab_size or config.model.padded_vocab_size)
-    if is_huggingface_folder(opened.folder) and not set(given_values(overrides)).intersection(TOKENIZER_KEYS):
+    if opened.settings is not None and not set(given_values(overrides)).intersection(TOKENIZER_KEYS):
         own = own_files(opened.folder)
         if own.ids.eos is None and tokenizer is not None:
-            return own._replace(ids=own.ids._replace(eos=end_ids(tokenizer)))
-        return own
+            own = own._replace(ids=own.ids._replace(eos=end_ids(tokenizer)))
+        if own.note is None or tokenizer is None or opened.packed_tokenizer is None:
+            return own
+        files, differing = tokenizer_files(tokenizer, begun=True)
+        given = (opened.settings.get(f"{name}_token_id") for name in TokenIds._fields)
+        return TokenizerFiles({**own.files, **files}, TokenIds(*given), differing)
     if tokenizer is None:
         missing = (
             "tokenizer: the checkpoint has none, so the export has no tokenizer and no eos_token_id, and generate() "

@@ -28,13 +28,16 @@ def _has_step(counters: dict[str, float]) -> dict[str, float]:
     return counters
 
 
-def _whole_step(counters: dict[str, float]) -> dict[str, float]:
-    if counters.get("step", 0.0) % 1:
-        raise ValueError("step is not a whole number")
+def _whole_steps(counters: dict[str, float]) -> dict[str, float]:
+    for name in ("step", "added_at"):
+        if counters.get(name, 0.0) % 1:
+            raise ValueError(f"{name} is not a whole number")
+    if counters.get("added_at", 0.0) > counters.get("step", 0.0):
+        raise ValueError("added_at is above step")
     return counters
 
 
-Counters = Annotated[dict[str, Counter], AfterValidator(_whole_step)]
+Counters = Annotated[dict[str, Counter], AfterValidator(_whole_steps)]
 
 
 class _Part(BaseModel):

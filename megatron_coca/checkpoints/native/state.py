@@ -376,6 +376,7 @@ def layer_shards(model: ModelConfig) -> tuple[LayerShards, ...]:
         # [q | k | v] for each head in turn, or all queries, then all keys, then all values.
         LayerShards("attention.query_key_value", 0, (queries, keys, keys) if grouped else (3 * queries,)),
         LayerShards("attention.dense", 1, (queries,)),
+        *((LayerShards("attention.output_gate", 0, (model.output_gates,)),) if model.output_gates else ()),
         LayerShards("attention.position_gates.projection", 0, (model.num_attention_heads,)),
         LayerShards("mlp.linear1", 0, (width, width) if model.activation in GATED_ACTIVATIONS else (width,)),
         LayerShards("mlp.linear2", 1, (width,)),

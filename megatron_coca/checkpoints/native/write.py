@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Container, Mapping, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 def code_versions() -> dict[str, str]:
     """Return the versions of libraries that affect results, and this code's commit if it runs from a git checkout."""
-    versions = {name: version(name) for name in ("torch", "deepspeed")}
+    versions = {name: version(name) for name in ("torch", "deepspeed") if find_spec(name) is not None}
     source = Path(__file__).resolve().parents[3]
     git = shutil.which("git")
     if git and (source / ".git").exists():

@@ -118,7 +118,7 @@ def model_yaml(config: Config, ranks: int, pipe: int) -> str:
 def foreign_keys(config: Config) -> dict[str, Any]:
     """Return the keys and values of a configuration that stock GPT-NeoX does not support."""
     flat, keys = config.flat(), {}
-    for name in EXTENDING:
+    for name in (*EXTENDING, "pos_emb_options"):
         value = flat[name]
         if value not in (None, "none"):
             options = isinstance(value, dict)
@@ -175,6 +175,10 @@ def cannot_hold(config: Config, ranks: int) -> list[str]:
             "use_bias_in_norms: GPT-NeoX's layernorm always has a bias",
         ),
         (model.norm not in NORMS, f"norm: GPT-NeoX does not support {model.norm}"),
+        (
+            model.attention_output_gate is not None,
+            "attention_output_gate: GPT-NeoX has no weights for an output gate",
+        ),
         (
             position.embedding.rotary and position.rotary_emb_base % 1 != 0,
             "rotary_emb_base: must be a whole number",
@@ -354,6 +358,9 @@ def _block(config: Config, number: int) -> dict[str, NeoxWeight]:
         entries[f"attention.qk_layernorm.{theirs}"] = NeoxWeight(f"{ours}.attention.qk_layernorm.{parameter}", split)
     if method == "rpe":  # all blocks share one table, but GPT-NeoX saves it in every block
         entries["attention.rpe.weight"] = NeoxWeight("positions.bias.weight", NeoxSharding("cut", 1, by_head))
+    if config.position.embedding.resolved(config.position.embedding_options, 0).get("offset", "none") != "none":
+        offsets = "attention.position_offsets.bias"
+        entries[offsets] = NeoxWeight(f"{ours}.{offsets}", NeoxSharding("cut", 0, by_head))
     if method == "alibi":
         slopes = torch.tensor(alibi_slopes(model.num_attention_heads))
         entries["attention.alibi_embed.slopes"] = NeoxWeight(None, NeoxSharding("cut", 0, by_head), False, slopes)

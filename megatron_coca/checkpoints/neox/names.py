@@ -22,8 +22,8 @@ PLAIN, PROJECTION = "query_key_value.", "megatron_coca_query_key_value."
 RECORD = "megatron_coca"
 """Key in a checkpoint's `args` under which the values of POSITIONS are saved."""
 
-FIXED = ("pos_emb", "rotary_pct")
-POSITIONS = (*FIXED, "rotary_emb_base", *EXTENDING)
+FIXED = ("pos_emb", "pos_emb_options", "rotary_pct", "rotary_frequencies")
+POSITIONS = tuple(dict.fromkeys((*FIXED, "rotary_emb_base", *EXTENDING)))
 """Recorded keys. The weights depend on the keys in FIXED; the other keys may be changed for longer inputs."""
 
 

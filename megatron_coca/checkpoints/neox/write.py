@@ -36,6 +36,9 @@ from megatron_coca.config import Config
 from megatron_coca.config.source import Overrides
 from megatron_coca.support.atomic_write import atomic_dir, require_new
 
+WITH_REASONS = ("use_bias_in_norms", "attention_output_gate")
+"""Keys that GPT-NeoX does not have, for which `cannot_hold` returns a more precise reason."""
+
 
 @dataclass(frozen=True)
 class ExportedNeox:
@@ -109,7 +112,7 @@ def _read_back(step: Path, config: Config, weights: Weights) -> None:
 
 def _reasons(config: Config, ranks: int, pipe_parallel_size: int) -> list[str]:
     """Return the reasons why GPT-NeoX cannot represent the model or would compute other results."""
-    lost = [*lost_keys(config, SHAPE_KEYS | {*NEOX_KEYS, *EXTENDING, "use_bias_in_norms"})]
+    lost = [*lost_keys(config, SHAPE_KEYS | {*NEOX_KEYS, *EXTENDING, *WITH_REASONS})]
     if config.position.sliding_window_width is not None and pipe_parallel_size == 0:
         lost.append("sliding_window_width: GPT-NeoX ignores it with pipe_parallel_size 0; set pipe_parallel_size to 1")
     return lost + computed_differently(config, ranks) + cannot_hold(config, ranks)

@@ -141,6 +141,7 @@ def _gau(settings: Settings) -> str | None:
         ("use_qk_layernorm", model.use_qk_layernorm, "they have a scale and an offset for each feature instead"),
         ("qk_norm", model.qk_norm, "they have a scale and an offset for each feature instead"),
         ("clip_qkv", model.clip_qkv, "their features are products with an activation"),
+        ("attention_output_gate", model.attention_output_gate, "they multiply their output by a gate of their own"),
         ("attention_dropout", model.attention_dropout, one_head),
         ("model_parallel_size", parallel.model_parallel_size > 1, one_head),
         ("sequence_parallel_size", parallel.sequence_parallel_size > 1, one_head),

@@ -8,6 +8,7 @@ from megatron_coca.config.checks.layers import types_of
 from megatron_coca.config.checks.recording import Check
 from megatron_coca.config.data import window_tokens
 from megatron_coca.config.model import GLOBAL
+from megatron_coca.config.position import PositionKeys
 from megatron_coca.config.schema import SELECTORS, Settings
 
 
@@ -51,6 +52,17 @@ def _rotary_dims(settings: Settings) -> str | None:
             return (
                 f"{position.rotary_pct} of {head_dim} features per head (hidden_size / num_attention_heads) is {dims};"
                 " the number of rotated features must be even and at least 2"
+            )
+    return None
+
+
+def _base(settings: Settings) -> str | None:
+    default = PositionKeys.model_fields["rotary_emb_base"].default
+    for position in types_of(settings).values():
+        if position.frequencies is not None and position.rotary_emb_base != default:
+            return (
+                f"{position.rotary_emb_base:g} has no effect with rotary_frequencies {position.frequencies.name}, which"
+                f" sets all frequencies; leave it out or set {default:g}"
             )
     return None
 
@@ -150,6 +162,7 @@ def _training_positions(settings: Settings) -> str | None:
 CHECKS = (
     Check("seq_length", _length),
     Check("rotary_pct", _rotary_dims),
+    Check("rotary_emb_base", _base),
     *(Check(key, partial(_choice, key)) for key in SELECTORS),
     Check("operand_kernel", _operand_kernel),
     Check("rpe_max_distance", _buckets),

@@ -26,6 +26,16 @@ def named_ends(folder: Path) -> Iterator[int | str]:
                 yield symbol
 
 
+def with_text_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json, with the keys of its section `text_config` that it lacks.
+
+    A model that also reads images may have the ids of special tokens only in this section.
+    """
+    inner = config.get("text_config")
+    given = {name: value for name, value in config.items() if value is not None}
+    return {**inner, **given} if isinstance(inner, Mapping) else dict(config)
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty object if the file is missing, unreadable or contains no object."""
     try:

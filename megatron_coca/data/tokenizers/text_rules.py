@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.data.tokenizers.end_tokens import read_object
+from megatron_coca.data.tokenizers.end_tokens import read_object, with_text_keys
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def find_rules(folder: Path) -> TextRules:
     return TextRules(
         bos=_symbol(settings.get("bos_token")),
         eos=_symbol(settings.get("eos_token")),
-        ends=token_ids(given if given is not None else found["config.json"].get("eos_token_id")),
+        ends=token_ids(given if given is not None else with_text_keys(found["config.json"]).get("eos_token_id")),
         splits=settings.get("split_special_tokens") is True,
         add_bos=_flag(settings.get("add_bos_token")),
         add_eos=_flag(settings.get("add_eos_token")),

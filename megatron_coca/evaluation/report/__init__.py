@@ -2,16 +2,26 @@
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_coca.evaluation.options import dynamic_length_text
-from megatron_coca.evaluation.report.charts import svg
+from megatron_coca.evaluation.report import notebook
+from megatron_coca.evaluation.report.charts import images
 from megatron_coca.evaluation.report.curves import Curve, find_curves
-from megatron_coca.evaluation.report.document import console_text, csv_table, html_page, markdown
+from megatron_coca.evaluation.report.document import (
+    ReportDocument,
+    console_text,
+    csv_table,
+    html_page,
+    markdown,
+)
 from megatron_coca.evaluation.report.lm_eval_section import limit_text
 from megatron_coca.evaluation.report.reading import LoadedResult, read_results
+from megatron_coca.evaluation.report.records import json_text
 from megatron_coca.evaluation.report.result_tables import ReportOptions
-from megatron_coca.evaluation.report.sections import report_document
+from megatron_coca.evaluation.report.sections import report_document, tidy
+from megatron_coca.evaluation.report.tidy import Row, csv_text
 from megatron_coca.evaluation.results import Result, check_writable, write_atomically
 from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
 from megatron_coca.support.plain_text import plain
@@ -21,7 +31,7 @@ PAGE = "report.html"
 
 def run(args: Namespace) -> int:
     print(plain(build_report(args.results, args.output, args.title, args.papers, baseline=args.baseline)))
-    print(f"\nwrote {args.output / PAGE}, and report.md, plots and tables in the same folder")
+    print(f"\nwrote {args.output / PAGE}, and report.md, figures, tables, numbers and a notebook in the same folder")
     return 0
 
 
@@ -41,15 +51,17 @@ def build_report(
     result_files: Sequence[str | Path],
     output_dir: str | Path,
     title: str = "Evaluation",
-    papers: bool = True,
+    papers: bool | None = None,
     curves: Mapping[str, Sequence[Curve]] | None = None,
     baseline: str | None = None,
+    claim: str = "",
 ) -> str:
-    """Write report.html and report.md, the plots (figures/NAME.svg) and the tables (tables/NAME.csv).
+    """Write report.html, report.md, the figures, the tables, results.csv, results.json and the notebook.
 
     `result_files` are files of `megatron-coca evaluate TASK --output`, or folders of such files. `papers`: whether to
-    add published numbers. `curves` are learning curves by label, one for each seed; by default `find_curves` finds
-    them. Perplexities are compared with those of the label `baseline`.
+    add all published numbers; by default, only those with the lengths and the protocol of the results. `curves` are
+    learning curves by label, one for each seed; by default `find_curves` finds them. Perplexities are compared with
+    those of the label `baseline`. `claim` replaces the sentence at the top.
 
     Return the tables of our results as Markdown. Raises EvaluationError for files that are not results, a label with
     two models, a baseline without results, a folder that is not writable, or if there is nothing to report.
@@ -58,13 +70,35 @@ def build_report(
     check_writable(folder / PAGE)
     loaded = read_results(result_files)
     curves = find_curves(loaded) if curves is None else curves
-    document = report_document(loaded, title, ReportOptions(papers, baseline, curves))
-    drawings = {figure.name: svg(figure, "light") for figure in document.figures()}
-    for name, drawing in drawings.items():
-        write_atomically(folder / "figures" / f"{name}.svg", drawing)
-    for table in document.tables():
-        write_atomically(folder / "tables" / f"{table.name}.csv", csv_table(table).encode())
-    write_atomically(folder / "report.md", markdown(document).encode())
+    options = ReportOptions(papers, baseline, curves, claim=claim)
+    document, rows = report_document(loaded, title, options), tidy(loaded)
+    drawings = {figure.name: images(figure) for figure in document.figures()}
+    files = {
+        "results.csv": csv_text(rows).encode(),
+        "results.json": json_text(document, rows).encode(),
+        "report.md": markdown(document).encode(),
+        **{f"figures/{name}{end}": image for name, found in drawings.items() for end, image in found.items()},
+        **_table_files(document),
+    }
+    for name, content in files.items():
+        write_atomically(folder / name, content)
+    write_atomically(folder / notebook.NAME, _notebook(document, rows, folder).encode())
     # The page is written last, so that it exists only if all other files do.
     write_atomically(folder / PAGE, html_page(document, drawings).encode())
-    return console_text(report_document(loaded, title, ReportOptions(False, baseline, curves)))
+    return console_text(report_document(loaded, title, replace(options, papers=False)))
+
+
+def _table_files(document: ReportDocument) -> dict[str, bytes]:
+    from megatron_coca.evaluation.report.latex import latex_table  # pandas takes a second to import
+
+    tables = [*document.tables(), *([document.headline.table] if document.headline is not None else [])]
+    files = {f"tables/{table.name}.csv": csv_table(table).encode() for table in tables}
+    return files | {f"tables/{table.name}.tex": latex_table(table).encode() for table in tables}
+
+
+def _notebook(document: ReportDocument, rows: Sequence[Row], folder: Path) -> str:
+    from megatron_coca.evaluation.report.redrawn import measured
+
+    claim = "" if document.headline is None else document.headline.sentence
+    first = dict(reversed(measured(rows)))  # the first metric of each task
+    return notebook.executed(notebook.report_cells(document.title, claim, [*first.items()][::-1]), folder)

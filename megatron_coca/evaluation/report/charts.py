@@ -1,101 +1,172 @@
-"""Plots of a report: curves by length with intervals, heat maps, and logarithmic axes with labelled ends."""
+"""Plots of a report: small multiples of lines with labels at their ends and intervals as bands, and heat maps.
+
+Every plot is drawn in two layouts: `COLUMN`, for a column of a paper and for phones, and `PAGE`.
+"""
 
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from textwrap import fill
 from typing import Any, cast
 
 import matplotlib
-from matplotlib import cycler  # type: ignore[attr-defined]
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import NullLocator
+from matplotlib.transforms import ScaledTranslation
 
 from megatron_coca.evaluation.options import plot_text
+from megatron_coca.evaluation.report.log_axes import label_log_axis, spread_apart
+from megatron_coca.evaluation.report.looks import Look, Member, apart, numbered
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
-"""The palette of Okabe and Ito (jfly.uni-koeln.de/color) without yellow."""
-MARKERS = "osD^vP*X"
-DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
-"""Line styles: the first seven lines are solid, the next seven have the same colours with dashes, and so on."""
-MOST_BANDS = 4
-"""Largest number of lines for which intervals are bands. With more lines, intervals are bars, or are left out if lines
-have many points, because bands would hide each other."""
+FOREGROUND, QUIET, FAINT = "#1b1f24", "#59626e", "#9aa3ad"
 FEW_POINTS = 30
-"""Largest number of points for which a line has markers and bars."""
+"""Largest number of points for which a line has markers."""
 MOST_BEYOND = 3.0
 """Factor by which an interval on a logarithmic axis may exceed the lines, because t intervals of two seeds can span
 many decades."""
 SHARES = (-0.03, 1.03)
 """Range of the axis for accuracies."""
-INCH, LABEL = 12, 28
-"""Number of legend characters in about one inch, and maximum number in one line of a label."""
-DODGE, MOST_DODGE = 0.05, 0.5
-"""Offset between neighbouring lines with bars, and its maximum for the outer lines: in octaves, or in tenths of a
-linear axis.
-"""
-SIZES: dict[str, Any] = {
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.labelsize": 11,
-    "legend.fontsize": 10,
-    "xtick.labelsize": 10,
-    "ytick.labelsize": 10,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "figure.dpi": 160,
-    "svg.fonttype": "path",
-}
+MOST_TOGETHER = 4
+"""Largest number of lines of different models in one panel; with more lines, each model has a panel."""
+MOST_LENGTHS = 9
+"""Largest number of lengths that all have a tick."""
+INSIDE = 0.72
+"""Share of a panel's height between its axes, about."""
+DARKER = 0.72
+"""Factor on the colour of a line for the text beside it, which needs more contrast."""
 
 
-FOREGROUND = "#1b1f24"
+@dataclass(frozen=True)
+class Layout:
+    """Width in inches, size of the text in points, panels in a row, and characters in a line of a label."""
+
+    width: float
+    points: float
+    columns: int
+    label: int
 
 
-def _style(background: str) -> dict[str, Any]:
+COLUMN = Layout(3.33, 8.0, 1, 16)
+"""The column of a two-column paper. On a phone of 320 pixels, letters have about ten pixels."""
+PAGE = Layout(7.0, 9.0, 2, 18)
+"""The text width of a two-column paper."""
+
+
+def _style(background: str, points: float) -> dict[str, Any]:
     lines = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
     faces = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
-    grid = {"grid.color": FOREGROUND, "grid.alpha": 0.14, "grid.linewidth": 0.7}
-    colours = dict.fromkeys(lines, FOREGROUND) | dict.fromkeys(faces, background)
-    return SIZES | colours | grid | {"axes.prop_cycle": cycler(color=COLOURS)}
+    sizes = ("font.size", "axes.labelsize", "axes.titlesize", "legend.fontsize", "xtick.labelsize", "ytick.labelsize")
+    return {
+        **dict.fromkeys(lines, FOREGROUND),
+        **dict.fromkeys(faces, background),
+        **dict.fromkeys(sizes, points),
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+        "axes.titlepad": 0.6 * points,
+        "axes.linewidth": 0.6,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": FOREGROUND,
+        "grid.alpha": 0.12,
+        "grid.linewidth": 0.6,
+        "lines.linewidth": 1.5,
+        "lines.markersize": 0.45 * points,
+        "legend.frameon": False,
+        "figure.dpi": 200,
+        "svg.fonttype": "path",
+        "pdf.fonttype": 42,
+    }
 
 
-STYLES = {"print": _style("white"), "light": _style("none")}
-"""Plot styles with a white or a transparent background."""
+BACKGROUNDS = {"print": "white", "light": "none"}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot. `draw` fills an empty canvas of `size` inches; `alt` describes the plot for screen readers."""
+    """A plot. `draw` fills an empty canvas of `height(layout)` inches; `alt` describes it for screen readers."""
 
     name: str
     caption: str
     alt: str
-    draw: Callable[[Canvas], None]
-    size: tuple[float, float] = (6.0, 4.2)
+    draw: Callable[[Canvas, Layout], None]
+    height: Callable[[Layout], float] = lambda layout: 2.4
+
+    def _repr_png_(self) -> bytes:
+        """Show the plot in a notebook."""
+        return png(self)
 
 
-def svg(figure: Figure, style: str) -> bytes:
-    """Return the plot as SVG in one of `STYLES`, with text as paths. The same figure always gives the same bytes."""
+def style(layout: Layout, background: str = "print", salt: str = "") -> Any:
+    """Return a context with the style of plots, in which they are drawn and printed."""
+    return matplotlib.rc_context(
+        cast(Any, {**_style(BACKGROUNDS[background], layout.points), "svg.hashsalt": salt or None})
+    )
+
+
+def drawn(figure: Figure, layout: Layout) -> Canvas:
+    """Return the plot on a canvas, in the current style."""
+    canvas = Canvas(figsize=(layout.width, figure.height(layout)), layout="constrained")
+    figure.draw(canvas, layout)
+    return canvas
+
+
+def svg(figure: Figure, background: str = "print", layout: Layout = PAGE) -> bytes:
+    """Return the plot as SVG, with text as paths. The same figure always gives the same bytes."""
+    with style(layout, background, figure.name):
+        return _printed(drawn(figure, layout), ".svg")
+
+
+def png(figure: Figure) -> bytes:
+    """Return the plot as PNG on white, for slides and notebooks."""
+    with style(PAGE):
+        return _printed(drawn(figure, PAGE), ".png")
+
+
+PRINTERS: dict[str, Callable[[Canvas, io.BytesIO], Any]] = {
+    ".svg": lambda canvas, image: FigureCanvasSVG(canvas).print_svg(image, metadata={"Date": None, "Creator": None}),
+    ".pdf": lambda canvas, image: FigureCanvasPdf(canvas).print_pdf(
+        image, metadata={"CreationDate": None, "Creator": None, "Producer": None}
+    ),
+    ".png": lambda canvas, image: FigureCanvasAgg(canvas).print_png(image, metadata={"Software": None}),
+}
+"""Printing without dates and versions, so that the same plot gives the same bytes. PDF embeds TrueType fonts."""
+
+
+def _printed(canvas: Canvas, kind: str) -> bytes:
     image = io.BytesIO()
-    with matplotlib.rc_context(cast(Any, {**STYLES[style], "svg.hashsalt": figure.name})):
-        canvas = Canvas(figsize=figure.size, layout="constrained")
-        figure.draw(canvas)
-        FigureCanvasSVG(canvas).print_svg(image, metadata={"Date": None, "Creator": None})
+    PRINTERS[kind](canvas, image)
     return image.getvalue()
+
+
+FILES = {PAGE: {".svg": ".svg", ".png": ".png", ".pdf": "-wide.pdf"}, COLUMN: {".svg": "-narrow.svg", ".pdf": ".pdf"}}
+"""The ends of the file names of a plot, by layout and kind."""
+
+
+def images(figure: Figure) -> dict[str, bytes]:
+    """Return the plot in all layouts and kinds, by the ends of their file names. SVG has a transparent background."""
+    found = {}
+    for layout, kinds in FILES.items():
+        with style(layout, "light", figure.name):
+            canvas = drawn(figure, layout)
+            for kind, end in kinds.items():
+                found[end] = _printed(canvas, kind)
+                canvas.set_layout_engine("none")  # the places stay as the first printer computed them
+                canvas.set_facecolor("white")
+    return found
 
 
 @dataclass(frozen=True)
 class Line:
     """One line, optionally with interval ends. A value that is not finite leaves a gap.
 
-    `style` is the index of colour, dashes and marker; by default it is the line's index in the panel.
+    `name` is written at its end, by default the label. Without a `look`, the index in the panel determines it.
     """
 
     label: str
@@ -103,13 +174,15 @@ class Line:
     y: tuple[float, ...]
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
-    style: int | None = None
+    name: str = ""
+    look: Look | None = None
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes with lines. `marks` are named vertical lines at x values; `level` is the y of a horizontal line.
+    """One pair of axes with lines. `marks` are named vertical lines at x values.
 
+    `level` is the y of a horizontal line, and `level_name` its name. `context` are lines of other panels, in grey.
     x is a length on a logarithmic axis, unless `linear_x` is set.
     """
 
@@ -121,111 +194,266 @@ class Panel:
     marks: Mapping[float, str] = field(default_factory=dict)
     y_range: tuple[float, float] | None = None
     level: float | None = None
+    level_name: str = ""
     linear_x: bool = False
+    context: tuple[Line, ...] = ()
+
+    @property
+    def named(self) -> bool:
+        """Whether names stand at the ends of the lines. The title names a single line."""
+        return len(self.lines) > 1 or not self.title
 
 
-def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]:
-    """Return a function that draws the panels in rows of `columns`, with a common y axis and one legend below."""
+def arranged(lines: Sequence[Line], members: Mapping[str, Member], panel: Panel) -> list[Panel]:
+    """Return panels like `panel` with the lines: one panel, or one for each base model with its variants as lines.
 
-    def draw(canvas: Canvas) -> None:
-        rows = math.ceil(len(given) / columns)
-        all_axes = list(canvas.subplots(rows, columns, squeeze=False, sharey=columns > 1).flat)
+    In a panel with a single line, the lines of the other models follow in grey.
+    """
+    looks = {line.label: members[line.label].look for line in lines}
+    bases = dict.fromkeys(members[line.label].base for line in lines)
+    if len(bases) == 1 or len(lines) <= MOST_TOGETHER:
+        together = {member.label: member.look for member in apart([members[line.label] for line in lines])}
+        one_base = len(bases) == 1 and len(lines) > 1
+        shown = [
+            replace(line, look=together[line.label], name=members[line.label].short if one_base else line.label)
+            for line in lines
+        ]
+        return [replace(panel, lines=tuple(shown), title=next(iter(bases)) if one_base else panel.title)]
+    made = []
+    for base in bases:
+        own = [
+            replace(line, look=looks[line.label], name=members[line.label].short)
+            for line in lines
+            if members[line.label].base == base
+        ]
+        others = [line for line in lines if members[line.label].base != base] if len(own) == 1 else []
+        title = base if len(own) > 1 else own[0].label
+        made.append(replace(panel, lines=tuple(own), title=title, context=tuple(others)))
+    return made
+
+
+Drawing = tuple[Callable[[Canvas, Layout], None], Callable[[Layout], float]]
+"""The functions `draw` and `height` of a figure."""
+
+
+def _columns(given: Sequence[Panel], layout: Layout) -> int:
+    if len(given) == 1:
+        return 1
+    if not any(panel.named for panel in given):
+        return 2 * layout.columns if len(given) > MOST_TOGETHER else 2
+    return layout.columns if len(given) <= MOST_TOGETHER or layout.columns == 1 else layout.columns + 1
+
+
+def panels(given: Sequence[Panel], in_pairs: bool = False) -> Drawing:
+    """Return functions that draw the panels in rows with a common y axis, and that return the height of the plot.
+
+    `in_pairs`: whether two neighbouring panels form a pair, which stays in one row on a page.
+    """
+
+    def rows(layout: Layout) -> int:
+        return math.ceil(len(given) / columns_in(layout))
+
+    def columns_in(layout: Layout) -> int:
+        return layout.columns if in_pairs else _columns(given, layout)
+
+    def panel_height(layout: Layout) -> float:
+        names = max((_lines_of_names(panel, layout) for panel in given), default=0)
+        least = (1.4 if layout is COLUMN else 1.9) if rows(layout) > 1 else 2.1 if layout is COLUMN else 2.9
+        return max(least, (names + 1) * layout.points * 1.15 / 72 / INSIDE)
+
+    def height(layout: Layout) -> float:
+        return rows(layout) * panel_height(layout) + 0.25
+
+    def draw(canvas: Canvas, layout: Layout) -> None:
+        columns = columns_in(layout)
+        all_axes = list(
+            canvas.subplots(rows(layout), columns, squeeze=False, sharey=len(given) > 1, sharex=len(given) > 1).flat
+        )
         shown = all_axes[: len(given)]
+        ends = _axis_ends(given)
+        ticks = _length_ticks({x for panel in given for line in panel.lines for x in line.x})
         for index, (axes, panel) in enumerate(zip(shown, given, strict=True)):
-            _draw_panel(axes, panel, columns)
-            if index % columns:
-                axes.set_ylabel("")
-        if given[0].log_y:
-            low, high = (min(axes.dataLim.minposy for axes in shown), max(axes.dataLim.y1 for axes in shown))
-            for axes in shown:
-                label_log_axis(axes.yaxis, low, high)
+            _draw_panel(axes, panel, layout, columns, ticks)
+            axes.tick_params(labelbottom=index + columns >= len(given))
+            if ends is not None:
+                label_log_axis(axes.yaxis, *ends)
+        for index, (axes, panel) in enumerate(zip(shown, given, strict=True)):  # the common y axis is known now
+            axes.autoscale_view()
+            if panel.named:
+                _name_lines(axes, panel, layout, INSIDE * panel_height(layout) * 72)
+            _name_marks(axes, panel, first=index == 0)
         for axes in all_axes[len(given) :]:
             axes.set_visible(False)
-        handles = {
-            label: handle for axes in shown for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        if handles:
-            marks = {_in_legend(name) for panel in given for name in panel.marks.values()}
-            labels = sorted(handles, key=marks.__contains__)  # marks last
-            ncols = legend_columns(labels, canvas.get_figwidth())
-            canvas.legend(
-                [handles[label] for label in labels], labels, loc="outside lower center", ncols=ncols, handlelength=3.5
-            )
+        _name_axes(canvas, shown, given, columns)
 
-    return draw
+    return draw, height
 
 
-def _in_legend(label: str) -> str:
-    return plot_text(fill(label, LABEL))
+def _lines_of_names(panel: Panel, layout: Layout) -> int:
+    return sum(fill(line.name or line.label, layout.label).count("\n") + 1 for line in panel.lines)
 
 
-def legend_columns(labels: Sequence[str], width: float) -> int:
-    """Return the number of legend columns that fit into `width` inches, with eight extra characters per label."""
-    longest = min(LABEL, max(map(len, labels), default=0))
-    return max(1, min(4, len(labels), int(INCH * width / (longest + 8))))
+def _axis_ends(given: Sequence[Panel]) -> tuple[float, float] | None:
+    """Return the ends of a common logarithmic y axis: of the lines, and of their intervals up to MOST_BEYOND."""
+    if not given[0].log_y:
+        return None
+    lines = [line for panel in given for line in (*panel.lines, *panel.context)]
+    known = [y for line in lines for y in line.y if 0 < y < math.inf]
+    if not known:
+        return None
+    beyond = [y for line in lines for y in (*line.low, *line.high) if 0 < y < math.inf]
+    bounds = min(known) / MOST_BEYOND, max(known) * MOST_BEYOND
+    wide = [*known, *(min(max(y, bounds[0]), bounds[1]) for y in beyond)]
+    return min(wide), max(wide)
 
 
-def size_with_legend(
-    labels: Sequence[str], plot: float | None = None, width: float | None = None
-) -> tuple[float, float]:
-    """Return a plot's size in inches with a legend of `labels` below it. Plots of more than seven lines are larger."""
-    many = len(labels) > len(COLOURS)
-    width = width or (9.0 if many else 6.0)
-    lines = sum(math.ceil(len(label) / LABEL) for label in labels)
-    rows = math.ceil(lines / legend_columns(labels, width))
-    return width, (plot or (4.6 if many else 3.5)) + 0.23 * rows
-
-
-def _draw_panel(axes: Axes, panel: Panel, columns: int) -> None:
+def _draw_panel(axes: Axes, panel: Panel, layout: Layout, columns: int, ticks: Sequence[float]) -> None:
     finite = [y for line in panel.lines for y in line.y if math.isfinite(y)]
     bounds = (min(finite) / MOST_BEYOND, max(finite) * MOST_BEYOND) if panel.log_y and finite else (-math.inf, math.inf)
+    for line in panel.context:
+        axes.plot(line.x, _finite(line.y), color=FAINT, alpha=0.45, linewidth=0.8, zorder=1.5)
     for index, line in enumerate(panel.lines):
-        _draw_line(axes, line, index if line.style is None else line.style, bounds, len(panel.lines), panel.linear_x)
-    for x, name in panel.marks.items():
-        label = _in_legend(name)
-        axes.axvline(x, color="grey", linestyle="--", linewidth=1, label=label, zorder=1)
-    if panel.level is not None:
-        axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1, zorder=1)
+        _draw_line(axes, line, line.look or numbered(index), bounds)
     if not panel.linear_x:
-        ticks, most = sorted({x for line in panel.lines for x in line.x}), 8 if columns == 1 else 4
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [short_length(tick) for tick in ticks], rotation=45 if len(ticks) > most else 0)
+        room = layout.width / columns * 72 / layout.points
+        texts = _thinned([short_length(tick) for tick in ticks], int(room / 2.6))
+        axes.set_xticks(ticks, texts)
         axes.xaxis.set_minor_locator(NullLocator())
     if panel.y_range is not None:
         axes.set_ylim(*panel.y_range)
-    title = plot_text(fill(panel.title, 75 // columns))
-    axes.set(xlabel=plot_text(panel.x_label), ylabel=plot_text(panel.y_label), title=title)
+    characters = int(1.15 * layout.width / columns * 72 / layout.points)
+    axes.set_title(plot_text(fill(panel.title, characters)))
     axes.grid(which="major")
 
 
-def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], count: int, linear_x: bool) -> None:
-    """Draw one of `count` lines, with its intervals clipped to `bounds`."""
-    finite, places = [y if math.isfinite(y) else math.nan for y in line.y], line.x
-    label = _in_legend(line.label)
-    colour = f"C{style % len(COLOURS)}"
-    look: dict[str, Any] = {"linestyle": DASHES[style // len(COLOURS) % len(DASHES)]}
-    look |= {"marker": MARKERS[style % len(MARKERS)]} if len(line.x) <= FEW_POINTS else {"linewidth": 1.3}
-    barred = bool(line.low) and len(line.x) <= FEW_POINTS and (count > MOST_BANDS or len(line.x) == 1)
-    if barred:
-        offset = min(MOST_DODGE, DODGE * (count - 1)) * (style % count / max(1, count - 1) - 0.5)
-        reach = 0.1 * (line.x[-1] - line.x[0])
-        places = tuple(x + offset * reach if linear_x else x * 2**offset for x in line.x)
-    axes.plot(places, finite, color=colour, label=label, zorder=3, **look)
+def _length_ticks(lengths: set[float]) -> list[float]:
+    """Return the lengths, or the powers of two between them if there are many."""
+    if len(lengths) <= MOST_LENGTHS or min(lengths) <= 0:
+        return sorted(lengths)
+    powers = range(math.ceil(math.log2(min(lengths))), math.floor(math.log2(max(lengths))) + 1)
+    return [2.0**power for power in powers]
+
+
+def _thinned(texts: list[str], most: int) -> list[str]:
+    """Return the texts with some left empty, so that at most about `most` remain; the last text stays."""
+    step = math.ceil(len(texts) / max(1, most))
+    return [text if (len(texts) - 1 - index) % step == 0 else "" for index, text in enumerate(texts)]
+
+
+def _finite(values: Sequence[float], bounds: tuple[float, float] = (-math.inf, math.inf)) -> list[float]:
+    return [min(max(y, bounds[0]), bounds[1]) if math.isfinite(y) else math.nan for y in values]
+
+
+def _draw_line(axes: Axes, line: Line, look: Look, bounds: tuple[float, float]) -> None:
+    """Draw a line, with its intervals clipped to `bounds`."""
+    many = len(line.x) > FEW_POINTS
+    shape: dict[str, Any] = {"linewidth": 1.1} if many else {"marker": look.marker, "markeredgewidth": 0}
+    dashes = (0, look.dashes) if look.dashes else "-"
+    axes.plot(
+        line.x, _finite(line.y), color=look.colour, label=plot_text(line.label), zorder=3, linestyle=dashes, **shape
+    )
     if not line.low:
         return
-    low, high = (
-        [min(max(y, bounds[0]), bounds[1]) if math.isfinite(y) else math.nan for y in values]
-        for values in (line.low, line.high)
-    )
-    if barred:
-        axes.vlines(places, low, high, color=colour, alpha=0.8, linewidth=1.2, zorder=2)
-    elif count <= MOST_BANDS:
-        axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
+    low, high = _finite(line.low, bounds), _finite(line.high, bounds)
+    if len(line.x) == 1:
+        axes.vlines(line.x, low, high, color=look.colour, linewidth=1.2, zorder=2)
+    else:
+        axes.fill_between(line.x, low, high, color=look.colour, alpha=0.16, linewidth=0, zorder=2)
+
+
+def _name_lines(axes: Axes, panel: Panel, layout: Layout, points: float) -> None:
+    """Write every line's name to the right of its end. Names that would overlap move apart.
+
+    The axes are `points` high.
+    """
+    ended = []
+    for index, line in enumerate(panel.lines):
+        known = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)]
+        if known:
+            text = fill(line.name or line.label, layout.label)
+            share = min(1.0, max(0.0, _share(axes.yaxis, known[-1][1])))
+            ended.append((share, known[-1], text, line.look or numbered(index)))
+    ended.sort(key=lambda each: each[0])
+    halves = [0.58 * layout.points * (text.count("\n") + 1) / points for _, _, text, _ in ended]
+    places = spread_apart([share for share, *_ in ended], halves)
+    beside = axes.transAxes + ScaledTranslation(0.1, 0, cast(Canvas, axes.figure).dpi_scale_trans)
+    for place, (share, end, text, look) in zip(places, ended, strict=True):
+        colour = tuple(DARKER * part for part in to_rgb(look.colour))
+        moved = abs(place - share) > 0.015 or end[0] < max(x for line in panel.lines for x in line.x)
+        axes.annotate(
+            plot_text(text),
+            xy=end,
+            xytext=(1, place),
+            textcoords=beside,
+            color=colour,
+            va="center",
+            linespacing=0.95,
+            fontsize=layout.points,
+            arrowprops={"arrowstyle": "-", "color": look.colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3}
+            if moved
+            else None,
+            annotation_clip=False,
+        )
+
+
+def _share(axis: Axis, value: float) -> float:
+    """Return the place of a value on an axis, from 0 to 1."""
+    low, high = axis.get_view_interval()
+    if axis.get_scale() == "log":
+        low, high, value = (math.log(max(end, 1e-300)) for end in (low, high, value))
+    return (value - low) / (high - low) if high > low else 0.5
+
+
+def _name_marks(axes: Axes, panel: Panel, first: bool) -> None:
+    """Draw the marks and the level; the first panel names them, in the emptier half."""
+    starts = [_share(axes.yaxis, line.y[0]) for line in panel.lines if line.y and math.isfinite(line.y[0])]
+    low = not starts or sum(starts) / len(starts) > 0.5
+    lowest = 0.04 + (_share(axes.yaxis, panel.level) if panel.level is not None else 0.0)
+    for number, (x, name) in enumerate(panel.marks.items()):
+        axes.axvline(x, color=FOREGROUND, linestyle=(0, (1, 1.5)), linewidth=0.9, label=plot_text(name), zorder=1)
+        if first and name:
+            step, left = 0.13 * number, _share(axes.xaxis, x) < 0.6
+            axes.annotate(
+                plot_text(name),
+                xy=(x, lowest + step if low else 0.96 - step),
+                xycoords=("data", "axes fraction"),
+                xytext=(3 if left else -3, 0),
+                textcoords="offset points",
+                ha="left" if left else "right",
+                va="bottom" if low else "top",
+                color=QUIET,
+            )
+    if panel.level is not None:
+        axes.axhline(panel.level, color=FOREGROUND, linestyle=(0, (1, 1.5)), linewidth=0.7, zorder=1)
+        if first and panel.level_name:
+            axes.annotate(
+                plot_text(panel.level_name),
+                xy=(0.98, panel.level),
+                xycoords=("axes fraction", "data"),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="right",
+                color=QUIET,
+            )
+
+
+def _name_axes(canvas: Canvas, shown: Sequence[Axes], given: Sequence[Panel], columns: int) -> None:
+    """Name the axes once for the plot if all panels have the same names, otherwise at each panel."""
+    for setter, names in (("supxlabel", [panel.x_label for panel in given]), ("supylabel", [p.y_label for p in given])):
+        if len(given) > 1 and len(set(names)) == 1:
+            getattr(canvas, setter)(plot_text(names[0]), fontsize=matplotlib.rcParams["axes.labelsize"])
+        else:
+            for index, (axes, name) in enumerate(zip(shown, names, strict=True)):
+                if setter == "supxlabel":
+                    axes.set_xlabel(plot_text(name))
+                elif index % columns == 0:
+                    axes.set_ylabel(plot_text(name))
 
 
 def short_length(length: float) -> str:
     whole = int(length)
-    return f"{whole // 1024}k" if whole >= 8192 and whole % 1024 == 0 else f"{length:g}"
+    return f"{whole // 1024}k" if whole >= 1024 and whole % 1024 == 0 else f"{length:g}"
 
 
 HeatMap = tuple[str, Sequence[Sequence[float | None]]]
@@ -233,11 +461,19 @@ HeatMap = tuple[str, Sequence[Sequence[float | None]]]
 
 
 def heat_maps(
-    maps: Sequence[HeatMap], rows: Sequence[str], heads: Sequence[str], x_label: str, y_label: str, columns: int = 1
-) -> Callable[[Canvas], None]:
-    """Return a function that draws heat maps in rows of `columns`: accuracies as coloured cells with their numbers."""
+    maps: Sequence[HeatMap], rows: Sequence[str], heads: Sequence[str], x_label: str, y_label: str
+) -> Drawing:
+    """Return functions that draw heat maps and return the height: accuracies as coloured cells with their numbers."""
 
-    def draw(canvas: Canvas) -> None:
+    def columns_in(layout: Layout) -> int:
+        return min(len(maps), layout.columns)
+
+    def height(layout: Layout) -> float:
+        lines = math.ceil(len(maps) / columns_in(layout))
+        return 0.9 + lines * (0.35 + 1.7 * layout.points / 72 * max(6, len(rows)))
+
+    def draw(canvas: Canvas, layout: Layout) -> None:
+        columns = columns_in(layout)
         grid = canvas.subplots(math.ceil(len(maps) / columns), columns, squeeze=False, sharey=True)
         for index, axes in enumerate(grid.flat):
             if index >= len(maps):
@@ -247,79 +483,16 @@ def heat_maps(
             numbers = [[math.nan if value is None else value for value in line] for line in values]
             image = axes.imshow(numbers, cmap="cividis", vmin=0.0, vmax=1.0, aspect="auto")
             lowest = index + columns >= len(maps)
-            axes.set_xticks(
-                range(len(heads)), heads if lowest else [""] * len(heads), rotation=45 if columns > 1 else 0
-            )
+            axes.set_xticks(range(len(heads)), heads if lowest else [""] * len(heads))
             axes.set_yticks(range(len(rows)), list(map(plot_text, rows)))
             axes.set(xlabel=x_label if lowest else "", ylabel="" if index % columns else y_label)
-            axes.set_title(plot_text(fill(title, 75 // columns)), fontsize=12 if columns == 1 else 10)
+            axes.set_title(plot_text(fill(title, int(1.15 * layout.width / columns * 72 / layout.points))))
             axes.spines[:].set_visible(False)
             for row, line in enumerate(values):
                 for column, value in enumerate(line):
                     ink = "grey" if value is None else "white" if value < 0.55 else "black"
-                    text = "–" if value is None else f"{value:.2f}"
-                    size = 9 if columns == 1 else 7
-                    axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=size)
+                    text = "–" if value is None else f"{value:.2f}".replace("0.", ".")
+                    axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=layout.points - 1)
         canvas.colorbar(image, ax=list(grid.flat), label="accuracy", shrink=0.9, aspect=max(20, 10 * len(grid)))
 
-    return draw
-
-
-# Logarithmic axes
-
-LEAST_RATIO = 1.25
-"""Smallest ratio between the ends of an axis, so that a difference of 2% takes at most a tenth of the axis."""
-MOST_TICKS = 10
-LARGEST_EXPONENT = 308.0
-"""The largest power of ten that float64 can represent."""
-
-
-def widened(low: float, high: float) -> tuple[float, float]:
-    """Return axis ends for positive values from `low` to `high`, with a ratio of at least LEAST_RATIO."""
-    if low <= 0 or high >= LEAST_RATIO * low:
-        return low, high
-    middle, reach = math.sqrt(low) * math.sqrt(high), math.sqrt(LEAST_RATIO)
-    return middle / reach, middle * reach
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Return round positive ticks that cover `low` to `high`.
-
-    Within a factor of 4 they are evenly spaced; otherwise they are 1, 2 and 5 times powers of ten, or only the powers.
-    """
-    if high < 4 * low:
-        return [float(tick) for tick in MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)]
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    fine = [factor * _power(exponent) for exponent in range(first, last) for factor in (1, 2, 5)] + [_power(last)]
-    start = max(index for index, tick in enumerate(fine) if tick <= low or index == 0)
-    end = min(index for index, tick in enumerate(fine) if tick >= high or index == len(fine) - 1)
-    if end - start < MOST_TICKS:
-        return fine[start : end + 1]
-    step = math.ceil((last - first) / (MOST_TICKS - 1))
-    return [_power(exponent) for exponent in range(first, last + step, step)]
-
-
-def _power(exponent: float) -> float:
-    return 10.0 ** min(exponent, LARGEST_EXPONENT)
-
-
-def tick_text(tick: float) -> str:
-    """Return a tick's label: `0.5`, `20000`, or a formula with a power of ten."""
-    if 1e-3 <= tick < 1e5:
-        return f"{tick:g}"
-    mantissa, exponent = f"{tick:e}".split("e")
-    factor = f"{float(mantissa):g}"
-    return f"$10^{{{int(exponent)}}}$" if factor == "1" else rf"${factor}\cdot10^{{{int(exponent)}}}$"
-
-
-def label_log_axis(axis: Axis, low: float, high: float) -> None:
-    """Make an axis logarithmic, with labelled ticks at or beyond `low` and `high`, if these are a valid range."""
-    if not 0 < low <= high < math.inf:
-        return
-    ticks = log_ticks(*widened(low, high))
-    start, end = math.log10(ticks[0]), math.log10(ticks[-1])
-    margin = 0.02 * (end - start)
-    name = axis.axis_name  # type: ignore[attr-defined]
-    axis.axes.set(**{f"{name}scale": "log", f"{name}lim": (_power(start - margin), _power(end + margin))})
-    axis.set_ticks(ticks, labels=list(map(tick_text, ticks)))
-    axis.set_minor_locator(NullLocator())
+    return draw, height

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
 
-from megatron_coca.evaluation.report.charts import Figure
+from megatron_coca.evaluation.report.charts import COLUMN, PAGE, Figure
 from megatron_coca.support.markdown_tables import escaped, format_table, in_cell
 
 
@@ -104,6 +104,19 @@ class Section:
 
 
 @dataclass(frozen=True)
+class Headline:
+    """The top of a report: a sentence, how its difference was tested, a small table, and the plot of these numbers.
+
+    The plot is also in a section, which does not show it again.
+    """
+
+    sentence: str
+    basis: str
+    table: Table
+    figure: Figure | None = None
+
+
+@dataclass(frozen=True)
 class ReportDocument:
     """A report. If `measured` is false, it contains no results, and its page does not explain the marks on results."""
 
@@ -111,8 +124,10 @@ class ReportDocument:
     summary: str
     sections: tuple[Section, ...] = ()
     measured: bool = True
+    headline: Headline | None = None
 
     def tables(self) -> Iterator[Table]:
+        """Yield the tables of all sections. The table of the headline repeats some of their columns."""
         return (table for section in self.sections for block in section.blocks for table in block.tables)
 
     def figures(self) -> Iterator[Figure]:
@@ -120,24 +135,35 @@ class ReportDocument:
 
 
 def markdown(document: ReportDocument) -> str:
-    parts = [f"# {escaped(document.title)}", escaped(document.summary)]
+    top, shown = document.headline, None
+    parts = [f"# {escaped(document.title)}"]
+    if top is not None:
+        parts += [f"**{escaped(top.sentence)}**"]
+        shown = top.figure
+        parts += _markdown_figure(shown) if shown is not None else []
+        parts += [markdown_table(top.table, escaped, escaped), escaped(top.basis)]
+    parts.append(escaped(document.summary))
     for section in document.sections:
         parts.append(f"## {escaped(section.title)}")
         for block in section.blocks:
             parts += [f"### {escaped(block.heading)}"] if block.heading else []
-            parts += map(escaped, block.text)
+            for figure in block.figures:
+                parts += _markdown_figure(figure) if figure is not shown else []
             for table in block.tables:
                 parts += [f"**{escaped(table.caption)}**", markdown_table(table, escaped, escaped)]
-            for figure in block.figures:
-                parts += [f"![{escaped(figure.alt)}](figures/{figure.name}.svg)", f"*{escaped(figure.caption)}*"]
+            parts += map(escaped, block.text)
             if block.provenance:
                 parts += ["Provenance:", "\n".join(f"- {escaped(line)}" for line in block.provenance)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _markdown_figure(figure: Figure) -> list[str]:
+    return [f"![{escaped(figure.alt)}](figures/{figure.name}.svg)", f"*{escaped(figure.caption)}*"]
 
 
 def console_text(document: ReportDocument) -> str:
     """Return the tables of the sections that the console shows."""
-    parts = [document.title]
+    parts = [document.title, *([document.headline.sentence] if document.headline is not None else [])]
     for block in (block for section in document.sections if section.printed for block in section.blocks):
         parts += [block.heading] if block.heading and block.tables else []
         parts += [text for table in block.tables for text in (table.caption, markdown_table(table))]
@@ -166,22 +192,22 @@ def csv_table(table: Table) -> str:
     Extra columns contain interval ends, numbers of seeds, and notes.
     """
     columns = [[table.header[0], *(row.name for row in table.rows)], ["source", *(row.published for row in table.rows)]]
-    columns = [[_no_formula(text) for text in column] for column in columns]
+    columns = [[in_spreadsheet(text) for text in column] for column in columns]
     for head, *cells in zip(table.header[1:], *(row.cells for row in table.rows), strict=True):
-        texts = (_no_formula(cell.text) if cell.value is None else _number(cell.value) for cell in cells)
-        columns.append([_no_formula(head), *texts])
+        texts = (in_spreadsheet(cell.text) if cell.value is None else _number(cell.value) for cell in cells)
+        columns.append([in_spreadsheet(head), *texts])
         for name in ("low", "high", "seeds"):
             values = [getattr(cell, name) for cell in cells]
             if any(value is not None and (name != "seeds" or value > 1) for value in values):
-                columns.append([_no_formula(f"{head} {name}"), *map(_number, values)])
+                columns.append([in_spreadsheet(f"{head} {name}"), *map(_number, values)])
         if any(cell.note and cell.value is not None for cell in cells):
-            columns.append([_no_formula(f"{head} note"), *(_no_formula(cell.note) for cell in cells)])
+            columns.append([in_spreadsheet(f"{head} note"), *(in_spreadsheet(cell.note) for cell in cells)])
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(zip(*columns, strict=True))
     return text.getvalue()
 
 
-def _no_formula(text: str) -> str:
+def in_spreadsheet(text: str) -> str:
     """Put an apostrophe before a text that a spreadsheet would read as a formula: names in results can be untrusted."""
     return f"'{text}" if FORMULA.match(text) else text
 
@@ -190,13 +216,21 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.8g}"
 
 
-def html_page(document: ReportDocument, drawings: Mapping[str, bytes]) -> str:
-    """Return report.html: a single page without scripts that embeds its style and images.
+Drawings = Mapping[str, Mapping[str, bytes]]
+"""The images of every plot by its name and the ends of their file names: `.svg` for pages, `-narrow.svg` for phones."""
 
-    `drawings` maps the name of every plot to its SVG.
-    """
+
+def html_page(document: ReportDocument, drawings: Drawings) -> str:
+    """Return report.html: a single page without scripts that embeds its style and images."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    images = {name: f"data:image/svg+xml;base64,{b64encode(image).decode()}" for name, image in drawings.items()}
-    return environment.get_template("report.html.j2").render(document=document, images=images)
+    images = {
+        name: [f"data:image/svg+xml;base64,{b64encode(found[end]).decode()}" for end in (".svg", "-narrow.svg")]
+        for name, found in drawings.items()
+    }
+    sizes = {
+        figure.name: [(layout.width, figure.height(layout)) for layout in (PAGE, COLUMN)]
+        for figure in document.figures()
+    }
+    return environment.get_template("report.html.j2").render(document=document, images=images, sizes=sizes)

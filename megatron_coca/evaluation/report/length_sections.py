@@ -6,18 +6,11 @@ from functools import partial
 from operator import attrgetter
 
 from megatron_coca.evaluation.report import result_tables as shared
-from megatron_coca.evaluation.report.charts import (
-    FEW_POINTS,
-    MOST_BANDS,
-    Figure,
-    Line,
-    Panel,
-    panels,
-    size_with_legend,
-    widened,
-)
+from megatron_coca.evaluation.report.charts import Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.log_axes import widened
+from megatron_coca.evaluation.report.looks import Member, numbered
 from megatron_coca.evaluation.report.metrics import Metric, mean_cell, missing_cell, value_cell
 from megatron_coca.evaluation.report.reading import (
     Comparable,
@@ -28,7 +21,12 @@ from megatron_coca.evaluation.report.reading import (
     group_results,
 )
 from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
-from megatron_coca.evaluation.report.retrieval_sections import PASSKEY, RETRIEVAL_COMPARABLE
+from megatron_coca.evaluation.report.retrieval_sections import (
+    PASSKEY,
+    RECALL_COMPARABLE,
+    RETRIEVAL_COMPARABLE,
+    UNSHIFTED,
+)
 from megatron_coca.evaluation.results import Result
 from megatron_coca.evaluation.statistics import estimate
 
@@ -66,7 +64,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
     tables = shared.length_tables(name, (main, *(MAP_TABLES if mapped else ())), group, options)
     caption = f"Perplexity against the window size, with stride {protocol.stride}; infinite values leave a gap."
     panel = {"x_label": "window (tokens)", "y_label": "perplexity", "log_y": True}
-    figures = shared.length_figure(name, title, group, PERPLEXITY, panel, caption)
+    figures = shared.length_figure(name, title, group, PERPLEXITY, panel, caption, options)
     return ReportBlock((f"Protocol: {protocol.text}; {measured}.",), tuple(figures), tuple(tables))
 
 
@@ -91,11 +89,18 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
     heads, lowest = [], []
     found = {
         task: group_results([item for item in loaded if item.result.task == task], comparable)
-        for task, comparable in (("perplexity", PERPLEXITY_COMPARABLE), ("passkey", RETRIEVAL_COMPARABLE))
+        for task, comparable in (
+            ("perplexity", PERPLEXITY_COMPARABLE),
+            ("passkey", RETRIEVAL_COMPARABLE),
+            ("recall", RECALL_COMPARABLE),
+        )
     }
     columns = [(group, column) for group in found["perplexity"] for column in perplexity_columns(group, options)]
     columns += [(group, ("passkey span", span_cell, False)) for group in found["passkey"] if group.measured]
-    if len(columns) < 2:
+    columns += [(group, column) for group in found["recall"] for column in recall_columns(group)]
+    measured = [{series.label for group in groups for series in group.series} for groups in found.values() if groups]
+    apart = len(measured) > 1 and not set.intersection(*measured)  # tasks of different models share no rows
+    if len(columns) < 2 or apart:
         return []
     for group, (head, cell, low) in columns:
         heads.append(f"{head} ({group.differs})" if group.differs else head)
@@ -104,11 +109,13 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
         for label, cells in rows.items():
             cells.append(cell(by_label[label]) if label in by_label else EMPTY)
     table_rows = shared.mark_best([TableRow(label, tuple(cells)) for label, cells in rows.items()], lowest)
-    note = (
-        "L: the training length. Ratio at 2L and so on: the perplexity divided by that at L. Passkey span: the largest "
-        f"length, as a multiple of L, up to which the accuracy is at least {SOLVED} at every measured length. With "
-        "several seeds, their mean accuracy decides; the spans of single seeds follow if they differ."
-    )
+    note = "L: the training length. Ratio at 2L and so on: the perplexity divided by that at L."
+    if any(head.startswith("passkey span") for head in heads):
+        note += (
+            " Passkey span: the largest length, as a multiple of L, up to which the accuracy is at least "
+            f"{SOLVED} at every measured length. With several seeds, their mean accuracy decides; the spans of single "
+            "seeds follow if they differ."
+        )
     table = Table("summary", "Results by label", ("label", *heads), tuple(table_rows), (note,))
     return [ReportBlock(tables=(shared.with_baseline_note(table, options.baseline),))]
 
@@ -130,6 +137,14 @@ def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Colum
         if multiple in measured
     ]
     return columns
+
+
+def recall_columns(group: ResultGroup) -> list[Column]:
+    """Return the column for the recall at the longest length; none if the models have several training lengths."""
+    trained, lengths = group.training_lengths(), group.lengths()
+    if len(trained) > 1 or not lengths:
+        return []
+    return [(f"recall at {lengths[-1] / min(trained):g}L", lambda series: UNSHIFTED.cell(series, lengths[-1]), False)]
 
 
 def ratio_cell(series: Series, multiple: int) -> TableCell:
@@ -200,7 +215,8 @@ def curve_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
     table = Table("training", "Loss at the end of training, nats per token", header, tuple(rows))
     borders = sorted({border for curves in options.curves.values() for curve in curves for border in curve.borders})
     figures = [
-        curve_figure(f"training-{name.split()[0]}", name, of_labels, borders) for name, of_labels in drawn.items()
+        curve_figure(f"training-{name.split()[0]}", name, of_labels, borders, options.members)
+        for name, of_labels in drawn.items()
     ]
     return [ReportBlock(figures=tuple(figures), tables=(table,))]
 
@@ -213,31 +229,32 @@ def losses_by_tokens(curves: Sequence[Curve], loss: Callable[[CurvePoint], float
 
 
 def curve_figure(
-    name: str, loss: str, by_label: Mapping[str, Mapping[int, Sequence[float]]], borders: Sequence[int] = ()
+    name: str,
+    loss: str,
+    by_label: Mapping[str, Mapping[int, Sequence[float]]],
+    borders: Sequence[int],
+    members: Mapping[str, Member],
 ) -> Figure:
     lines, settled = [], []
-    for style, (label, by_tokens) in enumerate(by_label.items()):
+    for label, by_tokens in by_label.items():
         means = [estimate(values) for values in by_tokens.values()]
         low, high = (tuple(getattr(mean, end) for mean in means) for end in ("low", "high"))
         millions = tuple(tokens / 1e6 for tokens in by_tokens)
-        lines.append(Line(label, millions, tuple(mean.mean for mean in means), low, high, style=style))
+        lines.append(Line(label, millions, tuple(mean.mean for mean in means), low, high))
         start = SETTLED * max(by_tokens, default=0)
         settled += [mean.mean for tokens, mean in zip(by_tokens, means, strict=True) if tokens >= start]
     finite = [value for value in settled if math.isfinite(value)] or [0.0, 1.0]
     margin = 0.04 * (max(finite) - min(finite))
     y_range = widened(min(finite) - margin, max(finite) + margin)
-    lines = [line for line in lines if line.x]
     marks = {tokens / 1e6: "" if number else "stage begins" for number, tokens in enumerate(borders)}
     y_label = f"{loss} (nats per token)"
-    panel = Panel(tuple(lines), "training tokens (millions)", y_label, marks=marks, y_range=y_range, linear_x=True)
-    left_out = len(lines) > MOST_BANDS and any(len(line.x) > FEW_POINTS for line in lines)
-    intervals = "; its interval is in the table." if left_out else ", with its 95% t interval for several seeds."
-    caption = f"{loss.capitalize()} against training tokens, mean over seeds{intervals} The steep start is cut off."
-    alt = f"{loss.capitalize()} against tokens for {', '.join(by_label)}; the table contains the last values"
-    return Figure(
-        name,
-        caption,
-        alt,
-        panels([panel]),
-        size_with_legend([*(line.label for line in lines), *filter(None, marks.values())]),
+    panel = Panel((), "training tokens (millions)", y_label, marks=marks, y_range=y_range, linear_x=True)
+    # A curve can belong to a label without results.
+    known = {label: members.get(label) or Member(label, label, "", numbered(at)) for at, label in enumerate(by_label)}
+    shown = arranged([line for line in lines if line.x], known, panel)
+    caption = (
+        f"{loss.capitalize()} against training tokens, mean over seeds, with its 95% t interval for several seeds. The "
+        "steep start is cut off."
     )
+    alt = f"{loss.capitalize()} against tokens for {', '.join(by_label)}; the table contains the last values"
+    return Figure(name, caption, alt, *panels(shown))

@@ -1,16 +1,19 @@
 """The report section on short-context tasks, measured by lm-evaluation-harness."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
+from megatron_coca.evaluation.options import TRUNCATED_PARTS
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.metrics import value_cell
 from megatron_coca.evaluation.report.published import tables_of
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import ReportOptions
-from megatron_coca.evaluation.tasks.lm_eval import HarnessProtocol, Score
+from megatron_coca.evaluation.tasks.lm_eval import HarnessProtocol
+from megatron_coca.evaluation.tasks.lm_eval_scores import Score
 
 HARNESS_COMPARABLE: Comparable = {
     "version of lm-eval": "protocol.lm_eval",
@@ -20,6 +23,9 @@ HARNESS_COMPARABLE: Comparable = {
     "longest context": "protocol.max_length",
     "rolling window": "protocol.rolling_window",
     "chat": "protocol.chat",
+    "plain tasks": "protocol.plain_tasks",
+    "truncated part": "protocol.truncate",
+    "metadata": "protocol.metadata",
     "dynamic length": "protocol.dynamic_length",
     "protocol": "protocol.text",
 }
@@ -55,13 +61,18 @@ def score_cell(series: Series, key: ScoreKey) -> TableCell:
 
 
 def marked_as_cut(cell: TableCell, series: Series, key: ScoreKey) -> TableCell:
-    """Return the cell with a note on the number of samples with a prompt that lost its beginning."""
+    """Return the cell with a note on the number of samples with a truncated prompt."""
     tasks = [replicate.entries[key[:1]] for replicate in series.replicates if key[:1] in replicate.entries]
     worst = max(tasks, key=lambda task: task.cut, default=None)
-    if worst is None or worst.cut == 0:
+    return cell if worst is None else cut_text(cell, worst.cut, worst.samples, series.header.protocol)
+
+
+def cut_text(cell: TableCell, cut: int, samples: int, protocol: HarnessProtocol) -> TableCell:
+    """Return the cell with a note that `cut` of its `samples` have a truncated prompt; unchanged if there are none."""
+    if not cut:
         return cell
-    told = f"{worst.cut} of {worst.samples} prompts cut"
-    why = f"{told}: they exceed the limit of {series.header.protocol.max_length} tokens and lost their beginning"
+    told = f"{cut} of {samples} prompts cut"
+    why = f"{told}: they exceed the limit of {protocol.max_length} tokens and lost their {protocol.truncate}"
     notes = "; ".join(filter(None, (cell.note, why)))
     return replace(cell, detail=", ".join(filter(None, (cell.detail, told))), note=notes)
 
@@ -95,6 +106,8 @@ def lm_eval_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
 
 def limit_text(protocol: HarnessProtocol) -> str:
     longest = "no limit on inputs" if protocol.max_length is None else f"max_length {protocol.max_length}"
+    if protocol.truncate != TRUNCATED_PARTS[0]:
+        longest += f", longer prompts lose their {protocol.truncate}"
     window = f", rolling windows of {protocol.rolling_window} tokens" if protocol.rolling_window is not None else ""
     return f"{longest}{window}"
 
@@ -106,6 +119,9 @@ def protocol_text(protocol: HarnessProtocol) -> str:
         protocol.text,
         f"lm-eval {protocol.lm_eval}, examples: {shots}{limit}, seed {protocol.seed}",
         limit_text(protocol),
+        f"metadata {json.dumps(protocol.metadata)}" if protocol.metadata else "",
+        "data sets from a local folder" if protocol.local_data else "",
+        f"plain prompts for {', '.join(protocol.plain_tasks)}" if protocol.plain_tasks else "",
         "names of special tokens in prompts are encoded as these tokens" if protocol.names_tokens else "",
         "every text has the start and end tokens of the model's own library" if protocol.adds else "",
         f"token {protocol.prefix} before a text without context" if protocol.prefix is not None else "",

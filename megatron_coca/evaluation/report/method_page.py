@@ -20,7 +20,7 @@ from megatron_coca.config.data import window_tokens
 from megatron_coca.config.model import GAU
 from megatron_coca.evaluation.distance_sweep import DistanceSweep, rotary_frequencies, rotated_distances
 from megatron_coca.evaluation.options import plot_text
-from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, panels, size_with_legend, svg
+from megatron_coca.evaluation.report.charts import COLUMN, SHARES, Figure, Layout, Line, Panel, panels, svg
 from megatron_coca.evaluation.report.document import (
     ReportBlock,
     ReportDocument,
@@ -30,6 +30,7 @@ from megatron_coca.evaluation.report.document import (
     TableRow,
     html_page,
 )
+from megatron_coca.evaluation.report.looks import look_of, numbered
 
 POINTS = 400
 """Number of distances at which scores and biases are drawn."""
@@ -85,6 +86,13 @@ class ShownMethod:
         return self.encoding.method
 
     @property
+    def method_name(self) -> str:
+        """The name of the method that the variant adds, or of the trained method."""
+        position = self.position if self.config is not self.trained else self.trained_position
+        changed = position.relative_positions or position.rope_scaling
+        return changed.declaration.name if changed is not None else position.pos_emb
+
+    @property
     def training_length(self) -> int:
         return self.trained.model.seq_length
 
@@ -104,6 +112,9 @@ def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, 
         raise ConfigError(
             f"attention_config: the trained model has no layers of type {', '.join(added)}; set them for the model"
         )
+    for key in ("rotary_pct", "rotary_frequencies"):
+        if any(getattr(trained.layer_types[name], key) != getattr(position, key) for name, position in types.items()):
+            raise ConfigError(f"{key}: part of the training; name the overlay after the model's file, not in --variant")
     return [
         ShownMethod(
             model if len(types) == 1 else f"{model}: {name}",
@@ -131,10 +142,11 @@ def _settings(shown: Sequence[ShownMethod]) -> Table:
         position = each.position
         limits = position.sliding_window_width, position.attention_chunk_size
         seen = [limit for limit in limits if limit is not None]
+        base = chosen(position.rotary_frequencies or f"{position.rotary_emb_base:g}")
         texts = (
             f"{each.layers} of {each.config.model.num_layers}",
             position.pos_emb,
-            f"{position.rotary_emb_base:g}" if each.method.rotary is not None else "-",
+            base if each.method.rotary is not None else "-",
             chosen(position.rope_scaling),
             chosen(position.relative_positions),
             "-" if not seen else str(seen[0]),
@@ -142,7 +154,16 @@ def _settings(shown: Sequence[ShownMethod]) -> Table:
             position.forgetting_gate or ("sinks" if position.sink_logits else "-"),
         )
         rows.append(TableRow(each.label, tuple(TableCell(text, wide=True) for text in texts)))
-    header = ("method", "layers", "pos_emb", "base", "extension", "distance map", "window or chunk", "logit scaling")
+    header = (
+        "method",
+        "layers",
+        "pos_emb",
+        "base or frequencies",
+        "extension",
+        "distance map",
+        "window or chunk",
+        "logit scaling",
+    )
     return Table("methods", "Compared methods", (*header, "gate or sinks"), tuple(rows))
 
 
@@ -243,11 +264,12 @@ class Kind:
 
 def _panel(kind: Kind, group: Sequence[ShownMethod]) -> Panel:
     length = group[0].training_length
-    curves: Curves = {}
+    curves: dict[str, Line] = {}
     for each in group:
-        for label, curve in kind.curves(each).items():
-            curves.setdefault(label, curve)
-    lines = [Line(label, tuple(map(float, x)), tuple(y.tolist())) for label, (x, y) in curves.items()]
+        for label, (x, y) in kind.curves(each).items():
+            look = look_of(each.method_name) if label == each.variant else None
+            curves.setdefault(label, Line(label, tuple(map(float, x)), tuple(y.tolist()), look=look))
+    lines = list(curves.values())
     marks: dict[float, str] = {} if kind.x_label == "frequency" else {length: "training length"}
     level = length if kind.y_label == "wavelength (tokens)" else None
     labels = kind.x_label, kind.y_label, group[0].model
@@ -273,21 +295,23 @@ def _layers(shown: Sequence[ShownMethod]) -> Figure:
     models = {each.model.partition(":")[0]: each.config.model.layer_names for each in shown}
     types = list(dict.fromkeys(name for names in models.values() for name in names))
 
-    def draw(canvas: Canvas) -> None:
+    def draw(canvas: Canvas, layout: Layout) -> None:
         axes = canvas.subplots()
         for kind, name in enumerate(types):
             bars = [
                 (row, layer) for row, of in enumerate(models.values()) for layer, own in enumerate(of) if own == name
             ]
             rows, layers = zip(*bars, strict=True)
-            axes.barh(rows, 0.9, left=[layer + 0.55 for layer in layers], height=0.7, color=f"C{kind}", label=name)
+            axes.barh(
+                rows, 0.9, left=[layer + 0.55 for layer in layers], height=0.7, color=numbered(kind).colour, label=name
+            )
         axes.set_yticks(range(len(models)), [plot_text(model) for model in models])
         axes.set_ylim(len(models) - 0.5, -0.5)
         axes.set_xlabel("layer")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        canvas.legend(loc="outside lower center", ncols=4)
+        canvas.legend(loc="outside lower center", ncols=4 if layout.columns > 1 else 2)
 
-    return Figure("layers", CAPTIONS["layers"], "Type of every layer", draw, (9.0, 1.6 + 0.4 * len(models)))
+    return Figure("layers", CAPTIONS["layers"], "Type of every layer", draw, lambda layout: 1.4 + 0.4 * len(models))
 
 
 @torch.no_grad()
@@ -300,12 +324,7 @@ def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str,
         if not any(groups):
             continue
         drawn[kind.name] = [_panel(kind, group) for group in groups if group]
-        first, *others = drawn[kind.name]
-        size = size_with_legend([*(line.label for line in first.lines), *first.marks.values()])
-        if others:
-            size = (9.2, 1.0 + 3.0 * math.ceil(len(drawn[kind.name]) / 2))
-        draw = panels(drawn[kind.name], min(2, len(drawn[kind.name])))
-        figure = Figure(kind.name, CAPTIONS[kind.name], kind.title, draw, size)
+        figure = Figure(kind.name, CAPTIONS[kind.name], kind.title, *panels(drawn[kind.name]))
         sections.append(Section(kind.name, kind.title, (ReportBlock(figures=(figure,)),)))
     if any(len(set(each.config.model.layer_names)) > 1 for each in shown):
         drawn["layers"] = []
@@ -321,9 +340,11 @@ def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str,
 def write_page(document: ReportDocument, page: Path) -> list[Path]:
     """Write the page, and every figure as an SVG file next to it; return the written files."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    drawings = {figure.name: svg(figure, "print") for figure in document.figures()}
+    drawings = {
+        figure.name: {".svg": svg(figure), "-narrow.svg": svg(figure, layout=COLUMN)} for figure in document.figures()
+    }
     page.write_text(html_page(document, drawings))
-    files = {page.with_name(f"{page.stem}_{name}.svg"): image for name, image in drawings.items()}
+    files = {page.with_name(f"{page.stem}_{name}.svg"): found[".svg"] for name, found in drawings.items()}
     for file, image in files.items():
         file.write_bytes(image)
     return [page, *files]

@@ -1,9 +1,12 @@
 """Published numbers from papers, as printed: the tables of `published.yaml`."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
+from megatron_coca.evaluation.results import Result
 from megatron_coca.support.safe_yaml import read_yaml
 
 
@@ -15,9 +18,10 @@ class PublishedTable:
         name: the table's name in the paper.
         metric: the kind of numbers, by which report sections select tables.
         setting: model, training and data of the numbers.
-        training_length: the models' training length in tokens.
+        training_length: the models' training length in tokens; None: the rows have different ones.
         rows: the name of each row, and its values, separated by spaces.
         columns: lengths in tokens, or other column heads.
+        protocol: values of a result with the same protocol, by their paths; empty if no result has the same protocol.
         same_length: whether to show the table only with measurements of models of this training length.
         apart: whether to keep the table separate from ours, because rows are differences or columns are not lengths.
         measured: whether the numbers were measured; False for a table of formulas.
@@ -26,10 +30,11 @@ class PublishedTable:
     name: str
     metric: str
     setting: str
-    training_length: int
+    training_length: int | None
     rows: list[dict[str, str]]
     columns: Sequence[int | str] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
     source: str = "CoCA paper, arXiv:2309.08646v3"
+    protocol: Mapping[str, Any] = field(default_factory=dict)
     same_length: bool = False
     apart: bool = False
     measured: bool = True
@@ -40,9 +45,28 @@ TABLES = [PublishedTable(**table) for table in read_yaml(Path(__file__).with_suf
 
 
 def tables_of(metric: str, training_lengths: Collection[int] = ()) -> list[PublishedTable]:
-    """Return the tables with a metric that are shown next to models of these training lengths."""
+    """Return the tables with a metric that are shown next to models of these training lengths, if asked for."""
     chosen = [table for table in TABLES if table.metric == metric]
     return [table for table in chosen if not table.same_length or table.training_length in training_lengths]
+
+
+def comparable_tables(metric: str, training_lengths: Collection[int], result: Result) -> list[PublishedTable]:
+    """Return the tables with a metric that have the training length and the protocol of our results."""
+    chosen = [table for table in TABLES if table.metric == metric and table.training_length in training_lengths]
+    return [table for table in chosen if table.protocol and not table.apart and _same(table.protocol, result)]
+
+
+def _same(protocol: Mapping[str, Any], result: Result) -> bool:
+    """Return True if the result has all values of a protocol; a text must occur in one of the result's texts."""
+    for path, wanted in protocol.items():
+        found: Any = attrgetter(path)(result)
+        texts = [found] if isinstance(found, str) else found
+        if isinstance(wanted, str):
+            if not any(wanted in text.lower() for text in texts):
+                return False
+        elif found != wanted:
+            return False
+    return True
 
 
 COST = (

@@ -13,6 +13,7 @@ from megatron_coca.evaluation import results
 from megatron_coca.evaluation.results import Entry, EvaluationError, Missing, Result
 from megatron_coca.evaluation.tasks.attention_analysis import AnalysisResult
 from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
+from megatron_coca.evaluation.tasks.longppl import LongPerplexityResult
 from megatron_coca.evaluation.tasks.perplexity import PerplexityResult
 from megatron_coca.evaluation.tasks.recall import RecallResult
 from megatron_coca.evaluation.tasks.retrieval import NeedleResult, PasskeyResult, RulerResult
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 RESULT_TYPES: dict[str, type[Result]] = {
     "perplexity": PerplexityResult,
+    "longppl": LongPerplexityResult,
     "passkey": PasskeyResult,
     "recall": RecallResult,
     "needle": NeedleResult,

@@ -3,17 +3,26 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Any
 
 from megatron_coca.evaluation.options import dynamic_length_text
-from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, panels, size_with_legend
+from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import MARK, Metric
-from megatron_coca.evaluation.report.published import PublishedTable, tables_of
+from megatron_coca.evaluation.report.published import PublishedTable, comparable_tables, tables_of
 from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, ResultGroup, Series, group_results
 from megatron_coca.evaluation.results import Result
-from megatron_coca.evaluation.statistics import FEWEST_DOCUMENTS, RESAMPLES, Estimate, differ, difference_interval
+from megatron_coca.evaluation.statistics import (
+    FEWEST_DOCUMENTS,
+    RESAMPLES,
+    Estimate,
+    differ,
+    difference_interval,
+    t_quantile,
+)
 
 HASH_DIGITS = 12
 """Number of digits of a hash in a report; result files contain the whole hash."""
@@ -22,11 +31,17 @@ THEIRS = "numbers of other models on other data, for orientation only"
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Additions to the results: published numbers, learning curves by label, and the label of the baseline."""
+    """Additions to the results: published numbers, learning curves by label, and the label of the baseline.
 
-    papers: bool = True
+    `papers`: whether to add all published numbers; by default, only those with our lengths and protocol. `members`
+    describe all labels of the report. `claim` replaces the sentence at the top.
+    """
+
+    papers: bool | None = None
     baseline: str | None = None
     curves: Mapping[str, Sequence[Curve]] = field(default_factory=dict)
+    members: Mapping[str, Member] = field(default_factory=dict)
+    claim: str = ""
 
 
 Builder = Callable[[Sequence[LoadedResult], ReportOptions], list[ReportBlock]]
@@ -70,16 +85,19 @@ class LengthTable:
 
 
 def length_tables(name: str, specs: Sequence[LengthTable], group: ResultGroup, options: ReportOptions) -> list[Table]:
-    """Return each table with our numbers by length, and published rows for the same training length.
+    """Return each table with our numbers by length, and published rows with the same lengths and protocol.
 
-    Published tables with other settings follow.
+    If all published numbers are asked for, tables with other lengths and settings follow.
     """
     trained, reference = group.training_lengths(), baseline_of(group, options)
     tables = []
     for spec in specs:
         theirs = tables_of(spec.published, trained) if options.papers else []
         joined = [table for table in theirs if table.training_length in trained and not table.apart]
-        lengths = sorted({*group.lengths(), *(at for table in joined for at in table.columns if isinstance(at, int))})
+        if options.papers is None:
+            joined = comparable_tables(spec.published, trained, group.first)
+        more = (at for table in theirs if table in joined for at in table.columns if isinstance(at, int))
+        lengths = sorted({*group.lengths(), *more})
         rows: list[TableRow] = []
         for pattern, metric in spec.rows.items():
             ours = []
@@ -150,23 +168,29 @@ def published_table(table: PublishedTable, prefix: str) -> Table:
 
 
 def length_figure(
-    name: str, title: str, group: ResultGroup, metric: Metric, panel: Mapping[str, Any], caption: str
+    name: str,
+    title: str,
+    group: ResultGroup,
+    metric: Metric,
+    panel: Mapping[str, Any],
+    caption: str,
+    options: ReportOptions,
 ) -> list[Figure]:
     """Return a plot of a table's numbers against length, with the training lengths marked.
 
-    `title` describes the plot; `panel` contains other fields of the panel. A single length has no plot, because there
+    `title` describes the plot; `panel` contains other fields of the panels. A single length has no plot, because there
     is no line to draw.
     """
     drawn, lines = length_lines(group, metric)
     if len({x for line in lines for x in line.x}) < 2:
         return []
     lengths = sorted({series.header.checkpoint.seq_length for series in drawn})
-    trained = {float(length): f"training length {length}" for length in lengths}
+    trained = {float(length): f"trained at {length:,}" for length in lengths}
     alt = f"{title} for {', '.join(series.label for series in drawn)}; the table contains the numbers"
-    caption += _bands_text(drawn, bool(panel.get("log_y")))
-    shown = panels([Panel(tuple(lines), marks=trained, **panel)])
-    size = size_with_legend([*(line.label for line in lines), *trained.values()])
-    return [Figure(name, caption, alt, shown, size)]
+    shown = arranged(lines, options.members, Panel((), marks=trained, **panel))
+    caption += _bands_text(drawn, lines, bool(panel.get("log_y")))
+    caption += " Grey lines: the other models." if any(each.context for each in shown) else ""
+    return [Figure(name, caption, alt, *panels(shown))]
 
 
 def length_lines(group: ResultGroup, metric: Metric) -> tuple[list[Series], list[Line]]:
@@ -186,11 +210,12 @@ def length_lines(group: ResultGroup, metric: Metric) -> tuple[list[Series], list
     return drawn, lines
 
 
-def _bands_text(drawn: Sequence[Series], cut_off: bool) -> str:
-    if all(len(series.replicates) == 1 for series in drawn):
+def _bands_text(drawn: Sequence[Series], lines: Sequence[Line], cut_off: bool) -> str:
+    if not any(line.low for line in lines):
         return ""
+    kind = "t intervals over seeds" if any(len(series.replicates) > 1 for series in drawn) else "intervals"
     beyond = f", cut off at a factor of {MOST_BEYOND:g} beyond the lines" if cut_off else ""
-    return f" Bands and bars: 95% t intervals over seeds{beyond}."
+    return f" Bands: 95% {kind}{beyond}."
 
 
 # Marks and notes
@@ -216,14 +241,29 @@ def with_seeds_note(table: Table) -> Table:
     return replace(table, rows=rows, notes=(*table.notes, SEEDS_NOTE))
 
 
-def differ_significantly(one: TableCell, other: TableCell) -> bool:
-    """Return True if two numbers differ significantly: by their intervals or, without them, by their documents."""
-    ends = [(cell.value, cell.low, cell.high) for cell in (one, other)]
+def differ_significantly(one: TableCell, other: TableCell, comparisons: int = 1) -> bool:
+    """Return True if two numbers differ significantly: by their intervals or, without them, by their documents.
+
+    With several `comparisons`, the level is 5% for all of them together (Bonferroni).
+    """
+    inside = 1 - 0.05 / comparisons
+    ends = [_widened(cell, inside) for cell in (one, other)]
     if any(end is None for three in ends for end in three):
-        return differ(one.sample, other.sample)
+        return differ(one.sample, other.sample, inside)
     estimates = (Estimate(*three, 1) for three in ends)  # type: ignore[arg-type]
     low, high = difference_interval(*estimates)
     return low > 0 or high < 0
+
+
+def _widened(cell: TableCell, inside: float) -> tuple[float | None, float | None, float | None]:
+    """Return a value and the ends of its interval with the confidence `inside` instead of 95%."""
+    if cell.value is None or cell.low is None or cell.high is None:
+        return cell.value, cell.low, cell.high
+    quantile = NormalDist().inv_cdf(0.5 + inside / 2) / NormalDist().inv_cdf(0.975)
+    if cell.seeds is not None and cell.seeds > 1:
+        quantile = t_quantile(cell.seeds - 1, inside) / t_quantile(cell.seeds - 1)
+    low, high = (cell.value + quantile * (end - cell.value) for end in (cell.low, cell.high))
+    return cell.value, low, high
 
 
 def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[TableRow]:

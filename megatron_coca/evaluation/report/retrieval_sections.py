@@ -1,6 +1,5 @@
 """The report sections on retrieval: passkeys, needles in a haystack, RULER-style tasks, and key-value recall."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,12 +15,13 @@ from megatron_coca.evaluation.report.charts import (
     Figure,
     Line,
     Panel,
+    arranged,
     heat_maps,
     panels,
     short_length,
-    size_with_legend,
 )
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableRow
+from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import Metric, whole
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
@@ -43,7 +43,9 @@ RETRIEVAL_COMPARABLE: Comparable = {
 NEEDLE_COMPARABLE: Comparable = {**RETRIEVAL_COMPARABLE, "depths": "protocol.depths"}
 
 HEAD = "accuracy at length"
-INTERVALS = "Wilson's for one seed, t intervals for several seeds, Wilson's over all cases if all seeds agree"
+INTERVALS = (
+    "95% intervals: Wilson's for one seed, t intervals for several seeds, Wilson's over all cases if all seeds agree."
+)
 PASSKEY = Metric("length {}", tally=whole)
 PANEL: dict[str, Any] = {"x_label": "length (tokens)", "y_label": "accuracy (share of cases)", "y_range": SHARES}
 
@@ -65,15 +67,15 @@ def by_side(metric: Metric) -> dict[str, Metric]:
 @shared.grouped("passkey", RETRIEVAL_COMPARABLE)
 def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """Return CoCA Table 2, and Figure 4 as a table (keys inside and beyond the training length), for our results."""
-    by_length = f"Passkey accuracy by length of the prompt, with 95% intervals ({INTERVALS})"
+    by_length = "Passkey accuracy by length of the prompt"
     split = "Passkey accuracy for keys within the training length of the end (inside) and before it (beyond)"
     specs = (
-        LengthTable(by_length, HEAD, {"{}": PASSKEY}, published="passkey"),
+        LengthTable(by_length, HEAD, {"{}": PASSKEY}, published="passkey", notes=(INTERVALS,)),
         LengthTable(split, HEAD, by_side(PASSKEY), "-split"),
     )
     tables = shared.length_tables(name, specs, group, options)
-    caption = f"Passkey accuracy by length of the prompt with 95% intervals: {INTERVALS}."
-    figures = shared.length_figure(name, "Passkey accuracy by length", group, PASSKEY, PANEL, caption)
+    caption = "Passkey accuracy by length of the prompt."
+    figures = shared.length_figure(name, "Passkey accuracy by length", group, PASSKEY, PANEL, caption, options)
     return ReportBlock((retrieval_text(group.first.protocol, "length"),), tuple(figures), tuple(tables))
 
 
@@ -101,11 +103,9 @@ def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
         return ReportBlock(text, (), tuple(tables))
     caption = "Share of needles found, by prompt length and needle depth (0% is the beginning)."
     alt = f"Heat maps of needles found by {', '.join(label for label, _ in maps)}; the table contains the numbers"
-    columns = min(3, len(maps))
     heads, percents = list(map(short_length, lengths)), [f"{depth}%" for depth in depths]
-    draw = heat_maps(maps, percents, heads, "length (tokens)", "depth of the needle", columns)
-    size = (9.0 if columns == 3 else 6.5, 1.2 + 0.3 * max(6, len(depths)) * math.ceil(len(maps) / columns))
-    return ReportBlock(text, (Figure(name, caption, alt, draw, size),), tuple(tables))
+    drawing = heat_maps(maps, percents, heads, "length (tokens)", "depth of the needle")
+    return ReportBlock(text, (Figure(name, caption, alt, *drawing),), tuple(tables))
 
 
 @shared.grouped("ruler", RETRIEVAL_COMPARABLE)
@@ -115,11 +115,11 @@ def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repor
     group = replace(group, series=tuple(_with_means(series, tasks) for series in group.series))
     of_task = {task: _found_in(task) for task in (*tasks, "mean")}
     rows = {f"{task}: {{}}": metric for task, metric in of_task.items()}
-    notes = (f"Intervals: {INTERVALS}. A mean covers all tasks of the table, and is absent if a task is missing.",)
+    notes = (f"{INTERVALS} A mean covers all tasks of the table, and is absent if a task is missing.",)
     spec = LengthTable("Share of the expected strings in the answers", "share found at length", rows, "", notes=notes)
     caption = f"Mean over {len(tasks)} tasks ({', '.join(tasks)}) by length."
     panel = PANEL | {"y_label": "mean share of strings found"}
-    figures = shared.length_figure(name, "Mean share found by length", group, of_task["mean"], panel, caption)
+    figures = shared.length_figure(name, "Mean share found by length", group, of_task["mean"], panel, caption, options)
     tables = shared.length_tables(name, [spec], group, options)
     return ReportBlock((retrieval_text(group.first.protocol, "task and length"),), tuple(figures), tuple(tables))
 
@@ -160,11 +160,11 @@ def of_question(kind: str, entry: RecallEntry) -> Tally | None:
 def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """Return accuracy by length, distance of the fact and shift of all positions, and scores of retrieving heads."""
     protocol, keys, trained = group.first.protocol, group.entry_keys(), min(group.training_lengths())
-    chance = "" if protocol.chance is None else f" A random value is correct in {protocol.chance:.3f} of the cases."
-    text = f"Protocol: {protocol.text}; {protocol.prompts}; {protocol.cases} cases, seed {protocol.seed}.{chance}"
+    guessed = "" if protocol.chance is None else f" A random value is correct in {protocol.chance:.3f} of the cases."
+    text = f"Protocol: {protocol.text}; {protocol.prompts}; {protocol.cases} cases, seed {protocol.seed}.{guessed}"
     caption = "Recall of facts within the training length before the question (inside) and of earlier facts (beyond)"
     specs = [
-        LengthTable(f"Recall by length, with 95% intervals ({INTERVALS})", HEAD, {"{}": UNSHIFTED}),
+        LengthTable("Recall by length", HEAD, {"{}": UNSHIFTED}, notes=(INTERVALS,)),
         LengthTable(caption, HEAD, by_side(UNSHIFTED), "-split"),
     ]
     if any(
@@ -174,9 +174,10 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
         kinds = {f"{{}}, {kind}": replace(UNSHIFTED, tally=partial(of_question, kind)) for kind in QUESTIONS}
         specs.append(LengthTable(caption, HEAD, kinds, "-questions"))
     tables = shared.length_tables(name, specs, group, options)
-    caption = f"Recall by length with 95% intervals: {INTERVALS}. The horizontal line is chance."
-    panel = PANEL | {"level": protocol.chance}
-    figures = shared.length_figure(name, "Recall by length", group, UNSHIFTED, panel, caption)
+    caption = "Recall by length. The dotted line is chance."
+    chance = "" if protocol.chance is None else f"chance {protocol.chance:.2f}"
+    panel = PANEL | {"level": protocol.chance, "level_name": chance}
+    figures = shared.length_figure(name, "Recall by length", group, UNSHIFTED, panel, caption, options)
     shifts = sorted({shift for length, shift in keys if length == trained})
     if len(shifts) > 1:
         shifted = Metric("length {}, shift {}", key=lambda shift: (trained, shift), tally=whole)
@@ -185,35 +186,45 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
         ]
         caption = f"Recall at length {trained} with all positions shifted"
         tables.append(Table(f"{name}-shift", caption, ("shift", *map(str, shifts)), tuple(rows)))
-    figures += heads_figures(group.measured, name)
+    figures += heads_figures(group.measured, name, options.members)
     return ReportBlock((text,), tuple(figures), tuple(tables))
 
 
-def head_panels(recalls: Mapping[str, Sequence[Mapping[float, RecallEntry]]], x_label: str) -> list[Panel]:
-    """Return two panels for the retrieving head: the score of the fact, and the log-sum-exp of all other keys.
+SCORES = {"score of the fact": "fact", "log-sum-exp of all other keys": "rest"}
+"""The two numbers of a retrieving head, by their names."""
 
-    The numbers are means over seeds by length.
+
+def head_lines(recalls: Mapping[str, Sequence[Mapping[float, RecallEntry]]], score: str) -> list[Line]:
+    """Return a line for each label: one number of its retrieving head by length, as a mean over seeds.
 
     `recalls` contains the unshifted entries of each seed by label, in ascending order of length.
     """
-    drawn = []
-    for title, score in (("score of the fact", "fact"), ("log-sum-exp of all other keys", "rest")):
-        lines = []
-        for label, seeds in recalls.items():
-            found: dict[float, list[float]] = {}
-            for entries in seeds:
-                place = retrieving_head(list(entries.values()))
-                for length, entry in entries.items():
-                    head = None if place is None else scores_of(entry, place)
-                    if head is not None and getattr(head, score) is not None:
-                        found.setdefault(length, []).append(getattr(head, score))
-            if found:
-                lines.append(Line(label, tuple(found), tuple(map(fmean, found.values()))))
-        drawn.append(Panel(tuple(lines), x_label, "score", title=title))
-    return drawn
+    lines = []
+    for label, seeds in recalls.items():
+        found: dict[float, list[float]] = {}
+        for entries in seeds:
+            place = retrieving_head(list(entries.values()))
+            for length, entry in entries.items():
+                head = None if place is None else scores_of(entry, place)
+                if head is not None and getattr(head, score) is not None:
+                    found.setdefault(length, []).append(getattr(head, score))
+        if found:
+            lines.append(Line(label, tuple(found), tuple(map(fmean, found.values()))))
+    return lines
 
 
-def heads_figures(measured: Sequence[Series], name: str) -> list[Figure]:
+def head_panels(
+    recalls: Mapping[str, Sequence[Mapping[float, RecallEntry]]], x_label: str, members: Mapping[str, Member]
+) -> list[Panel]:
+    """Return panels for the retrieving heads, in pairs: the score of the fact, the log-sum-exp of all other keys."""
+    sides = []
+    for title, score in SCORES.items():
+        shown = arranged(head_lines(recalls, score), members, Panel((), x_label, "score"))
+        sides.append([replace(each, title=f"{each.title}: {title}" if each.title else title) for each in shown])
+    return [panel for pair in zip(*sides, strict=True) for panel in pair]
+
+
+def heads_figures(measured: Sequence[Series], name: str, members: Mapping[str, Member]) -> list[Figure]:
     recalls = {
         series.label: [
             {float(length): entry for (length, shift), entry in replicate.entries.items() if not shift}
@@ -221,13 +232,13 @@ def heads_figures(measured: Sequence[Series], name: str) -> list[Figure]:
         ]
         for series in measured
     }
-    drawn = head_panels(recalls, "length (tokens)")
-    if len({x for line in drawn[0].lines for x in line.x}) < 2:
+    if len({x for line in head_lines(recalls, "fact") for x in line.x}) < 2:
         return []
     caption = (
         "Scores of the question in the retrieving head (largest weight on the fact at the shortest length), as the "
         "softmax takes them. If the score equals the log-sum-exp of all other keys, the fact has half of the weight."
     )
     alt = f"Score of the fact and log-sum-exp of other keys by length for {', '.join(recalls)}"
-    size = size_with_legend(list(recalls), 3.6, 9.0)
-    return [Figure(f"{name}-heads", caption, alt, panels(drawn, columns=2), size)]
+    return [
+        Figure(f"{name}-heads", caption, alt, *panels(head_panels(recalls, "length (tokens)", members), in_pairs=True))
+    ]

@@ -72,6 +72,9 @@ class Decay(Part):
     distances: list[int]
     falling: list[Share]  # share of pairs with a lower score at the next distance
     falling_mean: Share
+    change: list[float | None] | None = None  # mean score minus the score at distance 0; None in earlier files
+    low: list[float | None] | None = None  # its first quartile over layers, heads and pairs
+    high: list[float | None] | None = None
 
 
 class Entropy(Part):
@@ -243,7 +246,18 @@ def summarise_decay(distances: list[int], swept: list[SweptScores]) -> Decay:
     falling = [_share(falls[:, at]) if visible[at] and visible[at + 1] else None for at in range(len(distances) - 1)]
     known = [value for value in falling if value is not None]
     falling_mean = math.fsum(known) / len(known) if known else None
-    return Decay(distances=distances, falling=falling, falling_mean=falling_mean)
+    return Decay(distances=distances, falling=falling, falling_mean=falling_mean, **_changes(scores, visible))
+
+
+def _changes(scores: np.ndarray, visible: np.ndarray) -> dict[str, list[float | None]]:
+    """Return the mean change of a score since distance 0 and its quartiles; None where keys are hidden."""
+    changes = scores - scores[:, :1]
+
+    def shown(values: np.ndarray) -> list[float | None]:
+        return [float(value) if seen else None for value, seen in zip(values, visible, strict=True)]
+
+    low, high = np.quantile(changes, [0.25, 0.75], axis=0)
+    return {"change": shown(changes.mean(axis=0)), "low": shown(low), "high": shown(high)}
 
 
 PROTOCOL = (

@@ -2,17 +2,17 @@
 
 import logging
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
-from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import JsonValue
 
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.evaluation.chats import ChatRecord, chat_record
-from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.options import TRUNCATED_PARTS, TruncatedPart, subject_options
 from megatron_coca.evaluation.results import (
     Cost,
-    Entry,
     EvaluationError,
     Missing,
     Record,
@@ -23,9 +23,10 @@ from megatron_coca.evaluation.results import (
     out_of_memory,
 )
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
-from megatron_coca.evaluation.tasks.lm_eval_files import config_hash, inputs_hash
+from megatron_coca.evaluation.tasks.lm_eval_files import config_hash, inputs_hash, task_names
 from megatron_coca.evaluation.tasks.lm_eval_prompts import InputLimits, PromptEncoding
-from megatron_coca.evaluation.tasks.lm_eval_samples import LoggedFile, log_samples
+from megatron_coca.evaluation.tasks.lm_eval_samples import log_samples
+from megatron_coca.evaluation.tasks.lm_eval_scores import TaskScores, task_scores
 from megatron_coca.model import DynamicLength
 
 logger = logging.getLogger(__name__)
@@ -37,37 +38,8 @@ PROTOCOL = (
 )
 """Part of the identity of a result file: if this string changes, earlier files are not resumed."""
 
-
-NOT_MEASURED = -1.0
-"""The value that the harness reports for a score it did not measure, such as a length without samples in ruler."""
-
-
-class Score(Record):
-    metric: str
-    filter: str
-    value: float | None  # None if the score was not measured
-    stderr: float | None  # None if the harness reports no standard error
-    higher_is_better: bool | None
-
-
-class TaskScores(Entry):
-    """Scores of one task of the harness, or means over the tasks of one group."""
-
-    task: str
-    version: str | None
-    num_fewshot: int | None  # number of examples; None for a group if its tasks differ
-    samples: int  # number of scored documents
-    config_sha256: str  # hash of the configuration in the task's file, without paths; empty for a task in a group
-    inputs_sha256: str  # hash of code, local data and subtasks
-    documents_sha256: str | None  # hash of the documents in order; None for a group
-    prompts_sha256: str | None  # hash of each document's first prompt, including examples; None for a group
-    cut: int = 0  # samples with a prompt that exceeded the limit and lost its beginning
-    scores: list[Score]
-    logged: list[LoggedFile] = []  # logs of the task or of all tasks of the group; empty without --log-samples
-
-    @property
-    def key(self) -> tuple[str]:
-        return (self.task,)
+TOKENIZER = "tokenizer"
+"""The key of `--metadata` that names the tokenizer of tasks that generate prompts; by default the checkpoint's own."""
 
 
 class HarnessProtocol(Record):
@@ -87,6 +59,10 @@ class HarnessProtocol(Record):
     prefix: int | None = None  # token before a text without context; None: start, or the end-of-document token
     ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
     chat: ChatRecord | None = None  # None: prompts are plain text
+    plain_tasks: list[str] = []  # tasks with plain prompts although those of others are chats
+    truncate: TruncatedPart = "beginning"  # the part that prompts above max_length lose
+    metadata: dict[str, JsonValue] = {}  # values passed to the code of the tasks
+    local_data: bool = False  # whether data sets come from the folder of --datasets
 
 
 class HarnessResult(Result):
@@ -107,15 +83,20 @@ def run(args: Namespace, show: Show) -> int:
     if args.log_samples and args.output is None:
         raise EvaluationError("--log-samples: needs --output, because samples are written next to it; add --output")
     evaluation = Evaluation(subject_options(args), "lm-eval", show)
+    if args.datasets is not None and not args.datasets.is_dir():
+        raise EvaluationError(f"--datasets {args.datasets}: no such folder; make it with tools/fetch_benchmarks.py")
     encoding, protocol = prepare(evaluation, args, installed)
-    manager = index_tasks(args.tasks, args.include_path)
+    own = {TOKENIZER: encoding.tokenizer.fingerprint}
+    manager = index_tasks(args.tasks, args.include_path, own | args.metadata, args.plain_tasks)
+    plain = sorted({leaf for name in args.plain_tasks for leaf in task_names(manager, name)})
+    protocol = protocol.model_copy(update={"plain_tasks": plain})
     indexed = [(name, manager.task_index[name]) for name in args.tasks]
     names = [one for name, known in indexed for one in (sorted(known.tags) if known.kind.name == "TAG" else [name])]
     remedy = "lower --tokens-per-batch or --max-length, or use --dtype bfloat16"
     for subject, store in evaluation.variants(HarnessResult, protocol=protocol):
         for name in dict.fromkeys(names):
             earlier = store.get((name,))
-            if earlier is not None and (changed := _changed(earlier, manager)) is None:
+            if earlier is not None and (changed := _changed(earlier, manager, args.datasets)) is None:
                 if not args.log_samples or _is_logged(earlier, store):
                     continue
             elif earlier is not None and not args.overwrite:
@@ -124,7 +105,7 @@ def run(args: Namespace, show: Show) -> int:
                     "--output, or replace the file with --overwrite"
                 )
             with noting_missing(store, f"task {name}", remedy):
-                _measure(name, manager, subject, store, encoding, args.log_samples)
+                _measure(name, manager, subject, store, encoding, args)
     return evaluation.status
 
 
@@ -140,7 +121,7 @@ def prepare(evaluation: Evaluation, args: Namespace, installed: str) -> tuple[Pr
     if longest is None and trained.position.embedding.weights == "table":
         longest = trained.model.max_position_embeddings  # no model supports positions beyond its table
     protocol = HarnessProtocol(
-        text=PROTOCOL,
+        text=PROTOCOL.replace(TRUNCATED_PARTS[0], args.truncate),
         lm_eval=installed,
         max_length=longest,
         rolling_window=trained.model.seq_length if args.max_length is None else None,
@@ -153,7 +134,8 @@ def prepare(evaluation: Evaluation, args: Namespace, installed: str) -> tuple[Pr
         prefix=None if encoding.prefix in (start, tokenizer.eod) else encoding.prefix,
         ends=[] if encoding.ends == (tokenizer.eod,) else [*encoding.ends],
         chat=chat,
-        **{name: getattr(args, name) for name in ("num_fewshot", "limit", "seed")},
+        local_data=args.datasets is not None,
+        **{name: getattr(args, name) for name in ("num_fewshot", "limit", "seed", "truncate", "metadata")},
     )
     return encoding, protocol
 
@@ -162,22 +144,19 @@ def _is_logged(entry: TaskScores, store: Store[HarnessResult]) -> bool:
     return store.path is not None and bool(entry.logged) and all(file.intact(store.path) for file in entry.logged)
 
 
-def _changed(earlier: TaskScores, manager: Any) -> str | None:
+def _changed(earlier: TaskScores, manager: Any, folder: Path | None) -> str | None:
     """Return which part of a task or group has changed since its scores were measured, or None."""
     if earlier.config_sha256 != config_hash(manager, earlier.task):
         return "the configuration"
-    if earlier.inputs_sha256 != inputs_hash(manager, earlier.task):
+    if earlier.inputs_sha256 != inputs_hash(manager, earlier.task, folder):
         return "a code, data or task file"
     return None
 
 
-def _hash(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
-
-
 def _measure(
-    name: str, manager: Any, subject: Subject, store: Store[HarnessResult], encoding: PromptEncoding, log: bool
+    name: str, manager: Any, subject: Subject, store: Store[HarnessResult], encoding: PromptEncoding, args: Namespace
 ) -> None:
+    from megatron_coca.evaluation.tasks.lm_eval_data import PromptTokenizer, TaskData
     from megatron_coca.evaluation.tasks.lm_eval_model import HarnessModel, evaluate_task
 
     given = store.result.protocol
@@ -186,21 +165,25 @@ def _measure(
     model = HarnessModel(
         subject.model,
         encoding,
-        InputLimits(given.max_length, window),
+        InputLimits(given.max_length, window, given.truncate),
         given.tokens_per_batch,
-        subject.vocab_size,
+        min(subject.vocab_size, encoding.tokenizer.vocab_size),  # the tokenizer cannot decode other ids
         given.dynamic_length,
     )
     chat = None
     if given.chat is not None:
         chat = {"system_instruction": given.chat.system, "fewshot_as_multiturn": given.chat.multiturn}
+    counting = PromptTokenizer(encoding.encode, encoding.tokenizer.vocab_size)
+    data = TaskData(counting, encoding.tokenizer.fingerprint, args.datasets)
+    settings = (given.num_fewshot, given.limit, given.seed, chat, data, given.plain_tasks)
     try:
         with measured(subject.device) as meter:
-            results = evaluate_task(model, manager, name, given.num_fewshot, given.limit, given.seed, chat)
-        logged = log_samples(store.path, results["samples"], model.cut) if log and store.path is not None else {}
+            results = evaluate_task(model, manager, name, *settings)
+        place = store.path if args.log_samples else None
+        logged = {} if place is None else log_samples(place, results["samples"], model.cut)
         # The requested task or group comes last, so that its entry implies that the entries of its subtasks are stored.
         names = [*sorted({*results["results"], *results["group_subtasks"]} - {name}), name]
-        hashes = [(config_hash(manager, each), inputs_hash(manager, each)) for each in names]
+        hashes = [(config_hash(manager, each), inputs_hash(manager, each, args.datasets)) for each in names]
         entries = [
             task_scores(each, results, *both, model.cut, logged) for each, both in zip(names, hashes, strict=True)
         ]
@@ -216,9 +199,9 @@ def _measure(
     for entry in entries:
         if entry.cut and entry.documents_sha256 is not None:
             logger.warning(
-                "%s: task %s: prompts of %d of %d samples exceed --max-length %s and lost their beginning; raise "
+                "%s: task %s: prompts of %d of %d samples exceed --max-length %s and lost their %s; raise "
                 "--max-length, or do not compare the score",
-                *(subject.label, entry.task, entry.cut, entry.samples, given.max_length),
+                *(subject.label, entry.task, entry.cut, entry.samples, given.max_length, given.truncate),
             )
     for entry in entries[:-1]:
         store.put(entry)
@@ -235,71 +218,3 @@ def reason(error: BaseException) -> str:
         texts.append(f"{type(cause).__name__}: {' '.join(str(cause).split())}")
         cause = cause.__cause__
     return "; caused by ".join(texts)
-
-
-def task_scores(
-    name: str,
-    results: dict[str, Any],
-    config_sha256: str,
-    inputs_sha256: str,
-    cut: Mapping[str, Collection[int]],
-    logged: Mapping[str, LoggedFile],
-) -> TaskScores:
-    """Return the entry of a task or group; `cut` maps each task to its documents with a truncated prompt."""
-    samples = sorted(results["samples"].get(name, ()), key=lambda sample: sample["doc_id"])
-    version = results["versions"].get(name)
-    shots = results["n-shot"].get(name)
-    tasks = _tasks_of(name, results)
-    return TaskScores(
-        task=name,
-        version=None if version in (None, "Yaml") else str(version),  # "Yaml" means that the task's file has no version
-        num_fewshot=shots if isinstance(shots, int) else None,
-        samples=sum(results["n-samples"][task]["effective"] for task in tasks),
-        config_sha256=config_sha256,
-        inputs_sha256=inputs_sha256,
-        documents_sha256=_hash_of(samples, "doc_hash"),
-        prompts_sha256=_hash_of(samples, "prompt_hash"),
-        cut=sum(len(cut.get(task, ())) for task in tasks),
-        scores=_scores(name, results),
-        logged=[logged[task] for task in tasks if task in logged],
-    )
-
-
-def _scores(name: str, results: dict[str, Any]) -> list[Score]:
-    metrics = results["results"].get(name, {})
-    higher_is_better = results["higher_is_better"].get(name, {})
-    scores = []
-    for key in sorted(metrics):
-        metric, _, filtered = key.partition(",")
-        if key in ("alias", "name", "sample_len", "sample_count") or metric.endswith("_stderr"):
-            continue
-        absent = any(_is_absent(task, metric, key, results) for task in _tasks_of(name, results))
-        stderr = metrics.get(f"{metric}_stderr,{filtered}")
-        scores.append(
-            Score(
-                metric=metric,
-                filter=filtered,
-                value=None if absent else float(metrics[key]),
-                stderr=float(stderr) if isinstance(stderr, int | float) and not absent else None,
-                higher_is_better=higher_is_better.get(metric),
-            )
-        )
-    return scores
-
-
-def _is_absent(task: str, metric: str, key: str, results: dict[str, Any]) -> bool:
-    """Return True if a task's score is `NOT_MEASURED` because the score of every sample is."""
-    found = [sample[metric] for sample in results["samples"].get(task, ()) if metric in sample]
-    at_all = results["results"].get(task, {}).get(key) == NOT_MEASURED
-    return at_all and bool(found) and all(isinstance(one, int | float) and one == NOT_MEASURED for one in found)
-
-
-def _tasks_of(name: str, results: dict[str, Any]) -> list[str]:
-    """Return all tasks of a group, including those of nested groups; for a task, return only its name."""
-    if name in results["n-samples"]:
-        return [name]
-    return [task for child in results["group_subtasks"].get(name, ()) for task in _tasks_of(child, results)]
-
-
-def _hash_of(samples: Sequence[dict[str, Any]], field: str) -> str | None:
-    return _hash("".join(sample[field] for sample in samples)) if samples else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.checkpoints.identity import file_digest
+from megatron_coca.evaluation.benchmarks import place_of, sources_of
 
 NOT_HASHED = ("dataset_kwargs", "task_alias", "tag", "group")
 """Keys of a task's configuration with names or paths, which do not affect the measurement."""
@@ -26,22 +27,44 @@ def config_hash(manager: Any, name: str) -> str:
     return sha256(text.encode()).hexdigest()
 
 
-def inputs_hash(manager: Any, name: str) -> str:
+def inputs_hash(manager: Any, name: str, folder: Path | None = None) -> str:
     """Return a hash of the local files that a task reads. For a group, include all of its tasks and configurations.
 
-    The configuration names data sets on the Hugging Face Hub; `documents_sha256` covers their content.
+    The configuration names data sets on the Hugging Face Hub; `documents_sha256` covers their content. If they are read
+    from a local `folder`, the hash includes their files.
     """
     digest = sha256()
-    for task in sorted(_leaves(manager, name, set())):
+    known: dict[Path, str] = {}  # the tasks of a benchmark share files
+    for task in sorted(task_names(manager, name)):
         entry = manager.task_index[task]
         digest.update(config_hash(manager, task).encode() if task != name else b"")
-        for path in (*_code(entry), *_data(entry.cfg)):
-            digest.update(f"{path.suffix} {file_digest(path)}\n".encode())
+        for path in (*_code(entry), *_data(entry.cfg), *_local_sources(entry.cfg, folder)):
+            known[path] = known.get(path) or file_digest(path)
+            digest.update(f"{path.suffix} {known[path]}\n".encode())
     return digest.hexdigest()
 
 
-def _leaves(manager: Any, name: str, seen: set[str]) -> set[str]:
+def task_names(manager: Any, name: str) -> set[str]:
     """Return the names of a task or group and of all its descendants that have a file."""
+    return _leaves(manager, name, set())
+
+
+def _local_sources(config: Mapping[str, Any] | None, folder: Path | None) -> list[Path]:
+    """Return the files below the folder of `--datasets` that a task reads."""
+    if folder is None or config is None:
+        return []
+    function = os.path.basename(str(config.get("custom_dataset") or ""))
+    places = [place_of(source, folder) for source in sources_of(config.get("dataset_path"), function)]
+    return [file for place in places for file in _files_of(place) if not is_hidden(file, folder)]
+
+
+def is_hidden(file: Path, folder: Path) -> bool:
+    """Return True for files such as those in the folder .cache that `hf download` writes beside a data set."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _leaves(manager: Any, name: str, seen: set[str]) -> set[str]:
+    """Add the names of a task or group and of its descendants to `seen`, and return it."""
     entry = manager.task_index.get(name)
     if name in seen or entry is None:
         return seen
@@ -86,10 +109,12 @@ def _data(config: Mapping[str, Any] | None) -> list[Path]:
     found: dict[Path, None] = {}
     for text in _texts(kept):
         for place in [text] if os.path.exists(text) else sorted(glob.glob(text)):
-            path = Path(place)
-            files = sorted(path.rglob("*")) if path.is_dir() else [path]
-            found |= dict.fromkeys(each for each in files if each.is_file())
+            found |= dict.fromkeys(_files_of(Path(place)))
     return list(found)
+
+
+def _files_of(path: Path) -> list[Path]:
+    return [each for each in (sorted(path.rglob("*")) if path.is_dir() else [path]) if each.is_file()]
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -5,7 +5,7 @@ import importlib
 import math
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.tasks.answers import finished_by
+from megatron_coca.evaluation.tasks.lm_eval_data import TaskData, is_by_length
 from megatron_coca.evaluation.tasks.lm_eval_prompts import InputLimits, PromptEncoding, render_chat
 from megatron_coca.evaluation.tasks.perplexity import score_hidden
 from megatron_coca.model import DYNAMIC_LENGTH, GPT, NOT_GENERATED, DynamicLength, equal_length_batches, generate
@@ -43,7 +44,7 @@ class HarnessModel(TemplateLM):
     HFLM itself would show a length-dependent extension the longest input of a batch, and it pads prompts on the left,
     which not every position method supports. Here all inputs of a batch have the same length.
 
-    `encoding` encodes texts. Inputs longer than `limits.max_length` lose their beginning; `cut` maps each task to the
+    `encoding` encodes texts. Inputs longer than `limits.max_length` are truncated; `cut` maps each task to the
     documents with such inputs.
 
     `model` is in evaluation mode. A forward pass has at most `tokens_per_batch` tokens, but at least one input. Ids
@@ -118,7 +119,7 @@ class HarnessModel(TemplateLM):
                 )
             tokens = (context or [self.prefix_token_id]) + continuation
             if longest is not None and len(tokens) > longest + 1:
-                tokens = tokens[-(longest + 1) :]
+                tokens = self.limits.shortened(tokens, longest + 1, len(continuation) + 1)
                 if texts is not None:
                     self._cut_texts.add(texts)
             scorings.append((tuple(tokens[:-1]), tuple(continuation)))
@@ -167,7 +168,7 @@ class HarnessModel(TemplateLM):
             new_tokens, stops = greedy_limits(task, settings)
             prompt = self.tok_encode(context) or [self.prefix_token_id]
             if (room := self._room(task, new_tokens)) is not None and len(prompt) > room:
-                prompt = prompt[-room:]
+                prompt = self.limits.shortened(prompt, room)
                 self._note_cut(request)
             asked.append((texts.setdefault((new_tokens, stops), {}), tuple(prompt)))
             texts[new_tokens, stops][tuple(prompt)] = ""
@@ -226,26 +227,33 @@ def greedy_limits(task: str, settings: Mapping[str, Any]) -> tuple[int, tuple[st
     return normalized["max_gen_toks"], tuple(filter(None, normalized["until"]))
 
 
-def index_tasks(names: Sequence[str], include: Sequence[Path]) -> TaskManager:
+def index_tasks(
+    names: Sequence[str],
+    include: Sequence[Path],
+    metadata: Mapping[str, Any] | None = None,
+    plain: Sequence[str] = (),
+) -> TaskManager:
     """Index the task files in the folders `include`, which take precedence, and the harness's own task files.
 
     The harness has thousands of task files, which are slow to read; they are read only if `include` lacks a name.
-    Raises EvaluationError for an unknown name.
+    `metadata` is passed to the code of all tasks. `plain` are the names of `--plain-tasks`. Raises EvaluationError for
+    an unknown name.
     """
     import_evaluate_library()
     for folder in include:
         if not folder.is_dir():
             raise EvaluationError(f"--include-path {folder}: no such folder; name one with task files (*.yaml)")
-    paths: list[str | Path] = [*include]
-    manager = TaskManager(include_path=paths, include_defaults=False)
-    if set(names) <= set(manager.all_subtasks):
+    settings: dict[str, Any] = {"include_path": [*include], "metadata": {**(metadata or {})}}
+    manager = TaskManager(**settings, include_defaults=False)
+    if {*names, *plain} <= set(manager.all_subtasks):
         return manager
-    manager = TaskManager(include_path=paths)
-    if unknown := [name for name in names if name not in manager.task_index]:
+    manager = TaskManager(**settings)
+    if unknown := [name for name in (*names, *plain) if name not in manager.task_index]:
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=3)
+        option = "--tasks" if unknown[0] in names else "--plain-tasks"
         hint = f"; did you mean {', '.join(near)}?" if near else ""
         raise EvaluationError(
-            f"--tasks {unknown[0]}: no such task, group or tag{hint}; name a folder of your own tasks with "
+            f"{option} {unknown[0]}: no such task, group or tag{hint}; name a folder of your own tasks with "
             "--include-path"
         )
     return manager
@@ -271,14 +279,18 @@ def evaluate_task(
     limit: int | None,
     seed: int,
     chat: Mapping[str, Any] | None = None,
+    data: TaskData | None = None,
+    plain: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the harness's results for a task or group, with samples. They do not depend on earlier runs.
 
-    `chat` contains the harness's settings `system_instruction` and `fewshot_as_multiturn`; if set, prompts are chats.
+    `chat` contains the harness's settings `system_instruction` and `fewshot_as_multiturn`; if set, prompts are chats,
+    except those of the tasks `plain`.
     """
+    with (data or TaskData()).provided(seed, limit):
+        loaded = manager.load([name])
     random.seed(seed)
     np.random.seed(seed)
-    loaded = manager.load([name])
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
         if num_fewshot is not None and own != 0:
@@ -286,7 +298,22 @@ def evaluate_task(
         elif own is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=seed)
+        if task.config.task in plain:
+            _keep_plain(task)
     settings = {} if chat is None else {**chat, "apply_chat_template": True}
+    if all(is_by_length(task) for task in loaded["tasks"].values()):
+        limit = None  # `data` has applied it to every length
     results = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True, **settings)
     assert results is not None, "the harness returns None only in processes other than the first"
     return dict(results)
+
+
+def _keep_plain(task: Any) -> None:
+    """Let the requests of a task be plain text even if those of other tasks are chats."""
+    build = task.build_all_requests
+    plain = {"apply_chat_template": False, "chat_template": None, "system_instruction": None, "tokenizer_name": ""}
+
+    def build_plain(**settings: Any) -> None:
+        build(**{**settings, **plain, "fewshot_as_multiturn": False})
+
+    task.build_all_requests = build_plain

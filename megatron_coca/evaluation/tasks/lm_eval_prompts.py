@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_coca.data import DataError, Tokenizer
+from megatron_coca.evaluation.options import TruncatedPart
 from megatron_coca.evaluation.tasks.answers import end_tokens
 
 logger = logging.getLogger(__name__)
@@ -21,10 +22,19 @@ class InputLimits:
     Attributes:
         max_length: limit of an input, including new tokens in generation; None: no limit.
         window: size of a window of rolling log-likelihoods.
+        truncate: the part that longer inputs lose.
     """
 
     max_length: int | None
     window: int
+    truncate: TruncatedPart = "beginning"
+
+    def shortened(self, tokens: list[int], room: int, kept: int = 1) -> list[int]:
+        """Return at most `room` tokens. The last `kept` tokens always remain."""
+        if len(tokens) <= room:
+            return tokens
+        first = min(room // 2, room - kept) if self.truncate == "middle" else 0
+        return [*tokens[:first], *tokens[len(tokens) - (room - first) :]]
 
 
 @dataclass(frozen=True)

@@ -265,6 +265,22 @@ def score_document(
 def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabulary: int | None = None) -> Tensor:
     """Return (sum of nll in nats, correct predictions) as float64 [2]; hidden [n, hidden_size], targets [n] int64."""
     total = torch.zeros(2, dtype=torch.float64, device=hidden.device)
+    for losses, correct in _scored(model, hidden, targets, vocabulary):
+        total[0] += losses.double().sum()
+        total[1] += correct.sum()
+    return total
+
+
+def token_losses(model: LanguageModel, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the nll of each token in nats, and whether it is the likeliest; arguments as in `score_hidden`."""
+    losses, correct = zip(*_scored(model, hidden, targets, None), strict=True)
+    return torch.cat(losses), torch.cat(correct)
+
+
+def _scored(
+    model: LanguageModel, hidden: Tensor, targets: Tensor, vocabulary: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the loss of each token, and whether it is predicted, in chunks that limit the memory of the logits."""
     size = max(1, LOGITS_AT_ONCE.get(hidden.device.type, 1 << 26) // model.logits(hidden[:1]).shape[-1])
     for states, tokens in zip(hidden.split(size), targets.split(size), strict=True):
         logits = model.logits(states)[:, :vocabulary]
@@ -272,9 +288,7 @@ def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabula
         largest, own = logits.amax(dim=-1), logits.gather(1, tokens[:, None])[:, 0]
         # In place, because a copy would be as large as the logits themselves.
         sums = logits.sub_(largest[:, None]).exp_().sum(dim=-1)
-        total[0] += (sums.log() + (largest - own)).double().sum()
-        total[1] += (own >= largest).sum()
-    return total
+        yield sums.log() + (largest - own), own >= largest
 
 
 def pooled(window: int, scores: Sequence[DocumentScore], lengths: Sequence[int]) -> WindowResult:

@@ -93,9 +93,12 @@ class RecallResult(Result):
     results: list[RecallEntry]
 
 
+NO_KIND = -1
+
+
 class Questions(NamedTuple):
     """Inputs int64 [n, length] and answers int64 [n]. The fact of each is at tokens [first, last), int64 [n]. `kinds`
-    int64 [n] are indices in `QUESTIONS`, zeros if there is only one kind.
+    int64 [n] are indices in `QUESTIONS`, or NO_KIND if the task has only one kind of question.
     """
 
     ids: np.ndarray
@@ -134,7 +137,7 @@ def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskS
             ids, answers, places, kinds = ordered_question(settings, filler, draws)
             return [Questions(ids, answers, places, places + 1, kinds)]
         ids, answers, places = recall_question(settings, filler, draws)
-        return [Questions(ids, answers, places, places + 1, np.zeros_like(places))]
+        return [Questions(ids, answers, places, places + 1, np.full_like(places, NO_KIND))]
 
     paths = data.test_data_paths or []
     if settings.text and not paths:
@@ -179,7 +182,7 @@ def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
         made = []
         for group in groups.values():
             ids, first, last = (np.stack(part) for part in zip(*group, strict=True))
-            made.append(Questions(ids, ids[np.arange(len(ids)), first], first, last, np.zeros_like(first)))
+            made.append(Questions(ids, ids[np.arange(len(ids)), first], first, last, np.full_like(first, NO_KIND)))
         return made
 
     return make
@@ -275,7 +278,7 @@ def measure(
         inside=tally([score for distance, score in cases if distance <= trained]),
         beyond=tally([score for distance, score in cases if distance > trained]),
         heads=head_scores(model, questions, diagnosed, tokens_per_batch) if diagnosed else [],
-        questions=by_question(kinds, scores) if any(kinds) else None,
+        questions=by_question(kinds, scores) if NO_KIND not in kinds else None,
     )
 
 

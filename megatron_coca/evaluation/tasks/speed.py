@@ -29,8 +29,9 @@ from megatron_coca.config.model import GAU
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import KINDS_OF_WORK, KindOfWork, Variant, read_variants, resolve_device
 from megatron_coca.evaluation.results import Entry, EvaluationError, Missing, Record, Result, Show, Store
-from megatron_coca.evaluation.subject import backend_name, environment_record, print_missing
+from megatron_coca.evaluation.subject import backend_record, environment_record, print_missing
 from megatron_coca.model import GPT, build_model
+from megatron_coca.support.arguments import ignoring
 from megatron_coca.support.console import track
 from megatron_coca.support.host_memory import keep_freed_memory
 from megatron_coca.support.plain_text import masked
@@ -42,7 +43,8 @@ PROTOCOL = (
     "forward+backward: all gradients, no optimizer; decode: a token after `length` cached ones, its keys' rotation "
     "included; memory: the most that one call holds beside weights and inputs"
 )
-PLAIN = {"rope_scaling": None, "relative_positions": None, "logit_scaling": "none", "forgetting_gate": None}
+PLAIN: dict[str, str | None] = {"rotary_frequencies": None, "rope_scaling": None, "relative_positions": None}
+PLAIN |= {"logit_scaling": "none", "forgetting_gate": None}
 DECODED = 8
 """Number of tokens decoded in one call. Decoding a single token is too short to be timed well."""
 
@@ -171,7 +173,7 @@ def build_methods(
             return
         if built:
             share_weights(model, built[0].model)
-        built.append(TimedMethod(label, config, model, backend_name(model)))
+        built.append(TimedMethod(label, config, model, backend_record(model, config, device)))
 
     for name in methods:
         add(name, {"pos_emb": name})
@@ -330,16 +332,25 @@ Key = TypeVar("Key")
 
 
 def interleaved(
-    calls: Mapping[Key, Callable[[], object]], rounds: int, device: torch.device, uncounted: int = 1
+    calls: Mapping[Key, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    uncounted: int = 1,
+    seconds: float | None = None,
 ) -> dict[Key, list[float]]:
-    """Return the seconds of each call in each of `rounds` rounds, after warm-up rounds that are not counted."""
+    """Return the seconds of each call in each of `rounds` rounds, after warm-up rounds that are not counted. With
+    `seconds`, no round begins after that time, but at least three rounds count.
+    """
 
     def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     times: dict[Key, list[float]] = {key: [] for key in calls}
+    begin = time.perf_counter()
     for index in range(uncounted + rounds):
+        if seconds is not None and index >= uncounted + 3 and time.perf_counter() - begin > seconds:
+            break
         for key, call in calls.items():
             synchronize()
             start = time.perf_counter()
@@ -414,7 +425,8 @@ def run(args: Namespace, show: Show) -> int:
     if args.config is not None:
         config = load_config(args.config, args.overrides)
     else:
-        config = open_checkpoint(args.checkpoint, overrides=args.overrides).trained.override(args.overrides)
+        given = [*args.overrides, *ignoring(args)]
+        config = open_checkpoint(args.checkpoint, overrides=given).trained.override(given)
     variants = read_variants(args) if args.variant else ()
     methods, unsupported = build_methods(config, args.methods, variants, device, DTYPES[args.dtype])
     if not methods:

@@ -8,10 +8,10 @@ from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, open_ch
 from megatron_coca.checkpoints.compare import POSITION_WEIGHTS, check_same_architecture, extension_note
 from megatron_coca.checkpoints.opened import load_weights
 from megatron_coca.checkpoints.tokenizer import made_of
-from megatron_coca.config import KEYS, Config
+from megatron_coca.config import KEYS, Config, adds_norms
 from megatron_coca.data import Tokenizer
 from megatron_coca.data.tokenizers.kinds import first_difference
-from megatron_coca.model import GPT, assemble_model, draw_learned_positions, empty_model
+from megatron_coca.model import GPT, assemble_model, draw_learned_positions, empty_model, initial_norms
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     """Build a model for `device` with its weights in host memory. All ranks get the same weights.
 
     With `finetune`, the weights are loaded from the checkpoint `load`. If its position method is different, its learned
-    position weights are dropped, and those of the new method are drawn at random.
+    position weights are dropped, and those of the new method are drawn at random. If only the run has norms of queries
+    and keys, these have their initial weights.
 
     Args:
         tokenizer: the tokenizer of the run's data, or None if unknown.
@@ -47,7 +48,8 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     keys = config.checkpoint
     if not keys.finetune or keys.load is None:
         return InitialModel(assemble_model(config, device), None)
-    source = open_checkpoint(keys.load, verify, keys.iteration, {"imports": config.position.imports})
+    given = {"imports": config.position.imports, "ignore_keys": keys.ignore_keys}
+    source = open_checkpoint(keys.load, verify, keys.iteration, given)
     saved = source.trained
     check_same_architecture(source.folder, saved, config)
     check_same_tokenizer(source, config, tokenizer)
@@ -63,12 +65,14 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
         and (name not in own or not next(alike for kind, alike in same.items() if kind.fullmatch(name)))
     ]
     taken = weights.only(name for name in weights.entries if name not in dropped)
-    load_weights(model, taken, learned)
+    norms = initial_norms(config.model) if adds_norms(saved.model, config.model) else {}
+    load_weights(model, taken.adding(norms), learned)
 
     drawn, note = [name for name in learned if name not in taken.entries], extension_note(saved, config)
     summary = [f"starts from the weights of {source.folder}", *([] if note is None else [note])]
     changed = _changed_positions(saved, config)
     summary += [f"changes {', '.join(changed)}"] if changed else []
+    summary += ["adds norms of queries and keys"] if norms else []
     summary += [f"drops {', '.join(dropped)}"] if dropped else []
     summary += [f"draws {', '.join(drawn)} at random"] if drawn else []
     logger.info("; ".join(summary))

@@ -1,7 +1,7 @@
 """Resuming from a GPT-NeoX checkpoint: its weights, optimizer, step and schedule become a checkpoint of this run."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -17,11 +17,21 @@ from megatron_coca.checkpoints.neox.optimizer import STEP, NeoxOptimizer
 from megatron_coca.checkpoints.neox.read import NeoxFiles, configure, find_step
 from megatron_coca.checkpoints.opened import check_fit
 from megatron_coca.checkpoints.weights import write_safetensors
-from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, stage_at
+from megatron_coca.config import (
+    COMPUTE_KEYS,
+    KEYS,
+    CheckpointConfig,
+    Config,
+    adds_norms,
+    form_keys,
+    stage_at,
+    weight_changes,
+)
+from megatron_coca.model import initial_norms
 from megatron_coca.support.plain_text import masked
 from megatron_coca.training.checkpointing.initial_model import check_same_tokenizer
 from megatron_coca.training.checkpointing.saving import DTYPES
-from megatron_coca.training.engine.state import MOMENTS
+from megatron_coca.training.engine.state import ADDED_AT, MOMENTS
 from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.optimizer import OPTIMIZERS
 from megatron_coca.training.randomness import rng_states
@@ -58,8 +68,12 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
     corpus, config = opened.corpus, opened.corpus.config
     check_same_architecture(source.folder, source.trained, config)
     check_same_tokenizer(source, config, corpus.tokenizer)
-    check_fit(config, source.weights())
-    differing = differing_keys(source.trained, config, frozenset(KEYS) - COMPARED)
+    norms = initial_norms(config.model) if adds_norms(source.trained.model, config.model) else {}
+    weights = source.weights().adding(norms)
+    differing = differing_keys(source.trained, config, frozenset(KEYS) - COMPARED | form_keys(source.trained, config))
+    differing += [f"{key} ({reason})" for key, reason in weight_changes(source.trained, config)]
+    if not differing:
+        check_fit(config, weights)
     if not keys.no_load_optim:
         optimizer = NeoxOptimizer(source.folder, *configure(source.folder, NeoxFiles(source.folder), own))
         differing += _differing_options(optimizer, config)
@@ -68,6 +82,7 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
             f"{source.folder}: cannot be resumed with a different {', '.join(differing)}; "
             "restore these values, or start a new run from its weights with finetune=true"
         )
+    count = optimizer.step if optimizer is not None else 0.0
     meta = {
         "step": step,
         "run": uuid4().hex,
@@ -75,15 +90,15 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
         "data": corpus.identity,
         **opened.shared,
         "topology": {},  # matches no run, so that every rank draws new dropout masks
-        "counters": {STEP: optimizer.step if optimizer is not None else 0.0},
+        "counters": {STEP: count} | ({ADDED_AT: count} if norms else {}),
         "progress": {},
         "mixture": [asdict(share) for share in corpus.mixture(step, opened.sizes.total)],
         "versions": native.code_versions(),
     }
     try:
         partial = native.begin(save, step)
-        _write_state(partial, source.weights(), optimizer, config)
-        write_safetensors(partial / native.WEIGHTS, source.weights().to(DTYPES[config.precision.dtype]))
+        _write_state(partial, weights, optimizer, config, norms.keys())
+        write_safetensors(partial / native.WEIGHTS, weights.to(DTYPES[config.precision.dtype]))
         (partial / native.CONFIG).write_text(masked(config.to_yaml()))
         native.write_json(partial / native.META, meta)
         if corpus.tokenizer is not None:
@@ -112,8 +127,12 @@ def _differing_options(optimizer: NeoxOptimizer, config: Config) -> list[str]:
     ]
 
 
-def _write_state(folder: Path, weights: Any, optimizer: NeoxOptimizer | None, config: Config) -> None:
-    """Write `state/`, with one file per block, and the random state, which every checkpoint must contain."""
+def _write_state(
+    folder: Path, weights: Any, optimizer: NeoxOptimizer | None, config: Config, added: Collection[str]
+) -> None:
+    """Write `state/`, with one file per block, and the random state, which every checkpoint must contain. The optimizer
+    has no states of the weights in `added`.
+    """
     (folder / native.STATE).mkdir()
     (folder / native.RNG).mkdir()
     buffer = io.BytesIO()
@@ -127,6 +146,6 @@ def _write_state(folder: Path, weights: Any, optimizer: NeoxOptimizer | None, co
             slices[name] = ParameterSlice(tuple(plain.shape))
             for kind in kinds:
                 default = plain if kind == WEIGHT else torch.zeros_like(plain)
-                found = optimizer.read(kind, name) if optimizer is not None else default
+                found = optimizer.read(kind, name) if optimizer is not None and name not in added else default
                 pieces.append(StatePiece(name, kind, 0, found.reshape(-1).contiguous()))
         write_pieces(folder / native.STATE / file_name(number), pieces, slices)

@@ -19,10 +19,21 @@ from megatron_coca.checkpoints.compare import differing_keys
 from megatron_coca.checkpoints.files import Comparison, UnreadableError
 from megatron_coca.checkpoints.huggingface.read import is_huggingface_folder
 from megatron_coca.checkpoints.neox.read import find_step
-from megatron_coca.config import COMPUTE_KEYS, CheckpointConfig, Config, load_saved_config
+from megatron_coca.config import (
+    COMPUTE_KEYS,
+    FORM_KEYS,
+    CheckpointConfig,
+    Config,
+    RunStage,
+    adds_norms,
+    form_keys,
+    load_saved_config,
+    weight_changes,
+)
 from megatron_coca.training.collectives import attempt, decode_failure, encode_failure, from_main
 from megatron_coca.training.corpus import Corpus, differing_data
 from megatron_coca.training.engine import group as dist
+from megatron_coca.training.engine.state import ADDED_AT, STEP
 from megatron_coca.training.launch import threads_per_process
 from megatron_coca.training.opened_stages import differing_stages
 from megatron_coca.training.optimizer import OPTIMIZERS
@@ -214,12 +225,15 @@ def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[
 def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> None:
     """Raise a CheckpointError that lists all differences between the run in `folder` and the configured run.
 
-    `shared` (batch size, dtype, finished stages) is compared with meta.json. Changes of free keys are logged.
+    `shared` (batch size, dtype, finished stages) is compared with meta.json. Changes of free keys are logged. A run
+    that continues a checkpoint of another folder may also change the position method and add norms of queries and keys.
     """
-    own, meta = {"imports": corpus.config.position.imports}, native.read_meta(folder)
-    saved = load_saved_config(folder / native.CONFIG, own, same=True).config
-    anew = begins_optimizer(corpus.config.checkpoint, folder)
-    problems = differing_run(saved, corpus.config, FREE_GROUPS | {"optimizer"} if anew else FREE_GROUPS)
+    saved, meta = saved_config(folder, corpus.config), native.read_meta(folder)
+    anew, loads = begins_optimizer(corpus.config.checkpoint, folder), is_loaded(corpus.config.checkpoint, folder)
+    form = form_keys(saved, corpus.config) if loads else frozenset()
+    problems = differing_run(saved, corpus.config, FREE_GROUPS | {"optimizer"} if anew else FREE_GROUPS, form)
+    if loads:
+        problems += [f"{key} ({reason})" for key, reason in weight_changes(saved, corpus.config)]
     problems += differing_data(meta.get("data") or {}, corpus.identity, corpus.sources)
     problems += [
         f"{key} (saved {meta.get(key)!r}, now {value!r})"
@@ -228,30 +242,86 @@ def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> N
     ]
     problems += differing_stages(meta.get("stages") or [], shared.get("stages", []))
     if problems:
+        stage = "" if loads or not changes_form(saved, corpus.config) else "change the position method in a new stage, "
         raise CheckpointError(
             f"{folder}: cannot be resumed with a different {', '.join(problems)}; "
-            "restore these values, or start a new run from its weights with finetune=true"
+            f"restore these values, {stage}or start a new run from its weights with finetune=true"
         )
     if dist.is_main():
         for line in differing_keys(saved, corpus.config, ALIASED_KEYS, FREE_GROUPS - {"schedule"}):
             logger.warning("resuming with a different %s", line)
 
 
+def saved_config(folder: Path, wanted: Config) -> Config:
+    """Return the configuration in a checkpoint, read with the method files of `wanted`. Raises as `load_saved_config`
+    does.
+    """
+    return load_saved_config(folder / native.CONFIG, {"imports": wanted.position.imports}, same=True).config
+
+
+def changes_form(saved: Config, wanted: Config) -> bool:
+    """Return whether the two models differ in their position method or in their norms of queries and keys."""
+    before, after = saved.flat(), wanted.flat()
+    return any(before[key] != after[key] for key in FORM_KEYS)
+
+
+def is_loaded(keys: CheckpointConfig, folder: Path) -> bool:
+    """Return whether the run continues a checkpoint of another folder, which `load` names."""
+    return keys.load is not None and not _is_own(keys, folder)
+
+
+def _is_own(keys: CheckpointConfig, folder: Path) -> bool:
+    return keys.save is not None and _real(folder).parent == _real(keys.save)
+
+
 def begins_optimizer(keys: CheckpointConfig, folder: Path) -> bool:
     """Return whether `no_load_optim` resets the optimizer states when resuming from `folder`. It does not for the run's
     own checkpoints.
     """
-    own = keys.save is not None and _real(folder).parent == _real(keys.save)
-    return keys.no_load_optim and not own
+    return keys.no_load_optim and not _is_own(keys, folder)
 
 
-def differing_run(saved: Config, wanted: Config, free: frozenset[str] = FREE_GROUPS) -> list[str]:
-    """Return a line for every key that differs between two runs, except in the `free` groups."""
-    problems = differing_keys(saved, wanted, FREE_KEYS | ALIASED_KEYS, free)
+def differing_run(
+    saved: Config, wanted: Config, free: frozenset[str] = FREE_GROUPS, free_keys: frozenset[str] = frozenset()
+) -> list[str]:
+    """Return a line for every key that differs between two runs, except in the `free` groups and keys."""
+    problems = differing_keys(saved, wanted, FREE_KEYS | ALIASED_KEYS | free_keys, free)
     before, after = saved.optimizer.type, wanted.optimizer.type
     if "optimizer" not in free and OPTIMIZERS[before] is not OPTIMIZERS[after]:
         problems.append(f"optimizer.type (saved {before!r}, now {after!r})")
     return problems
+
+
+class Continuation(NamedTuple):
+    """How a stage continues from a checkpoint.
+
+    Attributes:
+        folder: the checkpoint.
+        new_optimizer: whether the optimizer states are reset to those before the first step.
+        new_losses: whether earlier losses are no basis for detecting spikes, because the length, the data or the
+            position method has changed.
+        adds_norms: whether the model has norms of queries and keys that are not in the checkpoint.
+        counters: the optimizer's counters, as `Engine.restored` takes them.
+    """
+
+    folder: Path
+    new_optimizer: bool
+    new_losses: bool
+    adds_norms: bool
+    counters: dict[str, float]
+
+
+def continuation(folder: Path, stage: RunStage[Config]) -> Continuation:
+    """Return how `stage` continues from the checkpoint in `folder`. The result is the same on all ranks."""
+    meta, saved = native.read_meta(folder, resumable=True), saved_config(folder, stage.config)
+    begins, counters = meta["step"] == stage.first, dict(meta["counters"])
+    anew = begins_optimizer(stage.config.checkpoint, folder) or (begins and stage.reset_optimizer)
+    added = adds_norms(saved.model, stage.config.model)
+    if anew:
+        counters = {name: value for name, value in counters.items() if name != ADDED_AT} | {STEP: 0.0}
+    elif added:
+        counters[ADDED_AT] = counters[STEP]
+    return Continuation(folder, anew, begins or changes_form(saved, stage.config), added, counters)
 
 
 def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:

@@ -34,10 +34,12 @@ from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.support.plain_text import masked
 from megatron_coca.training.checkpointing.remote_checkpoints import LAST_SECONDS
+from megatron_coca.training.checkpointing.resume import Continuation
 from megatron_coca.training.collectives import attempt
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.opened_stages import OpenedStage
+from megatron_coca.training.optimizer import QK_NORMS
 from megatron_coca.training.randomness import load_rng_states, rng_states, seed_everything
 from megatron_coca.training.run_context import RunContext
 
@@ -101,27 +103,26 @@ class Checkpoints:
         """Whether the last save or an upload failed; `wait` raises the error."""
         return self._error is not None or self._remotes.failure is not None
 
-    def restore(self, folder: Path, weights_only: bool = False) -> dict[str, Any]:
+    def restore(self, how: Continuation) -> dict[str, Any]:
         """Restore the engine and the random state from a checkpoint, and return its `meta.json`. Every rank must call
-        this.
-
-        With `weights_only`, the optimizer states are reset to those before the first step.
+        this. Norms of queries and keys that are not in the checkpoint keep their initial weights and states.
 
         Raises:
             CheckpointError: state that this rank needs is missing from the checkpoint or does not match.
         """
-        meta = native.read_meta(folder, resumable=True)
+        folder, meta = how.folder, native.read_meta(how.folder, resumable=True)
         self._run, self._origin = meta.get("run", self._run), meta.get("origin")
         slices = self._engine.parameter_slices()
         try:
             with StateReader(folder / native.STATE, native.state_files(folder)) as reader:
                 for piece in self._engine.pieces():
-                    if weights_only and piece.kind != WEIGHT:
+                    added = how.adds_norms and QK_NORMS.search(piece.name)
+                    if piece.kind != WEIGHT and (how.new_optimizer or added):
                         piece.tensor.zero_()
-                        continue
-                    reader.fill(piece, slices[piece.name])
-                    self._watchdog.beat(f"restoring {piece.name}")
-            self._engine.restored(meta["counters"] | ({"step": 0.0} if weights_only else {}))
+                    elif not added:
+                        reader.fill(piece, slices[piece.name])
+                        self._watchdog.beat(f"restoring {piece.name}")
+            self._engine.restored(how.counters)
             if meta["topology"] == self._topology.layout():
                 load_rng_states(folder / native.RNG / f"rank_{dist.rank()}.pt")
                 return meta

@@ -9,7 +9,7 @@ the test reports which of them changed (docs/parallelism.md, "Versions of DeepSp
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import deepspeed
 import deepspeed.comm
@@ -70,20 +70,24 @@ def stage_losses(engine: Any) -> list[Tensor]:
     return engine.fwd_outputs
 
 
-def stay_on_device(optimizer: Any) -> None:
+def stay_on_device(optimizer: Any, wait: Literal["device", "stream"]) -> None:
     """Replace functions of ZeRO 1 and 2 so that the host does not wait for the device in a step. Other optimizers and
     offloaded states are not changed.
 
     DeepSpeed reads the norm on the host three times per parameter group and launches two kernels per parameter. The
     functions here compute bitwise equal results in a few launches. With fp16, DeepSpeed still clips, because loss
-    scaling needs the norm on the host anyway. The optimizer's stream waits for overlapped reductions.
+    scaling needs the norm on the host anyway.
+
+    `wait` is the value of `reduction_wait`. With "device", the host waits for overlapped reductions, as in DeepSpeed.
+    With "stream", only the optimizer's stream waits for the stream of the reductions. Gradient hooks of compiled blocks
+    may run on several streams (DeepSpeed #8061), and "stream" has not been run on several GPUs yet.
     """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.cpu_offload:
         return
     optimizer.get_grad_norm_direct = partial(_group_norm, optimizer)
     if optimizer.dtype != torch.float16:
         optimizer.unscale_and_clip_grads = partial(_clip, optimizer.clip_grad)
-    if not optimizer.overlap_comm or optimizer.reduction_stream is None:
+    if wait == "device" or not optimizer.overlap_comm or optimizer.reduction_stream is None:
         return
     epilogue, accelerator = optimizer.independent_gradient_partition_epilogue, get_accelerator()
 

@@ -38,7 +38,7 @@ RESERVED = {
 """DeepSpeed keys that this project's own keys replace. The total batch is left to DeepSpeed, because in some places it
 counts tensor-parallel ranks as data-parallel ranks; it does not use this number.
 """
-PER_HEAD = r".*\.(position_(bias|sinks|factor)|positions\.(others\.\w+\.)?(bias|clex))\..*"
+PER_HEAD = r".*\.(position_(bias|sinks|factor|offsets)|positions\.(others\.\w+\.)?(bias|clex))\..*"
 """Learned parameters that are replicated on all tensor-parallel ranks. Each rank uses them only for its own heads, so
 it computes only part of their gradient.
 """
@@ -182,7 +182,7 @@ class Engine:
         assign_shard(model, _head_shard(config))
         if world_size() == 1 and not self.partitioned:
             internals.skip_reduction(self._engine)
-        internals.stay_on_device(self._engine.optimizer)
+        internals.stay_on_device(self._engine.optimizer, config.parallel.reduction_wait)
         if not everyone_succeeded(state.in_known_order(self._engine.optimizer)):
             raise ConfigError(
                 "zero_optimization: checkpoints do not support DeepSpeed's order of the optimizer states; remove the "
@@ -192,6 +192,7 @@ class Engine:
         if names is None:  # LanguageModelLoss calls its model `model`
             names = {parameter: name.removeprefix("model.") for name, parameter in model.named_parameters()}
         self._names = names
+        self._added_at: float | None = None
 
     @property
     def partitioned(self) -> bool:
@@ -252,11 +253,12 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """Return the optimizer's step count and, in fp16, the state of the loss scaler."""
-        return state.counters(self._engine.optimizer)
+        return state.counters(self._engine.optimizer, self._names, self._added_at)
 
     def restored(self, counters: dict[str, float]) -> None:
         """Continue from `counters` and from the pieces, which the caller has overwritten. Every rank must call this."""
-        state.set_counters(self._engine.optimizer, counters)
+        self._added_at = counters.get(state.ADDED_AT)
+        state.set_counters(self._engine.optimizer, counters, self._names)
         state.refresh(self._engine.optimizer, self._names)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from megatron_coca.attention.layer import PackedRows, packed_rows
 from megatron_coca.checkpoints.native.state import WEIGHT, StatePiece
 from megatron_coca.config import ModelConfig
 from megatron_coca.training.engine import deepspeed_internals as internals
-from megatron_coca.training.optimizer import Lion
+from megatron_coca.training.optimizer import QK_NORMS, Lion
 
 Names = Mapping[nn.Parameter, str]
 SPLIT = re.compile(r"(?P<packed>.*\.query_key_value)\.(?P<projection>query|key|value)\.(?P<kind>weight|bias)")
@@ -27,7 +27,10 @@ MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     Lion: ("exp_avg",),
 }
 """The state tensors that each optimizer keeps per parameter."""
-STEP = "step"
+STEP, ADDED_AT = "step", "added_at"
+"""Counters: the optimizer's step count, and this count when norms of queries and keys were added, if they were added
+after other parameters.
+"""
 
 
 class Packed(NamedTuple):
@@ -130,22 +133,43 @@ def in_known_order(optimizer: Any) -> bool:
     return True
 
 
-def counters(optimizer: Any) -> dict[str, float]:
-    """Return the optimizer's step count and, in fp16, the numbers in the loss scaler's state."""
-    states = [state for state in internals.torch_optimizer(optimizer).state.values() if STEP in state]
+def counters(optimizer: Any, names: Names, added_at: float | None = None) -> dict[str, float]:
+    """Return the optimizer's step count and, in fp16, the numbers in the loss scaler's state.
+
+    `added_at` is the step count when norms of queries and keys were added, which then have a separate step count.
+    """
     numbers = {
         name: value for name, value in internals.loss_scaling(optimizer).items() if isinstance(value, int | float)
     }
     counted = {f"loss_scaler.{name}": float(value) for name, value in numbers.items()}
+    if added_at is not None:
+        return {STEP: _step(optimizer, names, added_at), ADDED_AT: added_at} | counted
+    states = [state for state in internals.torch_optimizer(optimizer).state.values() if STEP in state]
     return {STEP: float(states[0][STEP]) if states else 0.0} | counted
 
 
-def set_counters(optimizer: Any, values: Mapping[str, float]) -> None:
+def _step(optimizer: Any, names: Names, added_at: float) -> float:
+    states, step = internals.torch_optimizer(optimizer).state, 0.0
+    for each in internals.layout(optimizer).ranges(optimizer):
+        if STEP in states[each.flat]:
+            added = QK_NORMS.search(names[each.parameter])
+            step = float(states[each.flat][STEP]) + (added_at if added else 0.0)
+            if not added:
+                break
+    return step
+
+
+def set_counters(optimizer: Any, values: Mapping[str, float], names: Names) -> None:
     """Restore the values returned by `counters`."""
     for flat in internals.layout(optimizer).flat_tensors(optimizer):
         state = _state(optimizer, flat)
         if STEP in state:
             state[STEP].fill_(values[STEP])
+    if ADDED_AT in values:
+        for each in internals.layout(optimizer).ranges(optimizer):
+            state = _state(optimizer, each.flat)
+            if STEP in state and QK_NORMS.search(names[each.parameter]):
+                state[STEP].fill_(values[STEP] - values[ADDED_AT])
     scaling = internals.loss_scaling(optimizer)
     for name, own in list(scaling.items()):
         if f"loss_scaler.{name}" in values:

@@ -58,6 +58,7 @@ def figures(tmp_path: Path) -> Figures:
                 seed=seed,
                 name=f"{model}-s{seed}-0",
                 config=config,
+                trained=config,
                 results=folder,
                 commands=[command],
                 measurements=digests,
@@ -102,7 +103,7 @@ def test_a_report_has_the_outcome_of_a_sequence(
     figures: Figures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing as long as cells are missing."""
-    monkeypatch.setattr(reporting, "build_report", lambda *given, **options: "tables")
+    monkeypatch.setattr(reporting, "build_report", lambda *given: f"At the top: {given[-1]}")
     contrasts = [DeclaredContrast(label="RoFormer + NTK", other="RoFormer", at=2, quantity="perplexity")]
     content = {
         "testing": "sequence",
@@ -117,6 +118,15 @@ def test_a_report_has_the_outcome_of_a_sequence(
     said = reporting.write_report(file, cells)
     assert "The primary contrast holds.\n1. RoFormer + NTK against RoFormer, perplexity at 2L: 0.380 times (" in said
     assert "); p = 0.0082, holds" in said
+    assert said.startswith("At the top: RoFormer + NTK against RoFormer, perplexity at 2L: 0.380 times (")
+    assert "); the declared contrast holds (p = 0.0082)." in said
+    file.testing = "together"
+    said = reporting.write_report(file, cells)
+    assert "); the declared contrast holds (p = 0.0082)." in said
+    file.contrasts.append(DeclaredContrast(label="RoFormer + NTK", other="RoFormer", at=1, quantity="perplexity"))
+    assert "(p = 0.016, corrected for 2 contrasts)." in reporting.write_report(file, cells)
+    file.contrasts.pop()
+    file.testing = "sequence"
     (cells[0].results / "curve.json").unlink()
     said = reporting.write_report(file, cells)
     assert "Nothing is tested yet: each contrast is tested once, when all 3 seeds are finished." in said

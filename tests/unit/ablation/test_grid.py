@@ -117,6 +117,28 @@ def test_a_variant_or_an_option_changes_its_own_results_only(write: Write, tmp_p
     assert not set(cells_of(write(tasks=tasks))[0].measurements.values()) & set(plain.values())
 
 
+def test_a_cell_drops_its_positions(write: Write, tmp_path: Path) -> None:
+    """Variants, lengths and parameters are those of the last stage; tokens and name are those of all stages."""
+    stages = "stages=[{until: 4}, {pos_emb: none, qk_norm: head, seq_length: 64, train_batch_size: 2}]"
+    (tmp_path / "log_n.yml").write_text("logit_scaling: log_n\n")
+    dropped = {"set": ["pos_emb=rotary", stages], "variants": {"": [], "+ log n": [str(tmp_path / "log_n.yml")]}}
+    models = {"RoFormer": ["pos_emb=rotary"], "DroPE": dropped}
+    rotary, cell = cells_of(write(models=models, seeds=[1]))
+    assert (cell.trained.position.pos_emb, cell.config.position.pos_emb) == ("none", "rotary")
+    assert cell.tokens == 4 * 4 * 32 + 2 * 2 * 64 and cell.steps == 6
+    assert cell.parameters.total == rotary.parameters.total + 2 * 2 * 16
+    (command,) = cell.commands
+    assert "64,128" in command.arguments and len(cell.measurements) == 2
+    names = []
+    for until, form in ((4, "none"), (5, "none"), (4, "coca")):
+        changes = ["pos_emb=rotary", f"stages=[{{until: {until}}}, {{pos_emb: {form}}}]"]
+        names.append(cells_of(write(models={"DroPE": changes}, baseline=None))[0].name)
+    assert len({*names}) == 3, "the name covers the stages"
+    wrong = dropped | {"variants": {"": [], "+ NTK": [str(tmp_path / "ntk.yml")]}}
+    with pytest.raises(EvaluationError, match=r"models.DroPE: variants.\+ NTK: .*not supported with pos_emb none"):
+        cells_of(write(models={"RoFormer": ["pos_emb=rotary"], "DroPE": wrong}))
+
+
 def test_a_task_may_measure_some_variants(write: Write) -> None:
     plain = cells_of(write())
     arguments = plain[0].commands[0].arguments

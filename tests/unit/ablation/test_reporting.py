@@ -24,7 +24,7 @@ def report() -> ReportDocument:
         TableRow("CoCA | a", (TableCell("9", 9.0),), published="the paper"),
     )
     table = Table("summary", "", ("label", "64"), rows, ("stride 64",), ("the paper: of another model",))
-    figure = Figure("report", "", "", lambda canvas: None)
+    figure = Figure("report", "", "", lambda canvas, layout: None)
     return ReportDocument("", "", (Section("summary", "", (ReportBlock(figures=(figure,), tables=(table,)),)),))
 
 

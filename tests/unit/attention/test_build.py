@@ -17,7 +17,9 @@ from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.build import (
     AUTOMATIC,
     BACKENDS,
+    PREFERRED,
     BackendError,
+    automatic,
     build_method,
     select_backend,
     varies,
@@ -42,7 +44,8 @@ SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_leng
         (Needs("cpu", bands=(Band(0, 8),)), "merge"),
         (Needs("cuda", dropout=0.1), "sdpa"),
         (Needs("cuda", bands=NEAR_AND_FAR), "triton"),
-        (Needs("cuda", bias="log"), "triton"),
+        (Needs("cuda", bias="log"), "flex"),
+        (Needs("cuda", bias="log", gates=True), "triton"),
         (Needs("cuda", bias="buckets"), "flex"),
     ],
 )
@@ -50,7 +53,7 @@ def test_automatic_choice(needs: Needs, expected: str, caplog: pytest.LogCapture
     with caplog.at_level(logging.INFO, logger="megatron_coca"):
         name, backend = select_backend("auto", needs)
     assert (name, backend) == (expected, BACKENDS[expected])
-    before = AUTOMATIC[needs.device_type]
+    before = automatic(needs)
     assert (f"attention backend {expected}; not" in caplog.text) == (before[0] != expected)
     for candidate in before[: before.index(expected)]:
         assert f"not {candidate}: {BACKENDS[candidate].supports(needs)}" in caplog.text
@@ -59,8 +62,11 @@ def test_automatic_choice(needs: Needs, expected: str, caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("needs", "expected"),
     [
-        (Needs("cuda", packed=True), "triton"),
+        (Needs("cuda", packed=True), "flex"),
         (Needs("cuda", packed=True, dropout=0.1), "sdpa"),
+        (Needs("cuda", packed=True, bands=NEAR_AND_FAR), "triton"),
+        (Needs("cuda", packed=True, deterministic=True), "triton"),
+        (Needs("cuda", bias="linear", deterministic=True), "triton"),
         (Needs("cuda", packed=True, bias="buckets"), "flex"),
         (Needs("cpu", packed=True), "sdpa"),
         (Needs("cuda", deterministic=True), "triton"),
@@ -69,6 +75,12 @@ def test_automatic_choice(needs: Needs, expected: str, caplog: pytest.LogCapture
 )
 def test_what_goes_first_for_some_needs(needs: Needs, expected: str) -> None:
     assert select_backend("auto", needs)[0] == expected
+
+
+def test_kernels_that_never_ran_on_a_gpu_are_not_the_first_choice() -> None:
+    """Packed documents and biases get PyTorch's kernels until PREFERRED names the measurement of ours."""
+    for name in ("packed documents", "distance bias"):
+        assert PREFERRED[name].backend == "flex" or PREFERRED[name].measured is not None
 
 
 def test_gradients_that_vary_are_errors() -> None:

@@ -34,6 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "sandwich": {"pos_emb": "sandwich"},
     "fire": {"pos_emb": "fire"},
     "sinks, factors, norms": {"pos_emb": "coca", "sink_logits": True, "logit_scaling": "ssmax", "qk_norm": "head"},
+    "gates of heads": {"pos_emb": "coca", "num_kv_heads": 2, "attention_output_gate": "head"},
+    "gates of features": {"pos_emb": "rotary", "attention_output_gate": "feature"},
 }
 DISTANCES = torch.arange(5.0)
 
@@ -75,7 +77,7 @@ def part_of(model: GPT, keys: dict[str, Any], index: int, count: int) -> GPT:
     config = load_config([], [f"{name}={json.dumps(value)}" for name, value in (SHAPE | keys).items()])
     part = copy.deepcopy(model)
     attention = part.blocks[0].attention
-    for cut in layer_shards(config.model)[:2]:
+    for cut in layer_shards(config.model)[: 3 if config.model.output_gates else 2]:
         layer = getattr(attention, cut.layer.removeprefix("attention."))
         for name, parameter in list(layer.named_parameters()):
             if cut.holds(f"blocks.0.{cut.layer}.{name}"):
@@ -123,8 +125,9 @@ def test_every_part_of_a_model_takes_its_share() -> None:
 @pytest.mark.parametrize("keys", [{}, {"num_kv_heads": 2}, {"activation": "swiglu", "intermediate_size": 48}])
 @pytest.mark.parametrize("count", [1, 2])
 def test_cuts_cover_the_matrices_of_a_block(keys: dict[str, Any], count: int) -> None:
-    config = load_config([], [f"{name}={json.dumps(value)}" for name, value in (SHAPE | keys).items()])
-    block = build_model(config.override({"forgetting_gate": "fox"})).blocks[0]
+    keys = SHAPE | keys | {"forgetting_gate": "fox", "attention_output_gate": "feature"}
+    config = load_config([], [f"{name}={json.dumps(value)}" for name, value in keys.items()])
+    block = build_model(config).blocks[0]
     for cut in layer_shards(config.model):
         weight = block.get_parameter(f"{cut.layer}.weight").detach()
         assert sum(cut.blocks) == weight.shape[cut.dim]

@@ -146,6 +146,7 @@ def test_initial_weights() -> None:
         ({"sink_logits": True}, "gau do not support sink_logits"),
         ({"forgetting_gate": "fox"}, "gau do not support forgetting_gate"),
         ({"logit_scaling": "ssmax"}, "gau do not support logit_scaling ssmax"),
+        ({"attention_output_gate": "head"}, "gau do not support attention_output_gate"),
         ({"attention_dropout": 0.1}, "gau do not support attention_dropout"),
         ({"model_parallel_size": 2}, "gau do not support model_parallel_size"),
         ({"sequence_parallel_size": 2}, "gau do not support sequence_parallel_size"),

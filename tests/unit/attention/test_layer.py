@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
         "forgetting_gate": "cable",
         "relative_positions": {"type": "string", "window": 6, "local": 2},
     },
+    "output gate": {"pos_emb": "coca", "attention_output_gate": "feature"},
     "fire, norms": {"pos_emb": "fire", "qk_norm": "head"},
 }
 
@@ -79,7 +80,10 @@ def test_maps_are_those_of_the_output(keys: dict[str, Any], packed: Tensor | Non
         output = layer(hidden(), documents=packed)
     ((scores, weights),) = attention_maps(layer, hidden(), documents=packed)
     values = kept[0].value.repeat_interleave(4 // kept[0].value.shape[1], dim=1)
-    torch.testing.assert_close(layer.attention.dense((weights @ values).transpose(1, 2).flatten(2)), output)
+    attended = (weights @ values).transpose(1, 2)
+    if layer.attention.output_gate is not None:
+        attended = attended * layer.attention.output_gate(hidden()).sigmoid().unflatten(-1, (4, -1))
+    torch.testing.assert_close(layer.attention.dense(attended.flatten(2)), output)
     assert scores.shape == weights.shape == (2, 4, 40, 40)
     assert torch.equal(scores.isinf(), weights == 0) and not weights.triu(1).any()
     if not keys.get("sink_logits"):

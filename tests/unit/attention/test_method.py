@@ -52,7 +52,8 @@ def test_a_method_rotates_biases_and_decays_as_declared(name: str) -> None:
     assert method.form.rotary == (method.rotary is not None) == embedding.rotary
     assert (method.form is PLAIN) == (not embedding.rotary)
     assert (method.bias.formula is not None) == embedding.biased
-    assert (method.bias.by_layer is not None) == (embedding.weights == "layer")
+    by_layer = method.bias.by_layer is not None or method.offsets is not None
+    assert by_layer == (embedding.weights == "layer")
     assert (method.bias.shared is not None) == (embedding.weights == "shared")
 
 

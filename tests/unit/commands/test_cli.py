@@ -32,7 +32,12 @@ FRONTS = {  # in tools/ and the root, and what their command line begins with
     "tools/generate.py": "generate",
     "tools/prepare_data.py": "prepare",
 }
-NOT_FRONTS = {"records.py", "gpu_report.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
+NOT_FRONTS = {
+    "records.py",
+    "gpu_report.py",
+    "fetch_benchmarks.py",
+    *(path.name for path in ROOT.glob("tools/bench_*.py")),
+}
 AT = ["--checkpoint", "none"]
 REFUSED = {
     "mistyped command": (["trian"], "'trian' is not a command; did you mean `train`?"),

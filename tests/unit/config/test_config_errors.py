@@ -38,7 +38,7 @@ optimizer: {type: adan, params: {lr: 1e-4, beta: 3}}
         " kv_channels",
         "run.yml:4: seq_lenght: unknown key; did you mean `seq_length`?",
         "run.yml: seq_length: required, but missing",
-        "run.yml:5: pos_emb: `Rotary` is not one of rotary | coca | coca_strict | xpos"
+        "run.yml:5: pos_emb: `Rotary` is not one of rotary | coca | coca_strict | pope | polar | xpos"
         " | alibi | kerple_log | kerple_power | sandwich | fire | rpe | learned | sinusoidal | none;"
         " did you mean `rotary`?",
         "run.yml:6: hidden_dropout: expected a number, got True",
@@ -129,6 +129,10 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "per_device_train_batch_size: 4",
             "per_device_train_batch_size: unknown key; did you mean `train_micro_batch_size_per_gpu`?",
         ),
+        (
+            "pos_emb: pope\npos_emb_options: {offset: zer}",
+            "pos_emb_options.offset: `zer` is not one of none | zero | uniform; did you mean `zero`?",
+        ),
         ("distributed_backend: mpi", "distributed_backend: `mpi` is not one of nccl | gloo"),
         ("train_epochs: 2\ntrain_iters: 4", "train_epochs: contradicts train_iters; set only one of the two"),
         ("train_epochs: 2", "train_epochs: needs data_path or train_data_paths"),
@@ -170,6 +174,29 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         (
             "pos_emb: coca\nrope_scaling: {rope_type: proportional, proportion: 0.06}",
             "rope_scaling: proportion 0.06 of 16 pairs is less than one pair",
+        ),
+        (
+            "pos_emb: alibi\nrotary_frequencies: rope_id",
+            "rotary_frequencies: rope_id is not supported with pos_emb alibi, which has no frequencies",
+        ),
+        *(
+            (
+                f"pos_emb: coca\nrotary_frequencies: rope_id\nrope_scaling: {{rope_type: {name}}}",
+                f"rotary_frequencies: rope_id is not supported with rope_type {name.partition(',')[0]}, which chooses",
+            )
+            for name in ("clex", "proportional, proportion: 0.5")
+        ),
+        (
+            "pos_emb: coca\nrotary_frequencies: rope_id\nrotary_emb_base: 500",
+            "rotary_emb_base: 500 has no effect with rotary_frequencies rope_id",
+        ),
+        (
+            "pos_emb: coca\nrotary_frequencies: {type: rope_id, turns: 20}",
+            "rotary_frequencies: the slowest pair rotates once in L / turns = 3.2 tokens, which is not slower than",
+        ),
+        (
+            "pos_emb: coca\nrotary_frequencies: {type: rope_id, turns: 0.5}",
+            "rotary_frequencies.turns: expected a value greater than or equal to 1",
         ),
         (
             "pos_emb: coca\nrope_scaling: {rope_type: yarn, factor: 2, beta_fast: 1}",

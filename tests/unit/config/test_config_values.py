@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 ROFORMER = CONFIGS / "350M" / "roformer.yml"
 OF_OTHER_COMMANDS = {"recipes", "evaluation", "ablations", "study"}
-STUDIES = {"grid.yml", "text.yml", "books.yml", "extensions.yml"}
+STUDIES = {"grid.yml", "text.yml", "books.yml", "extensions.yml", "polar_cube.yml", "initial_angle.yml"}
 STUDIES |= {f"books_{name}.yml" for name in ("rates", "grid", "power", "power_rates")}
 SHIPPED = sorted(
     path for path in CONFIGS.rglob("*.yml") if path.parent.name not in OF_OTHER_COMMANDS and path.name not in STUDIES
@@ -42,15 +42,16 @@ METHODS = {
 OURS = {
     "vocab_size",
     "layer_types",
+    "reduction_wait",
     *("gau_width", "gau_key_width"),
     *("alibi_slope_scale", "attn_logit_softcapping", "embedding_scale", "final_logit_scale", "final_logit_softcapping"),
     *("kv_channels", "norm_position", "qk_norm", "softmax_scale", "use_bias_in_qkv", "use_embedding_norm"),
-    "zero_centered_norms",
+    *("attention_output_gate", "zero_centered_norms"),
     *("qk_norm_after_rotation", "clip_qkv", "residual_scale", "use_bias_in_output_head", "embedding_dropout"),
     "sinusoidal_base",
     "imports",
     "pos_emb_options",
-    "rope_scaling",
+    *("rotary_frequencies", "rope_scaling"),
     "relative_positions",
     "synthetic",
     "training_positions",
@@ -78,6 +79,7 @@ OURS = {
     "checkpoint_cache",
     "object_store_timeout",
     "auto_resume",
+    "ignore_keys",
     "join_timeout",
     "reset_attention_mask",
     "reset_position_ids",

@@ -90,7 +90,55 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
         ([{"until": 5}, {"seq_length": "8"}], "stages[1]: seq_length: expected an integer, got '8'"),
         ([{"until": 5}, {"reset_optimizer": 1}], "stages[1].reset_optimizer: expected true or false"),
         ([{"until": 5}, {"num_layers": 8}], "stages[1].num_layers: cannot differ between stages"),
-        ([{"until": 5}, {"pos_emb": "alibi"}], "stages[1].pos_emb: cannot differ between stages"),
+        (
+            [{"until": 5}, {"num_kv_heads": 8}],
+            "stages[1].num_kv_heads: cannot differ between stages, because they share",
+        ),
+        (
+            [{"until": 5}, {"attention_config": [[["gau"], 24]]}],
+            "stages[1].attention_config: cannot differ between stages",
+        ),
+        *(
+            (
+                [{"until": 5}, {"pos_emb": name}],
+                f"stages[1].pos_emb: the stages share their weights: rotary becomes {name}, but {name} has weights "
+                "of its own (methods with the same weights: rotary | coca | ",
+            )
+            for name in ("rpe", "kerple_log", "kerple_power", "fire", "learned", "pope")
+        ),
+        (
+            [{"until": 5}, {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}}],
+            "stages[1].pos_emb: the stages share their weights: rotary becomes coca_strict",
+        ),
+        (
+            [{"until": 5, "pos_emb": "pope"}, {"pos_emb": "pope", "pos_emb_options": {"offset": "none"}}],
+            "stages[1].pos_emb_options: the stages share their weights: the options of pope change",
+        ),
+        ([{"until": 5, "pos_emb": "rpe"}, {}], "stages[1].pos_emb: the stages share their weights: rpe becomes rotary"),
+        ([{"until": 5, "qk_norm": "head"}, {}], "stages[1].qk_norm: the stages share their weights: norms of queries"),
+        (
+            [{"until": 5, "qk_norm": "head"}, {"qk_norm": "projection"}],
+            "stages[1].qk_norm: the stages share their weights: norms of queries and keys can only be added, but "
+            "qk_norm head becomes qk_norm projection",
+        ),
+        ([{"until": 5, "use_qk_layernorm": True}, {}], "stages[1].use_qk_layernorm: the stages share their weights"),
+        ([{"until": 5}, {"logit_scaling": "ssmax"}], "stages[1].logit_scaling: the stages share their weights"),
+        (
+            [{"until": 5}, {"layer_types": {"a": {"sink_logits": True}}}],
+            "stages[1].layer_types.a.sink_logits: the stages share their weights",
+        ),
+        (
+            [{"until": 5}, {"layer_types": {"a": {"forgetting_gate": "fox"}}}],
+            "stages[1].layer_types.a.forgetting_gate: the stages share their weights",
+        ),
+        (
+            [{"until": 5}, {"layer_types": {"a": {"pos_emb": "kerple_log"}}}],
+            "stages[1].layer_types.a.pos_emb: the stages share their weights: rotary becomes kerple_log",
+        ),
+        (
+            [{"until": 5}, {"pos_emb": "none", "rope_scaling": {"rope_type": "linear", "factor": 2}}],
+            "stages[1]: rope_scaling: rope_type linear is not supported with pos_emb none",
+        ),
         ([{"until": 5}, {"stages": [{"lr": 1}]}], "stages[1].stages: not supported inside a stage"),
         ([{"until": 5}, {"stages.a": 1}], "stages[1].stages.a: not supported inside a stage"),
         ([{"until": 5}, {"imports": ["a.py"]}], "stages[1].imports: cannot differ between stages"),
@@ -104,7 +152,7 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
         ),
         (
             [{"until": 5}, {"rope_scaling": {"rope_type": "clex"}}],
-            "stages[1]: changes a key that the learned weights of pos_emb or rope_scaling depend on",
+            "stages[1].rope_scaling: the stages share their weights: clex learns frequencies for one original length",
         ),
         (
             [{"until": 5, "trainable": ["key"]}, {}],
@@ -113,7 +161,8 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
     ],
 )
 def test_errors_name_wrong_stages(stages: list[dict[str, Any]], expected: str) -> None:
-    found = problems(*stages)
+    types = {"attention_config": [[["global", "a"], 12]], "layer_types": {"a": {"sliding_window_width": 8}}}
+    found = problems(*stages, **types if "layer_types" in stages[-1] else {})
     assert found[0].startswith(expected) and len(found) == (2 if "leaves no steps" in expected else 1)
 
 
@@ -149,10 +198,48 @@ def test_stages_need_a_number_of_steps() -> None:
     ]
 
 
+def test_methods_with_the_same_weights_may_follow_each_other() -> None:
+    forms = ["rotary", "xpos", "coca", "coca_strict", "alibi", "sandwich", "sinusoidal", "none", "rotary"]
+    stages = staged(
+        *({"until": 10 * (n + 1), "pos_emb": form} for n, form in enumerate(forms[:-1])), {"pos_emb": "none"}
+    )
+    assert [stage.config.position.pos_emb for stage in stages.run_stages()] == [*forms[:-1], "none"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    dropped = {"pos_emb": "none", "rope_scaling": None, "qk_norm": "head"}
+    last = staged({"until": "95%"}, {"until": "97%"} | dropped, dropped, rope_scaling=yarn).run_stages()[-1].config
+    assert (last.position.pos_emb, last.position.rope_scaling, last.model.qk_norm) == ("none", None, "head")
+    types = {"attention_config": [[["global", "a"], 12]], "layer_types": {"a": {"sliding_window_width": 8}}}
+    layers = staged({"until": 5}, {"layer_types": {"a": {"pos_emb": "none"}}}, **types).run_stages()[-1].config
+    assert layers.position.of_type("a").pos_emb == "none" and layers.position.pos_emb == "rotary"
+
+
+def test_the_stages_of_drope() -> None:
+    rotary = {
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+        "relative_positions": {"type": "rerope", "window": 64},
+        "training_positions": {"type": "shifted", "max": 2048},
+    }
+    first, last = load_config([MODEL, "configs/train/drope.yml"], rotary).run_stages()
+    assert (first.config.position.pos_emb, last.config.position.pos_emb) == ("rotary", "none")
+    assert not last.reset_optimizer and (last.last - first.last) / last.last == pytest.approx(0.05, abs=1e-6)
+    rates = [last.learning_rate(step) for step in range(last.first, last.last, 10)]
+    assert (
+        rates[0] < 1e-6 and max(rates) == pytest.approx(1e-4, rel=1e-3) and rates[-1] == pytest.approx(1e-5, rel=1e-3)
+    )
+
+
 def test_learned_positions_need_rows_for_all_stages() -> None:
     grown = [{"until": 5, "seq_length": 512}, {}]
     assert "max_position_embeddings" in problems(*grown, pos_emb="learned", max_position_embeddings=None)[0]
     assert len(staged(*grown, pos_emb="learned", max_position_embeddings=1024).run_stages()) == 2
+
+
+def test_frequencies_of_training_follow_from_one_length() -> None:
+    keys = {"rotary_frequencies": {"type": "rope_id"}}
+    found = problems({"until": 5}, {"seq_length": 2048}, **keys)
+    assert [line.partition(": ")[0] for line in found] == [f"stages[{n}].rotary_frequencies" for n in range(2)]
+    length = {"rope_type": "default", "original_max_position_embeddings": 512}
+    assert len(staged({"until": 5}, {"seq_length": 2048}, rope_scaling=length, **keys).run_stages()) == 2
 
 
 def test_parts_are_added_with_a_new_optimizer_state() -> None:

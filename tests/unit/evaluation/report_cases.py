@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, wri
 from megatron_coca.evaluation.statistics import wilson_interval
 from megatron_coca.evaluation.tasks.attention_analysis import AnalysisResult
 from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
+from megatron_coca.evaluation.tasks.longppl import LongPerplexityResult
 from megatron_coca.evaluation.tasks.recall import RecallResult
 from megatron_coca.evaluation.tasks.retrieval import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.evaluation.tasks.speed import KINDS_OF_WORK, SpeedResult
@@ -215,6 +216,62 @@ def harness(label: str, base: float, accuracies: Sequence[str] = ("copa", "boolq
     return HarnessResult.model_validate(content)
 
 
+def benchmark(
+    label: str,
+    tasks: Mapping[str, float],
+    length: int | str | None = None,
+    metric: str = "score",
+    cut: int = 0,
+    **protocol: Any,
+) -> HarnessResult:
+    """Tasks of a benchmark with their scores; `length` is that of their documents, in tokens or words."""
+    pos_emb, overrides, _ = USES[label]
+    cells = [
+        {
+            "task": task,
+            "version": "1.0",
+            "num_fewshot": 0,
+            "samples": 100,
+            "config_sha256": "11",
+            "inputs_sha256": "12",
+            "documents_sha256": "22",
+            "prompts_sha256": "33",
+            "cut": cut,
+            "scores": [{"metric": metric, "filter": "none", "value": value, "stderr": None, "higher_is_better": True}],
+            "by_length": [] if length is None else [{"length": str(length), "samples": 100, "value": value}],
+        }
+        for task, value in tasks.items()
+    ]
+    given = {"text": "generation", "lm_eval": "0.4.13", "max_length": 3500, "seed": 1234, "num_fewshot": None}
+    given |= {"limit": None, "tokens_per_batch": 4096} | protocol
+    content = {**header(label, pos_emb, overrides), "protocol": given, "results": cells}
+    return HarnessResult.model_validate(content)
+
+
+def longppl(label: str, nlls: Mapping[int, float]) -> LongPerplexityResult:
+    """A mean nll of key tokens for each length; the evaluator is another model."""
+    pos_emb, overrides, _ = USES[label]
+    cells = [
+        {
+            "length": length,
+            "longppl": math.exp(nll),
+            "nll": nll,
+            "nll_all": 2.0,
+            "perplexity": math.exp(2.0),
+            "key_tokens": 40,
+            "tokens_scored": 4 * (length - 1),
+            "keys_sha256": "44",
+            "nll_by_document": [10 * nll] * 4,
+        }
+        for length, nll in nlls.items()
+    ]
+    evaluator = {"path": "models/evaluator", "identity": "55", "network": "66", "tokenizer": None}
+    protocol = {"text": "perplexity of key tokens", "short": 4096, "stride": 1024, "alpha": 2.0, "beta": -2.0}
+    protocol |= {"tokens_per_batch": 8192, "evaluator": evaluator}
+    content = {**header(label, pos_emb, overrides), "protocol": protocol, "documents": DOCUMENTS, "results": cells}
+    return LongPerplexityResult.model_validate(content)
+
+
 def speed() -> SpeedResult:
     times = {"rotary": 1.0, "coca": 1.06, "alibi": 1.3, "dense": 4.0}
     cells = [
@@ -257,7 +314,9 @@ def analysis(label: str) -> AnalysisResult:
             "documents": 4,
             "angles": angles | {"largest": 3.1},
             "borders": {"k": {"beyond_training": 0.21}},
-            "decay": {"distances": [0, 1, 4, 16, 64, 256], "falling": [0.6] * 5, "falling_mean": 0.6},
+            "decay": {"distances": [0, 1, 4, 16, 64, 256], "falling": [0.6] * 5, "falling_mean": 0.6}
+            | {"change": [0.0, -0.1, -0.3, -0.5, -0.8, -0.9], "low": [0.0, -0.2, -0.5, -0.8, -1.1, -1.3]}
+            | {"high": [0.0, 0.1, 0.0, -0.1, -0.3, -0.4]},
             "entropy": {
                 "positions": [0, 3, 15, 63, 255],
                 "by_position": [0.0, 1.2, 2.3, 3.1, 3.8],
@@ -306,6 +365,8 @@ def every_result() -> dict[str, Result]:
             ruler(label, lengths[:5]),
             harness(label, 0.5 + 0.1 * place),
         )
+    files["longbench"] = benchmark("RoFormer", {"longbench_qasper": 0.2, "longbench_lcc": 0.5}, cut=3)
+    files["longppl"] = longppl("RoFormer", {8192: 2.5, 16384: 4.0})
     files["needle"], files["analysis"] = needle("CoCA + dynamic NTK", lengths[:6]), analysis("RoFormer")
     return files
 

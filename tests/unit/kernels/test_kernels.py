@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_coca.attention.backends.triton import TritonBackend
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Needs, Segment
@@ -25,26 +24,9 @@ from megatron_coca.kernels.launch_constants import (
     row_class,
 )
 from megatron_coca.kernels.operands import FORMS, fused_operands, unsupported
+from tests.parity.operand_cases import check, operands
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def plain(x: Tensor, cos: Tensor, sin: Tensor, form: str, is_query: bool) -> Tensor:
-    """One operand by PyTorch, in the dtype of x."""
-    half = cos.shape[-1]
-    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    rotated = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    u = torch.relu((x1 + x2) / 2)
-    square = x1**2 + x2**2
-    rows = {
-        ("rotary", True): (*rotated, rest),
-        ("rotary", False): (*rotated, rest),
-        ("coca", True): (x1 * rotated[0], x2 * rotated[1], rest**2),
-        ("coca", False): (u * (cos - sin), u * (cos + sin), torch.relu(rest)),
-        ("coca_strict", True): (square * cos, square * sin, rest**2),
-        ("coca_strict", False): (u * cos, u * sin, torch.relu(rest)),
-    }
-    return torch.cat(rows[form, is_query], dim=-1)
 
 
 SIZES = [(8, 8), (6, 16), (64, 64), (20, 80)]
@@ -63,33 +45,12 @@ def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", lambda x: empty_like(x).fill_(torch.nan))
 
 
-def operands(form: str, rotated: int, head_dim: int, own_tables: bool, dtype: torch.dtype, fused: bool) -> list[Tensor]:
-    """Q', K' and the gradient of the packed projection that q and k are views into, float64."""
-    generator = torch.Generator().manual_seed(3)
-    packed = torch.randn(2, 19, 4, 3 * head_dim, generator=generator).bfloat16().to(DEVICE, dtype).requires_grad_()
-    shape = (2, 1, 19, rotated // 2) if own_tables else (19, rotated // 2)
-    tables = [torch.randn(shape, generator=generator).to(DEVICE) for _ in range(4)]
-    q, k, _ = packed.transpose(1, 2).chunk(3, dim=-1)
-    k = k[:, :2]
-    if fused:
-        out = fused_operands(q, k, tables, form)
-    else:
-        exact = [x.to(dtype) for x in tables]
-        out = (plain(q, *exact[:2], form, True), plain(k, *exact[2:], form, False))
-    cotangents = [torch.randn(x.shape, generator=generator).bfloat16().to(DEVICE, dtype) for x in out]
-    return [x.detach().double() for x in (*out, *torch.autograd.grad(out, packed, cotangents))]
-
-
 @pytest.mark.fewest
 @pytest.mark.usefixtures("dirty_memory")
 @pytest.mark.parametrize(("form", "rotated", "head_dim", "own_tables"), [*PAIRWISE, *REST])
 def test_operands_and_their_gradients(form: str, rotated: int, head_dim: int, own_tables: bool) -> None:
     """In float32 as near to float64 as PyTorch is, from strided views, with partial rotation and a table per row."""
-    arguments = form, rotated, head_dim, own_tables
-    exact = operands(*arguments, torch.float64, fused=False)
-    theirs = operands(*arguments, torch.float32, fused=False)
-    for mine, other, true in zip(operands(*arguments, torch.float32, fused=True), theirs, exact, strict=True):
-        assert (mine - true).abs().max() <= 2 * (other - true).abs().max()
+    check(form, rotated, head_dim, own_tables, torch.float32, DEVICE, 19)
 
 
 @pytest.mark.fewest

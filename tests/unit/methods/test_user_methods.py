@@ -71,6 +71,25 @@ def test_it_computes_its_formula_trains_and_decodes(example: Path, keys: dict[st
         assert not torch.allclose(other(ids), full, atol=1e-4), "the method has an effect"
 
 
+def test_extensions_of_ones_own_read_only_the_base(example: Path) -> None:
+    with pytest.raises(ConfigError, match="rope_id is not supported with rope_type divide_slow of a file in imports"):
+        configured(example, SLOW | {"rotary_frequencies": "rope_id"})
+
+
+def test_frequencies_of_ones_own() -> None:
+    before = dict(methods.TABLES["rotary_frequencies"])
+    try:
+        tenth = methods.TrainingFrequencies("tenth", "tenth", "here", rule="0.1 * 4^(-2j/d)")
+        register(tenth, lambda dim, options, length: (0.1, 4.0))
+        config = load_config([], SHAPE | {"pos_emb": "coca", "rotary_frequencies": "tenth"})
+        rotary = build_model(config).positions.method.rotary
+    finally:
+        methods.TABLES["rotary_frequencies"].clear()
+        methods.TABLES["rotary_frequencies"].update(before)
+    assert rotary is not None
+    torch.testing.assert_close(rotary.inverse_frequencies(9), 0.1 * 4.0 ** (-torch.arange(4, dtype=torch.float64) / 4))
+
+
 def test_a_gate_of_ones_own() -> None:
     """A gate that is always 1/2 lowers scores by ln 2 for every token between, which is ALiBi with one slope."""
     before = dict(methods.TABLES["forgetting_gate"])

@@ -69,6 +69,13 @@ CASES: dict[str, dict[str, Any]] = {
         "logit_scaling": "ssmax",
     },
     "forgetting gates in chunks": {"forgetting_gate": "fox", "attention_chunk_size": 37},
+    "output gates of heads": {"attention_output_gate": "head", "qk_norm": "head"},
+    "output gates of features": {"attention_output_gate": "feature", "use_bias_in_qkv": False},
+    "output gates with a map": {
+        "attention_output_gate": "feature",
+        "pos_emb": "coca",
+        "relative_positions": {"type": "rerope", "window": 9},
+    },
     "learned factors and sinks": {"logit_scaling": "ssmax", "sink_logits": True, "pos_emb": "coca_strict"},
 }
 
@@ -163,7 +170,11 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
             weights.get(f"{own}attention.position_sinks.weight"),
         )
         total = powers.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
-        out = torch.einsum("hmn,nd->mhd", powers / total, v[:, 0]).flatten(1)
+        out = torch.einsum("hmn,nd->mhd", powers / total, v[:, 0])
+        if keys.attention_output_gate:
+            opened = linear(f"{own}attention.output_gate", normed(f"{own}input_layernorm", x))
+            out = out / (1 + (-opened.unflatten(-1, (3, -1))).exp())
+        out = out.flatten(1)
         attended = normed(f"{own}attention_output_layernorm", linear(f"{own}attention.dense", out))
         x = x + keys.residual_scale * attended
         inner = linear(f"{own}mlp.linear1", normed(f"{own}post_attention_layernorm", x))
@@ -187,7 +198,12 @@ def tokens() -> Tensor:
 
 
 OF_BACKENDS = ("parallel", "projections", "capping with a map", "sinks with a map", "learned factors and sinks")
-OF_BACKENDS += ("chunks with a bias", "forgetting gates with a map", "forgetting gates with a bias")
+OF_BACKENDS += (
+    "output gates with a map",
+    "chunks with a bias",
+    "forgetting gates with a map",
+    "forgetting gates with a bias",
+)
 WRITTEN_OUT = [name for name in CASES if name not in OF_BACKENDS]
 
 
@@ -238,6 +254,8 @@ DIFFERENTIATED += [
         "sinks in a window",
         "sinks with a map",
         "learned factors and sinks",
+        "output gates of heads",
+        "output gates with a map",
     ]
     + [name for name in CASES if name.startswith("forgetting gates")],
 )
@@ -328,6 +346,7 @@ def test_learned_factors_multiply_every_score_once(pos_emb: str) -> None:
         {"attention_chunk_size": 8},
         {"forgetting_gate": "fox"},
         {"forgetting_gate": "fox", "sliding_window_width": 3},
+        {"attention_output_gate": "feature", "pos_emb": "coca"},
     ],
 )
 def test_documents_have_their_own_sinks_factors_and_chunks(keys: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ MAPS: dict[str, dict[str, Any]] = {
 } | {"dual_chunk": {"relative_positions": {"type": "dual_chunk", "chunk_size": 10}}}
 STRING = {"relative_positions": {"type": "string", "window": 8, "local": 3}}
 LEARNED = ("kerple_log", "kerple_power", "rpe")
-PLAIN = ("coca", "rotary", "coca_strict", "xpos", "learned", "sinusoidal", "none", "alibi", *LEARNED)
+PLAIN = ("coca", "rotary", "coca_strict", "pope", "xpos", "learned", "sinusoidal", "none", "alibi", *LEARNED)
 CASES: dict[str, list[dict[str, Any]]] = {
     "sdpa": [
         *({"pos_emb": name} for name in PLAIN),

@@ -52,6 +52,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "learned": {"pos_emb": "learned", "max_position_embeddings": 64},
     "coca": {"pos_emb": "coca"},
     "alibi": {"pos_emb": "alibi"},
+    "gated heads": {"attention_output_gate": "head", "kv_channels": 20},
+    "gated features": {"attention_output_gate": "feature", "use_bias_in_attn_linear": False, "num_kv_heads": 2},
 }
 
 
@@ -67,7 +69,7 @@ def test_parameters_are_those_of_the_built_model(shape: dict[str, Any]) -> None:
         "head": lambda name: "final_linear" in name,
         "norms": lambda name: "norm" in name,
         "mlp": lambda name: ".mlp." in name,
-        "attention": lambda name: "query_key_value" in name or "dense" in name,
+        "attention": lambda name: any(part in name for part in ("query_key_value", "dense", "output_gate")),
     }
     for part, belongs in parts.items():
         assert getattr(count, part) == sum(size for name, size in sizes.items() if belongs(name)), part
@@ -86,7 +88,7 @@ def test_the_350m_models_with_one_layer(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "checkpoint"),
-    list(product(("plain", "untied", "grouped", "gated", "parallel", "coca"), (False, True))),
+    list(product(("plain", "untied", "grouped", "gated", "parallel", "coca", "gated features"), (False, True))),
 )
 def test_operations_are_what_pytorch_counts(shape: str, checkpoint: bool) -> None:
     """With the dense reference: its attention multiplies the full square, as `model` counts it."""
@@ -129,6 +131,13 @@ def test_an_unknown_vocabulary_is_named() -> None:
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H800", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H20-3e", 148e12),
+        ("NVIDIA A800-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", None),
         ("NVIDIA B200", 2250e12),
         ("Tesla V100-SXM2-16GB", 125e12),
         ("NVIDIA RTX A6000", 155e12),

@@ -82,6 +82,17 @@ def test_position_methods_start_from_the_same_weights(other: str) -> None:
     assert all(torch.equal(rotary[name], changed[name]) for name in rotary)
 
 
+@pytest.mark.parametrize("kind", ["head", "feature"])
+def test_output_gates_change_no_other_weight(kind: str) -> None:
+    plain, gated = (make(pos_emb="kerple_log", **keys).state_dict() for keys in ({}, {"attention_output_gate": kind}))
+    assert all(torch.equal(gated[name], plain[name]) for name in plain)
+    added = {name: weight for name, weight in gated.items() if name not in plain}
+    assert len(added) == 2 * LAYERS
+    for name, weight in added.items():
+        assert name.endswith("bias") or abs(float(weight.std()) - 0.03) < 0.004
+        assert not name.endswith("bias") or not weight.any()
+
+
 def test_seed_decides() -> None:
     first, again, other = (matrices(make(seed=seed)) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)

@@ -53,6 +53,7 @@ METHODS = {
         "qk_norm": "head",
         "sink_logits": True,
         "logit_scaling": {"type": "ssmax", "bias": True},
+        "attention_output_gate": "feature",
         "relative_positions": {"type": "dual_chunk", "chunk_size": 5},
     },
 }

@@ -106,6 +106,8 @@ DOUBLE: dict[str, dict[str, Any]] = {
     "ssmax": {"logit_scaling": {"type": "ssmax", "bias": True}},
     "temperature": {"logit_scaling": {"type": "temperature", "period": 4}, "rotary_pct": 0.5},
     "sinks": {"sink_logits": True},
+    "output gates": {"attention_output_gate": "feature"},
+    "rope_id": {"rotary_frequencies": "rope_id", "rotary_pct": 0.5},
     "clex": {"rope_scaling": {"rope_type": "clex", "original_max_position_embeddings": 8}},
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     "scalenorm": {"norm": "scalenorm", "use_qk_layernorm": True},

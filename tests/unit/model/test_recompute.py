@@ -37,6 +37,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
         "qk_norm": "head",
         "sink_logits": True,
         "logit_scaling": {"type": "ssmax", "bias": True},
+        "attention_output_gate": "head",
         "relative_positions": {"type": "dual_chunk", "chunk_size": 20},
     },
     "fire": {"pos_emb": "fire"},
@@ -44,7 +45,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "units and blocks": {"attention_config": ["gau", "global", "gau"], "gau_key_width": 16},
     "string": {"pos_emb": "rotary", "relative_positions": {"type": "string"}, "logit_scaling": "temperature"},
 }
-ORDINARY = ("rotary", "coca", "coca_strict", "xpos", "alibi", "rpe", "learned", "sinusoidal", "none")
+ORDINARY = ("rotary", "coca", "coca_strict", "pope", "xpos", "alibi", "rpe", "learned", "sinusoidal", "none")
 
 
 def samples() -> Tensor:

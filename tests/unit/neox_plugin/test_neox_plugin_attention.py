@@ -26,9 +26,12 @@ LENGTH, PROMPT = 24, 9
 METHODS: dict[str, dict[str, Any]] = {
     "coca": {"pos_emb": "coca"},
     "strict, partial": {"pos_emb": "coca_strict", "rotary_pct": 0.5},
+    "pope, grouped": {"pos_emb": "pope", "num_kv_heads": 2, "pos_emb_options": {"offset": "uniform"}},
+    "strict with an angle": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": -0.7}},
     "xpos": {"pos_emb": "xpos"},
     "dynamic": {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "yarn": {"pos_emb": "rotary", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "rope_id": {"pos_emb": "rotary", "rotary_frequencies": {"type": "rope_id"}},
     "map": {"pos_emb": "rotary", "relative_positions": {"type": "rerope"}},
     "logits": {"pos_emb": "none", "logit_scaling": "log_n"},
     "grouped": {"pos_emb": "coca", "num_kv_heads": 2},
@@ -189,6 +192,7 @@ SAVED = {"max_position_embeddings": 32, "hidden_size": 32}
         ({"pos_emb": "none", "logit_scaling": "log_n"}, "logit_scaling"),
         ({"pos_emb": "rotary", "relative_positions": {"type": "rerope"}}, "relative_positions"),
         ({"pos_emb": "rotary", "relative_positions": {"type": "rerope", "window": 8}}, None),
+        ({"pos_emb": "coca", "rotary_frequencies": {"type": "rope_id"}}, "rotary_frequencies"),
     ],
 )
 def test_a_longer_run_names_the_trained_length_where_it_matters(
@@ -263,6 +267,7 @@ def test_activation_twice_is_activation_once(stub: Upstream) -> None:
         ("model.transformer", "ParallelSelfAttention"),
         ("neox_arguments.NeoXArgs", "get_deepspeed_main_args"),
         ("mpu", "get_cuda_rng_tracker"),
+        ("mpu", "get_model_parallel_rank"),
     ],
 )
 def test_a_missing_name_is_an_error(owner: str, name: str, stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from tests.neox.stubbed import Upstream, stub
 __all__ = ["stub"]
 
 COCA: dict[str, Any] = {"pos_emb": "coca"}
+ROPE_ID: dict[str, Any] = {"rotary_frequencies": {"type": "rope_id"}}
 YARN: dict[str, Any] = {"pos_emb": "rotary", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
 ROTARY: dict[str, Any] = {"pos_emb": "rotary", "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
 
@@ -112,6 +113,7 @@ def test_weights_end_up_where_they_were(stub: Upstream, tmp_path: Path) -> None:
         ),
         (COCA, {"pos_emb": "xpos"}, r"^pos_emb: xpos, but runs/old was trained with coca; use the value in"),
         (COCA, COCA | {"rotary_pct": 0.5}, r"^rotary_pct: 0.5, but runs/old was trained with 1.0"),
+        (COCA, COCA | ROPE_ID, r"^rotary_frequencies: {'type': 'rope_id'}, but runs/old was trained with None"),
     ],
 )
 def test_other_positions_are_an_error_except_to_train_further(
@@ -129,6 +131,15 @@ def test_other_positions_are_an_error_except_to_train_further(
             load(stub, content, **now, **how)
     load(stub, content, **now, finetune=True)
     assert "was trained with" in caplog.text
+
+
+def test_a_record_of_an_earlier_version_has_the_frequencies_of_the_base(stub: Upstream, tmp_path: Path) -> None:
+    activate()
+    content = saved(stub, tmp_path, **COCA)
+    del content["args"][RECORD]["rotary_frequencies"]
+    load(stub, content, **COCA)
+    with pytest.raises(ConfigError, match="^rotary_frequencies: .*was trained with None"):
+        load(stub, content, **COCA, **ROPE_ID)
 
 
 def test_another_extension_is_a_warning(stub: Upstream, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -61,7 +61,7 @@ NEWER_THAN_PYTHON_3_10 = {
 IN_TORCH_2_3 = {
     *("Tensor", "__version__.split", "addmm", "addmv", "arange"),
     *("autograd.Function", "baddbmm", "eye", "maximum", "nn.Linear", "nn.ModuleDict", "nn.functional.linear"),
-    "nn.functional.logsigmoid",
+    *("abs", "neg", "nn.functional.logsigmoid", "nn.functional.softplus"),
     *("autograd.function.FunctionCtx", "autograd.function.once_differentiable", "bfloat16", "bool", "bucketize", "cat"),
     *("device", "dropout", "ones_like", "utils.checkpoint.checkpoint"),
     *("compiler.is_compiling", "cuda.get_device_capability", "cuda.is_available", "distributed.ReduceOp.MAX"),

@@ -26,7 +26,8 @@ def test_without_a_key_of_ours_nothing_changes(stub: Upstream) -> None:
     after = vars(stub.arguments(pos_emb="rotary", optimizer={"type": "Adam", "params": {"lr": 1e-3}}))
     assert {name: after[name] for name in before} == before
     assert after.keys() - before.keys() == {
-        *("rope_scaling", "relative_positions", "logit_scaling", "attention_backend", "operand_kernel"),
+        *("pos_emb_options", "rotary_frequencies", "rope_scaling", "relative_positions", "logit_scaling"),
+        *("attention_backend", "operand_kernel"),
         *("lr_warmup_init", "vocab_size"),
     }
 

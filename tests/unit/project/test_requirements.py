@@ -36,7 +36,9 @@ DECLARED = parse(PROJECT["dependencies"])
 COMMANDS = set(parse(EXTRAS["logging"] + EXTRAS["harness"]))
 """Extras that commands of the README use."""
 OPTIONAL = {
-    name for extra in ("logging", "corpora", "harness", "kernels", "object-stores") for name in parse(EXTRAS[extra])
+    name
+    for extra in ("logging", "corpora", "harness", "gguf", "kernels", "object-stores")
+    for name in parse(EXTRAS[extra])
 }
 PINNED_BY_PYDANTIC = {"pydantic-core"}
 """One version of pydantic asks for exactly one of these, so a pin of our own could only contradict it."""

@@ -1,6 +1,8 @@
-"""The report of the first measurements on a GPU, with quick stand-ins for the measurements."""
+"""The plan of the first measurements on a GPU: limits, kills and continuation, reuse, and the page after every part."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,60 +13,256 @@ import pytest
 import torch
 
 from tests.documents import ROOT
-from tools import gpu_report, records
-from tools.gpu_report import PARTS, main, measure, reusable
+from tools import gpu_report
+from tools.gpu import page as pages
+from tools.gpu import runner
+from tools.gpu.cases import read_lines, run_cases, write_line
+from tools.gpu.contents import closure, digest
+from tools.gpu.plans import EIGHT_GPUS, ONE_GPU, PLANS, Part, Run
+from tools.gpu.runner import DONE, FAILED, LATE, MISSING, RUNNING, execute, items, read_record, waiting
 
 HERE = {
     "gpu": "NVIDIA A100-SXM4-80GB",
     "versions": {"torch": "2.13.0", "commit": "abc"},
     "nvidia-smi": [{"uuid": "GPU-1", "driver_version": "580.1", "power.limit": "400 W"}],
 }
+CASES = """
+import sys, time
+from pathlib import Path
+from tools.gpu.cases import run_cases
+file = Path(sys.argv[1])
+def long_at_first():
+    mark = file.with_suffix(".mark")
+    if not mark.exists():
+        mark.touch()
+        time.sleep(60)
+sys.exit(run_cases({"a": lambda: None, "b": long_at_first, "c": lambda: None}, file))
+"""
+"""A part of three cases. The second takes a minute when it runs for the first time."""
+DRIVER = """
+import sys, types
+sys.modules["tools.records"] = types.SimpleNamespace(machine=lambda: {here!r})
+from tools import gpu_report
+from tools.gpu.plans import Part, Run
+gpu_report.unusable = lambda *arguments: None
+gpu_report.PLANS[1] = {{
+    name: Part(f"Does {{name}} run?", {{"cases": Run({command!r}, 20, needs=())}}) for name in {parts!r}
+}}
+sys.exit(gpu_report.main(["--output", {output!r}]))
+"""
+"""The report, with a short process in place of the process of every part."""
+
+
+def plan_of(commands: dict[str, str], **options: Any) -> dict[str, Part]:
+    keys = {"seconds": 20, "needs": ()} | options
+    return {name: Part(f"Does {name} run?", {"one": Run(text, **keys)}) for name, text in commands.items()}
 
 
 def shown(text: str, status: int = 0) -> str:
     return f"-c 'print(\"{text}\"); raise SystemExit({status})'"
 
 
-def test_parts_are_resumed_and_a_failed_one_stops_no_other(
+def started(file: Path) -> list[str]:
+    return [line["case"] for line in read_lines(file) if line["status"] == "started"]
+
+
+def test_a_kill_in_any_part_loses_one_case_at_most(tmp_path: Path) -> None:
+    """SIGKILL of the report in the second case of every part. Its process ends when the report starts again."""
+    output, script = tmp_path / "results", tmp_path / "cases.py"
+    script.write_text(CASES)
+    fields = {"here": HERE, "command": f"{script} FILE", "parts": tuple(ONE_GPU), "output": str(output)}
+    driver = [sys.executable, "-c", DRIVER.format(**fields)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    orphans = []
+    for part in ONE_GPU:
+        process = subprocess.Popen(driver, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        file, deadline = output / f"{part}.cases.jsonl", time.monotonic() + 60
+        while not file.with_suffix(".mark").exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        record = json.loads((output / f"{part}.cases.json").read_text())
+        assert record["status"] == RUNNING
+        orphans.append(Path(f"/proc/{record['process']}/cmdline"))
+    done = subprocess.run(driver, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for part in ONE_GPU:
+        assert started(output / f"{part}.cases.jsonl") == ["a", "b", "b", "c"], "only the killed case runs again"
+        assert json.loads((output / f"{part}.cases.json").read_text())["status"] == DONE
+    assert not any(path.exists() and path.read_bytes() for path in orphans)
+    assert (output / "gpu_report.md").read_text().count("3 of 3 cases passed") == 2, "smoke and parity"
+
+
+def test_a_call_ends_in_time_and_the_next_one_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a device that PyTorch would call an A100."""
+    """A part with a limit beyond the end of the call is left. A failed part stops no other, and is tried again last."""
+    from tools import records
+
     monkeypatch.setattr(records, "machine", lambda: HERE)
-    monkeypatch.setattr(gpu_report, "unusable", lambda: None)
-    commands = {"step": shown("no memory left", 1), "decode": shown("1.5 ms a token")}
-    monkeypatch.setattr(
-        gpu_report, "PARTS", {name: PARTS[name]._replace(command=text) for name, text in commands.items()}
+    monkeypatch.setattr(gpu_report, "unusable", lambda *arguments: None)
+    commands = {"smoke": shown("no kernel", 1), "parity": shown("fine"), "step": shown("9.0 tokens/s")}
+    monkeypatch.setitem(PLANS, 1, plan_of(commands))
+    arguments = ["--output", str(tmp_path), "--minutes", "0.4"]
+    assert gpu_report.main([*arguments, "--only", "smoke"]) == 1
+    clock = iter((0.0, 0.0, *[5.0] * 50))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    assert gpu_report.main(arguments) == gpu_report.LEFT
+    assert "2 of 3 runs are left; run the same command again" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(records, "machine", lambda: HERE)
+    monkeypatch.setattr(gpu_report, "unusable", lambda *arguments: None)
+    monkeypatch.setitem(PLANS, 1, plan_of(commands))
+    order = [item.part for item in waiting(items(PLANS[1], tmp_path), HERE)]
+    assert order == ["step", "smoke"] or order == ["parity", "step", "smoke"], order
+    assert gpu_report.main(["--output", str(tmp_path)]) == 1
+    records_of = {item.part: read_record(item)["status"] for item in items(PLANS[1], tmp_path)}
+    assert records_of == {"smoke": FAILED, "parity": DONE, "step": DONE}
+    text = (tmp_path / "gpu_report.md").read_text()
+    assert "no kernel" in text and "driver_version 580.1" in text and "| smoke.one | failed |" in text
+
+
+def test_a_process_ends_at_its_limit_with_its_children(tmp_path: Path) -> None:
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    plan = plan_of({"step": f'-c "print(1, flush=True); {child}"'}, seconds=1)
+    (item,), before = items(plan, tmp_path), time.monotonic()
+    assert execute(item, HERE)["status"] == LATE and time.monotonic() - before < 20
+    assert item.log.read_text() == "1\n", "the output is in the file although the process was killed"
+
+
+def test_only_a_change_of_what_runs_repeats_a_part(tmp_path: Path) -> None:
+    """Files that the script imports count, inside functions too. Other files and imports for types do not count."""
+    package = tmp_path / "tools"
+    package.mkdir()
+    files = {"script": "def f():\n    from tools import used\n", "used": "x = 1\n", "other": "y = 1\n"}
+    files["script"] += "if TYPE_CHECKING:\n    import tools.other\n"
+    for name, text in files.items():
+        (package / f"{name}.py").write_text(text)
+    assert {path.stem for path in closure([package / "script.py"], tmp_path)} == {"script", "used"}
+    before = digest("tools/script.py FILE", (), tmp_path)
+    (package / "other.py").write_text("y = 2\n")
+    assert digest("tools/script.py FILE", (), tmp_path) == before != digest("tools/script.py --x FILE", (), tmp_path)
+    (package / "used.py").write_text("x = 2\n")
+    assert digest("tools/script.py FILE", (), tmp_path) != before
+
+
+def test_a_finished_run_counts_for_its_gpu_and_libraries(tmp_path: Path) -> None:
+    (item,) = items(plan_of({"step": shown("done")}), tmp_path)
+    execute(item, HERE)
+    others = ({"versions": {"torch": "2.13.0", "commit": "def"}}, {"nvidia-smi": []})
+    assert not any(list(waiting([item], HERE | other)) for other in others)
+    assert all(
+        list(waiting([item], HERE | other)) for other in ({"gpu": "NVIDIA H100"}, {"versions": {"torch": "2.14.0"}})
     )
-    assert main(["--output", str(tmp_path)]) == 1
-    assert "step: failed with exit status 1 after" in capsys.readouterr().err
-    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in commands}
-    assert [record["status"] for record in found.values()] == ["failed with exit status 1", "done"]
-    assert all(record["machine"] == HERE for record in found.values())
-    page = (tmp_path / "gpu_report.md").read_text()
-    assert "| step | failed with exit status 1 |" in page and "no memory left" in page and "1.5 ms a token" in page
-    assert "driver_version 580.1" in page and "commit abc" in page
-
-    again = {name: PARTS[name]._replace(command=shown("9.0 tokens/s")) for name in commands}
-    monkeypatch.setattr(gpu_report, "PARTS", again)
-    assert main(["--output", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "decode.json").read_text()) == found["decode"], "a finished part did not run"
-    assert "9.0 tokens/s" in (tmp_path / "gpu_report.md").read_text()
 
 
-def test_records_of_another_gpu_or_code_are_not_reused() -> None:
-    record = {"status": "done", "machine": HERE}
-    assert reusable(record, HERE | {"nvidia-smi": []}) and not reusable({}, HERE)
-    others: list[dict[str, Any]] = [{"gpu": "NVIDIA H100"}, {"versions": {"torch": "2.13.0", "commit": "def"}}]
-    assert not any(reusable(record, HERE | other) for other in others)
+def test_parts_read_what_they_run() -> None:
+    """A change of the report's own pages repeats no measurement; a change of a kernel repeats those that use it."""
+    commands = {name: [run.command.split()[0] for run in part.runs.values()] for name, part in ONE_GPU.items()}
+    scripts = {name: {ROOT / script for script in each if script != "-m"} for name, each in commands.items()}
+    read = {name: closure(each) for name, each in scripts.items() if each}
+    report = ROOT / "megatron_coca/evaluation/report/document.py"
+    kernel = ROOT / "megatron_coca/kernels/operands.py"
+    assert all(kernel in files for name, files in read.items() if name != "resume")
+    assert report not in read["smoke"] | read["parity"]
 
 
-def test_a_part_ends_at_its_limit_with_what_it_started(tmp_path: Path) -> None:
-    started = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    part = PARTS["step"]._replace(command=f'-c "print(1, flush=True); {started}"', minutes=0.03)
-    before = time.monotonic()
-    record = measure(part, tmp_path / "result")
-    assert time.monotonic() - before < 30
-    assert record["status"] == "ended at its limit of 0.03 minutes" and record["output"] == ["1"]
+def test_a_part_without_its_packages_is_named_and_the_others_run(tmp_path: Path) -> None:
+    """For example without DeepSpeed: kernels and models are still measured."""
+    plan = plan_of({"smoke": shown("fine")}) | plan_of({"step": shown("fine")}, needs=("json", "no_such_package"))
+    found = items(plan, tmp_path)
+    records = [execute(item, HERE) for item in found]
+    assert [record["status"] for record in records] == [DONE, MISSING]
+    assert "| step.one | not run: no_such_package is not installed |" in pages.page(plan, found, HERE)
+    assert list(waiting(found, HERE)) == found[1:], "it runs as soon as the package is installed"
+
+
+@pytest.mark.parametrize(("plan", "minutes"), [(ONE_GPU, 28), (EIGHT_GPUS, 15)], ids=["1 GPU", "8 GPUs"])
+def test_limits(plan: dict[str, Part], minutes: int) -> None:
+    assert sum(part.seconds for part in plan.values()) == 60 * minutes
+    for part in plan.values():
+        for run in part.runs.values():
+            assert run.seconds <= 60 * gpu_report.parser().get_default("minutes") and "FILE" in run.command
+            script = run.command.split()[0]
+            assert script == "-m" or (ROOT / script).is_file()
+
+
+# Cases
+
+
+def test_cases_after_an_error_of_cuda_run_in_a_new_process(tmp_path: Path) -> None:
+    """And a case in which the process ends twice is left out."""
+    script, file = tmp_path / "cases.py", tmp_path / "lines.jsonl"
+    script.write_text(
+        "import os, sys\nfrom pathlib import Path\nfrom tools.gpu.cases import run_cases\n"
+        "state = []\n"
+        "def broken():\n    state.append(1)\n    raise RuntimeError('CUDA error: an illegal memory access')\n"
+        "def fine():\n    assert not state, 'the same process'\n    return {'x': 1}\n"
+        "cases = {'broken': broken, 'fine': fine, 'ends': lambda: os._exit(9), 'last': fine}\n"
+        "sys.exit(run_cases(cases, Path(sys.argv[1])))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(file)]
+    statuses = [subprocess.run(command, env=environment, check=False).returncode for _ in range(3)]
+    assert statuses == [9, 9, 1]
+    ended = {line["case"]: line["status"] for line in read_lines(file) if line["status"] != "started"}
+    assert ended == {"broken": "failed", "fine": "ok", "ends": "failed", "last": "ok"}
+
+
+def test_a_case_without_memory_is_no_failure(tmp_path: Path) -> None:
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    file = tmp_path / "lines.jsonl"
+    write_line(file, case="cut", status="ok")
+    with file.open("a") as output:
+        output.write('{"case": "cut')  # by a kill
+    assert run_cases({"full": full}, file) == 0
+    assert [line["status"] for line in read_lines(file)] == ["ok", "started", "out of memory"]
+
+
+# The page
+
+
+def test_a_reader_sees_what_is_known_so_far(tmp_path: Path) -> None:
+    found = items(ONE_GPU, tmp_path)
+    by_title = {item.title: item for item in found}
+    before = pages.page(ONE_GPU, found, HERE)
+    assert before.count("| not run yet |") == len(ONE_GPU) + len(found) and "0 of 20 runs have ended" in before
+
+    def finish(title: str, *lines: dict[str, Any], status: str = DONE) -> None:
+        runner._written(by_title[title], {"status": status, "seconds": 60.0})
+        for line in lines:
+            write_line(by_title[title].results, **line)
+
+    finish("smoke.kernels", {"case": "loss head", "status": "ok"}, {"case": "sdpa", "status": "failed", "error": "x"})
+    finish("step.roformer_16", {"method": "rotary", "tokens_per_second": 100000.0, "mfu": 0.41}, status=DONE)
+    finish("step.coca_16", {"method": "coca", "tokens_per_second": 98000.0, "mfu": None})
+    finish("step.llama_16", {"method": "llama", "error": "out of memory"})
+    text = pages.page(ONE_GPU, found, HERE)
+    assert "1 of 2 cases passed; failed: sdpa" in text and "4 of 20 runs have ended" in text
+    assert "so far: roformer with micro-batch 16: 100,000 tokens/s, MFU 41.0%" in text
+    assert "coca with micro-batch 16: 98,000 tokens/s, 0.98 of RoFormer's, MFU unknown" in text
+    assert "llama with micro-batch 16: out of memory" in text
+
+
+def test_a_killed_test_run_names_its_failures(tmp_path: Path) -> None:
+    (item,) = [each for each in items(ONE_GPU, tmp_path) if each.part == "tests"]
+    log = ["[gw0] [  3%] PASSED tests/gpu/a.py::one[x] ", "[gw1] [  6%] FAILED tests/gpu/a.py::two "]
+    item.log.write_text("\n".join(log))
+    assert pages.results_of(item) == [
+        {"case": "tests", "status": "failed", "passed": 1, "failed": 1, "error": "tests/gpu/a.py::two"}
+    ]
+    item.results.write_text(
+        '<testsuites><testsuite><testcase name="one"/><testcase name="two"><failure/></testcase>'
+        '<testcase name="three"><skipped/></testcase></testsuite></testsuites>'
+    )
+    (line,) = pages.results_of(item)
+    assert (line["passed"], line["failure"], line["skipped"], line["error"]) == (1, 1, 1, "two")
+
+
+# The first check and the command line
 
 
 def test_what_is_missing_is_said_first(
@@ -72,31 +270,43 @@ def test_what_is_missing_is_said_first(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert main(["--output", str(tmp_path / "none")]) == 2
+    assert gpu_report.main(["--output", str(tmp_path / "none")]) == 2
     said = capsys.readouterr().err
     assert "nvidia-smi" in said and "too old for CUDA 13.0" in said and not (tmp_path / "none").exists()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_report, "run_limited", lambda command, seconds: (1, "ptxas: error"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "this machine has 2" in (gpu_report.unusable(8) or "")
+    failed = subprocess.CompletedProcess([], 1, "", "ptxas: error")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: failed)
     assert "python3-dev" in (gpu_report.unusable() or "")
+    monkeypatch.setattr(gpu_report, "NEEDED", ("no_such_package",))
+    assert "no_such_package: not installed; run `make gpu-wheels`" in (gpu_report.unusable() or "")
 
 
 def test_the_kernel_of_the_first_check_is_right() -> None:
     """In Triton's interpreter."""
     pytest.importorskip("triton")
-    exec(gpu_report.KERNEL.replace('device="cuda"', 'device="cpu"'), {})
+    exec((gpu_report.KERNEL + gpu_report.CHECK).replace('device="cuda"', 'device="cpu"'), {})
 
 
-def test_a_dry_run_prints_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every part's program exists."""
-    assert main(["--dry-run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines if line[0] != " "] == list(PARTS)
-    programs = [line.split()[1] for line in lines if line[0] == " "]
-    assert all(program == "-m" or (ROOT / program).is_file() for program in programs)
+def test_a_dry_run_prints_the_selected_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_report.main(["--dry-run", "--skip", "smoke", "tests"]) == 0
+    names = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "]
+    assert names == [name for name in ONE_GPU if name not in ("smoke", "tests")]
+    for arguments in (["--only", "smoke", "--skip", "smoke"], ["--minutes", "1"], ["--only", "speed"]):
+        with pytest.raises(SystemExit):
+            gpu_report.main(["--dry-run", *arguments])
 
 
-def test_help_needs_no_pytorch() -> None:
-    code = "import sys, runpy; sys.modules['torch'] = None; sys.argv = ['x', '--help']; "
+def test_plan_and_help_need_no_pytorch() -> None:
+    code = "import sys, runpy; sys.modules['torch'] = None; sys.argv = ['x', '--dry-run', '--gpus', '8']; "
     code += "runpy.run_path('tools/gpu_report.py')['main']()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "--dry-run" in done.stdout
+    assert "15 in all" in done.stdout
+
+
+def test_the_machine_is_described_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_coca.checkpoints.native import write
+
+    monkeypatch.setattr(write, "find_spec", lambda name: None if name == "deepspeed" else object())
+    assert "deepspeed" not in write.code_versions() and "torch" in write.code_versions()

@@ -58,6 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "rpe": {"pos_emb": "rpe", "rotary_pct": 1.0},
     "clex": {"pos_emb": "rotary", "rope_scaling": {"rope_type": "clex"}},
     "scalenorm": {"norm": "scalenorm", "activation": "swiglu"},
+    "output gate": {"attention_output_gate": "head", "num_kv_heads": 1},
     "no norm weights": {"norm": "non_parametric_layernorm"},
     "parallel": {"gpt_j_residual": True, "gpt_j_tied": True},
 }

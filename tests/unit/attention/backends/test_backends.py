@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_coca.attention.backends import reference
+from megatron_coca.attention.backends import reference, sdpa
 from megatron_coca.attention.backends.merge import MergeBackend, Piece, cover
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import CudaFlash, SdpaBackend, flash_op
@@ -256,9 +256,13 @@ def test_merge_says_what_it_cannot_do() -> None:
         assert word in (merge.supports(needs) or "")
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 40), (40, 40)])
-def test_cudnn_is_left_to_training(queries: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes of evaluation and decoding vary, and cuDNN's kernel plans every shape: only training may take it."""
+@pytest.mark.parametrize(
+    ("queries", "keys", "evaluated"), [(1, 40, False), (9, 40, False), (1, 1, False), (40, 40, True)]
+)
+def test_cudnn_is_disabled_only_in_decoding(
+    queries: int, keys: int, evaluated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN plans every shape, and every decoded token has a new one. Training and whole windows use cuDNN."""
     seen: list[bool] = []
     called = F.scaled_dot_product_attention
 
@@ -269,11 +273,12 @@ def test_cudnn_is_left_to_training(queries: int, keys: int, monkeypatch: pytest.
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     q, k = torch.randn(1, 4, queries, 8), torch.randn(1, 2, keys, 8)
     given = AttentionInputs((Segment(q, k),), k, 0.3)
-    trained = SdpaBackend().attend(given)
-    with torch.no_grad():
-        evaluated = SdpaBackend().attend(given)
-    assert seen == [True, False] and torch.backends.cuda.cudnn_sdp_enabled()
-    torch.testing.assert_close(evaluated, trained, rtol=0, atol=0)
+    results = []
+    for trains in (True, False):
+        with torch.set_grad_enabled(trains):
+            results.append(sdpa._sdpa(given))
+    assert torch.equal(*results)
+    assert seen == [True, evaluated] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_no_kernel_for_the_dtype_is_named() -> None:
@@ -364,3 +369,28 @@ def test_with_dropout_sdpa_adds_the_bias_of_every_pair() -> None:
         expected = ReferenceBackend().attend(inputs)
         found = SdpaBackend().attend(inputs.replace(dropout=1e-12))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [(91002, "cuDNN 9.10.2"), (None, "no cuDNN"), (RuntimeError("too  old. And\nmore"), "cuDNN unusable (too old)")],
+)
+def test_the_version_of_cudnn_is_shown(version: Any, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cuDNN that shadows PyTorch's own makes PyTorch fall back silently."""
+
+    def answer() -> Any:
+        if isinstance(version, RuntimeError):
+            raise version
+        return version
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", answer)
+    assert sdpa.cudnn_version() == shown
+
+
+@pytest.mark.parametrize(("number", "shown"), [(3, "cuDNN 9.10.2"), (1, "FlashAttention-2, with cuDNN 9.10.2")])
+def test_the_kernel_is_named(number: int, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *operands, **options: number)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert sdpa.cuda_kernel(4, 2, 16, 8, torch.bfloat16, trains=True) == shown

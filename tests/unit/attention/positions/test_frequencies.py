@@ -10,7 +10,14 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_coca import methods
-from megatron_coca.attention.positions.frequencies import EXTENSIONS, MULTIPLIERS, Rotary, Scaling, geometric
+from megatron_coca.attention.positions.frequencies import (
+    EXTENSIONS,
+    FREQUENCIES,
+    MULTIPLIERS,
+    Rotary,
+    Scaling,
+    geometric,
+)
 
 
 def complete(rope_type: str, dim: int, factor: float = 4.0) -> Scaling:
@@ -33,6 +40,7 @@ def rotary(rope_type: str, dim: int = 64, length: int = 512, **scaling: object) 
 def test_the_tables_agree() -> None:
     declared = methods.names("rope_scaling", compute=None)
     assert EXTENSIONS.keys() == set(declared) - {"clex"} and MULTIPLIERS.keys() <= EXTENSIONS.keys()
+    assert FREQUENCIES.keys() == set(methods.names("rotary_frequencies", compute=None))
     with_attention = {name for name in declared if methods.find("rope_scaling", name).option("attention_factor")}
     assert with_attention == MULTIPLIERS.keys(), "an option that replaces the multiplier"
 
@@ -188,3 +196,42 @@ def test_multipliers() -> None:
     growing = tuple(range(1, 33))
     longrope = rotary("longrope", factor=8.0, short_factor=growing, long_factor=growing)
     assert longrope.multiplier(9) == longrope.multiplier(9999) == pytest.approx(math.sqrt(1 + 3 / 9))  # 2^3 of 2^9
+
+
+ROPE_ID = methods.find("rotary_frequencies", "rope_id")
+
+
+def in_distribution(length: int, dim: int = 32, scaling: Scaling | None = None, **options: float) -> Rotary:
+    fastest, base = FREQUENCIES["rope_id"](dim, ROPE_ID.resolved(options, length), length)
+    return Rotary(dim, base, length, scaling or Scaling(), fastest)
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "longest", "shortest"),
+    [
+        (4096, {}, 2048, 32),  # the paper's numbers
+        (8192, {}, 4096, 32),
+        (2048, {}, 1024, 16),
+        (64, {}, 32, 2 * math.pi),
+        (64, {"turns": 1.0, "period": 4.0}, 64, 4),
+    ],
+)
+def test_every_pair_of_rope_id_rotates_within_the_training_length(
+    length: int, options: dict[str, float], longest: float, shortest: float
+) -> None:
+    wavelengths = 2 * math.pi / in_distribution(length, **options).inverse_frequencies(1)
+    assert wavelengths[[0, -1]].tolist() == pytest.approx([shortest, longest], rel=1e-12)
+    ratios = wavelengths[1:] / wavelengths[:-1]
+    torch.testing.assert_close(ratios, torch.full_like(ratios, (longest / shortest) ** (1 / 15)), rtol=1e-12, atol=0)
+
+
+def test_a_single_pair_of_rope_id_has_the_fastest_frequency() -> None:
+    assert in_distribution(4096, dim=2).inverse_frequencies(1).tolist() == pytest.approx([2 * math.pi / 32])
+
+
+def test_ntk_keeps_the_fastest_pair_of_rope_id_and_divides_the_slowest() -> None:
+    plain, ntk = (
+        in_distribution(4096, scaling=scaling).inverse_frequencies(1)
+        for scaling in (Scaling(), Scaling("ntk", factor=4.0))
+    )
+    assert (plain / ntk)[[0, -1]].tolist() == pytest.approx([1.0, 4.0], rel=1e-12)

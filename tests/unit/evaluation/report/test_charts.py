@@ -1,29 +1,22 @@
-"""Plots and markers of a report of many series: styles, ticks, spans, labels, single lengths, and bold numbers."""
+"""Plots and markers of a report of many series: looks, panels, names of lines, ticks, single lengths, bold numbers."""
 
 import math
 import random
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
+from matplotlib.text import Annotation, Text
 
-from megatron_coca.evaluation.report.charts import (
-    LEAST_RATIO,
-    Figure,
-    Line,
-    Panel,
-    legend_columns,
-    log_ticks,
-    panels,
-    tick_text,
-    widened,
-)
+from megatron_coca.evaluation.report import charts
+from megatron_coca.evaluation.report.charts import COLUMN, PAGE, Figure, Layout, Line, Panel, images, panels, style
 from megatron_coca.evaluation.report.curves import find_curves
 from megatron_coca.evaluation.report.document import ReportBlock, Section, TableCell, TableRow
+from megatron_coca.evaluation.report.log_axes import LEAST_RATIO, log_ticks, spread_apart, tick_text, widened
+from megatron_coca.evaluation.report.looks import LOOKS, apart, look_of, members
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import mark_best
 from megatron_coca.evaluation.results import Result
@@ -47,11 +40,11 @@ def sections(folder: Path, results: dict[str, Result], **options: Any) -> dict[s
     return {section.name: section for section in built}
 
 
-def drawn(figure: Figure) -> Canvas:
-    canvas = Canvas(figsize=figure.size, layout="constrained")
-    FigureCanvasAgg(canvas)
-    figure.draw(canvas)
-    canvas.draw_without_rendering()
+def drawn(figure: Figure, layout: Layout = PAGE) -> Canvas:
+    with style(layout):
+        canvas = charts.drawn(figure, layout)
+        FigureCanvasAgg(canvas)
+        canvas.draw_without_rendering()
     return canvas
 
 
@@ -61,21 +54,80 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Section]:
     return sections(tmp_path_factory.mktemp("many"), results, curves=curves, baseline="Method A")
 
 
-def test_twelve_series_are_twelve_looks(many: dict[str, Section]) -> None:
+def lines_of(axes: Any) -> list[Any]:
+    """The lines of one panel in colour; other models are grey, and marks are dotted."""
+    return [line for line in axes.lines if line.get_zorder() == 3]
+
+
+def test_twelve_models_are_twelve_panels(many: dict[str, Section]) -> None:
     for name in ("training", "perplexity"):
-        (axes,) = drawn(many[name].blocks[0].figures[0]).axes
-        lines = [line for line in axes.lines if not str(line.get_label()).startswith("training length")]
-        looks = {(line.get_color(), str(line._dash_pattern)) for line in lines}  # type: ignore[attr-defined]
-        assert len(lines) == len(looks) == 12
-        assert len(axes.collections) == (0 if name == "training" else 12), "bars, not bands"
+        shown = [axes for axes in drawn(many[name].blocks[0].figures[0]).axes if axes.get_visible()]
+        assert len(shown) == 12
+        for axes in shown:
+            assert len(lines_of(axes)) == 1 and len(axes.lines) >= 12, "one model in colour, eleven in grey"
+            assert len(axes.collections) == 1, "its interval as a band"
 
 
 def test_few_points_have_markers_and_many_have_none(many: dict[str, Section]) -> None:
     training, validation = many["training"].blocks[0].figures
     for figure, marked in ((training, False), (validation, True)):
-        (axes,) = drawn(figure).axes
-        assert all((line.get_marker() != "None") is marked for line in axes.lines)
-        assert "million" in axes.get_xlabel() and "nats per token" in axes.get_ylabel()
+        canvas = drawn(figure)
+        assert all((line.get_marker() != "None") is marked for axes in canvas.axes for line in lines_of(axes))
+        texts = [text.get_text() for text in canvas.texts]
+        assert any("million" in text for text in texts) and any("nats per token" in text for text in texts)
+
+
+def test_a_method_has_one_look_in_every_figure(tmp_path: Path) -> None:
+    built = sections(tmp_path, every_result())
+    found: dict[str, set[Any]] = {}
+    for figure in (figure for section in built.values() for block in section.blocks for figure in block.figures):
+        for axes in drawn(figure).axes:
+            for line in lines_of(axes):
+                found.setdefault(str(line.get_label()), set()).add(line.get_color())
+    assert found["RoFormer"] == {LOOKS["rotary"].colour} and found["RoFormer + dynamic NTK"] == {
+        LOOKS["dynamic"].colour
+    }
+    assert all(len(colours) == 1 for colours in found.values()), found
+
+
+def test_variants_belong_to_their_weights_and_look_different(tmp_path: Path) -> None:
+    results = {
+        "a": perplexity("CoCA", {512: 2.0}, checkpoint__identity="one"),
+        "b": perplexity("CoCA + NTK 4", {512: 2.0}, checkpoint__identity="one", overrides=NTK),
+        "c": perplexity("CoCA + NTK 8", {512: 2.0}, checkpoint__identity="one", overrides=NTK),
+        "d": perplexity("Other", {512: 2.0}, checkpoint__identity="two"),
+    }
+    found = members(results.values())
+    assert {label: (member.base, member.variant) for label, member in found.items()} == {
+        "CoCA": ("CoCA", ""),
+        "CoCA + NTK 4": ("CoCA", "NTK 4"),
+        "CoCA + NTK 8": ("CoCA", "NTK 8"),
+        "Other": ("Other", ""),
+    }
+    assert found["CoCA + NTK 4"].look.colour == found["CoCA + NTK 8"].look.colour
+    assert len({(member.look.marker, member.look.dashes) for member in found.values() if member.base == "CoCA"}) == 3
+    assert look_of("a method of your own") == look_of("a method of your own")
+    assert len({member.look for member in apart([found["Other"]] * 8)}) == 8
+
+
+def test_names_of_lines_move_apart_and_stay_inside() -> None:
+    generator = random.Random(2)
+    for _ in range(200):
+        places = sorted(generator.random() for _ in range(generator.randrange(1, 12)))
+        found = spread_apart(places, [0.04] * len(places))
+        assert all(later - earlier > 0.08 - 1e-6 for earlier, later in pairwise(found))
+        assert found[0] > 0.04 - 1e-6 and found[-1] < 0.96 + 1e-6
+    assert spread_apart([0.2, 0.8], [0.04, 0.04]) == pytest.approx([0.2, 0.8])
+
+
+def test_every_kind_of_file() -> None:
+    """Text of a PDF stays text in an embedded font, as wide as a column."""
+    lines = (Line("one", (512.0, 1024.0), (1.0, 0.5)), Line("two", (512.0, 1024.0), (1.0, 0.6)))
+    figure = Figure("name", "", "", *panels([Panel(lines, "length", "accuracy")]))
+    found = images(figure)
+    assert found.keys() == {".svg", "-narrow.svg", ".pdf", "-wide.pdf", ".png"} and found == images(figure)
+    assert b"/FontFile2" in found[".pdf"] and f"/MediaBox [ 0 0 {72 * COLUMN.width:g}".encode() in found[".pdf"]
+    assert found[".png"].startswith(b"\x89PNG") and b"<text" not in found[".svg"]
 
 
 def overlapping(boxes: list[Any]) -> list[Any]:
@@ -83,29 +135,34 @@ def overlapping(boxes: list[Any]) -> list[Any]:
 
 
 def check_labels(figure: Figure) -> None:
-    """Every axis is named, its labels reach its ends and do not overlap, and no text is cut off."""
-    canvas = drawn(figure)
-    width, height = canvas.bbox.width, canvas.bbox.height
-    for axes in (each for each in canvas.axes if each.get_visible()):
-        for axis in (axes.xaxis, axes.yaxis):
-            labels = [label for label in axis.get_ticklabels() if label.get_text() and label.get_visible()]
-            low, high = sorted(axis.get_view_interval())
-            shown = [label for label in labels if low <= label.get_unitless_position()[axis is axes.yaxis] <= high]
-            rotated = any(label.get_rotation() for label in shown)
-            boxes = [label.get_window_extent() for label in shown]
-            assert rotated or not overlapping(boxes), (figure.name, [label.get_text() for label in shown])
-            if axis.get_scale() == "log" and axis is axes.yaxis and shown:
-                ends = [label.get_unitless_position()[1] for label in (shown[0], shown[-1])]
-                assert math.log(min(ends) / low) < 0.1 * math.log(high / low), figure.name
-                assert math.log(high / max(ends)) < 0.1 * math.log(high / low), figure.name
-        texts = [axes.title, axes.xaxis.label, axes.yaxis.label]
-        texts += [text for legend in canvas.legends for text in legend.get_texts()]
-        for box in (text.get_window_extent() for text in texts if text.get_text()):
-            assert box.x0 >= -1 and box.x1 <= width + 1 and box.y0 >= -1 and box.y1 <= height + 1, figure.name
+    """In both layouts, labels reach the ends of axes, names do not overlap, and no text is cut off."""
+    for layout in (COLUMN, PAGE):
+        canvas = drawn(figure, layout)
+        width, height = canvas.bbox.width, canvas.bbox.height
+        texts = [*canvas.texts]
+        for axes in (each for each in canvas.axes if each.get_visible()):
+            for axis in (axes.xaxis, axes.yaxis):
+                labels = [label for label in axis.get_ticklabels() if label.get_text() and label.get_visible()]
+                low, high = sorted(axis.get_view_interval())
+                shown = [label for label in labels if low <= label.get_unitless_position()[axis is axes.yaxis] <= high]
+                boxes = [label.get_window_extent() for label in shown]
+                assert not overlapping(boxes), (figure.name, layout, [label.get_text() for label in shown])
+                if axis.get_scale() == "log" and axis is axes.yaxis and shown:
+                    ends = [label.get_unitless_position()[1] for label in (shown[0], shown[-1])]
+                    assert math.log(min(ends) / low) < 0.1 * math.log(high / low), figure.name
+                    assert math.log(high / max(ends)) < 0.1 * math.log(high / low), figure.name
+            names = [text for text in axes.texts if isinstance(text, Annotation)]
+            assert not overlapping([Text.get_window_extent(text) for text in names]), (figure.name, layout)
+            texts += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label, *names]
+        for text in (text for text in texts if text.get_text()):
+            box = Text.get_window_extent(text)
+            inside = box.x0 >= -1 and box.x1 <= width + 1 and box.y0 >= -1 and box.y1 <= height + 1
+            assert inside, (figure.name, layout, text.get_text())
 
 
-def test_labels_of_an_ablation(many: dict[str, Section]) -> None:
-    for figure in (figure for section in many.values() for block in section.blocks for figure in block.figures):
+@pytest.mark.parametrize("name", ["perplexity", pytest.param("training", marks=pytest.mark.slow)])
+def test_labels_of_an_ablation(many: dict[str, Section], name: str) -> None:
+    for figure in (figure for block in many[name].blocks for figure in block.figures):
         check_labels(figure)
 
 
@@ -113,7 +170,7 @@ def test_labels_of_every_section(tmp_path: Path) -> None:
     chosen = {name: result for name, result in every_result().items() if name != "needle"}
     built = sections(tmp_path, chosen)
     figures = [figure for section in built.values() for block in section.blocks for figure in block.figures]
-    assert len(figures) == 7
+    assert len(figures) == 9
     for figure in figures:
         check_labels(figure)
 
@@ -151,12 +208,6 @@ def test_one_length_has_no_line(tmp_path: Path) -> None:
     built = sections(tmp_path, results)
     assert not built["perplexity"].blocks[0].figures
     assert not built["passkey"].blocks[0].figures
-
-
-def test_legends_are_as_wide_as_their_plot() -> None:
-    assert legend_columns(["a"] * 12, 9.0) == 4
-    assert legend_columns(["a" * 30] * 12, 6.0) == 2
-    assert legend_columns(["a" * 40, "b"], 9.0) == 2
 
 
 # Numbers
@@ -263,14 +314,3 @@ def test_analysis_and_needle_have_labels_to_the_ends(tmp_path: Path) -> None:
         for block in built[name].blocks:
             for figure in block.figures:
                 check_labels(figure)
-
-
-def test_ten_labels_with_intervals_stay_apart() -> None:
-    """Neighbours are a twentieth of an octave apart or so, and all lie nearer to their length than to the next."""
-    lengths = (512.0, 1024.0)
-    lines = tuple(Line(str(n), lengths, (1.0, 1.0), (0.9, 0.9), (1.1, 1.1)) for n in range(10))
-    canvas = Canvas()
-    panels([Panel(lines, "length", "loss")])(canvas)
-    drawn = [line.get_xdata() for line in canvas.axes[0].get_lines()]
-    octaves = np.log2(np.array(drawn)) - np.log2(lengths)
-    assert np.diff(octaves[:, 0]).min() > 0.04 and np.abs(octaves).max() < 0.5

@@ -87,13 +87,15 @@ def test_learned_factors_have_their_initial_value(tmp_path: Path, rotary: str) -
 
 
 def test_the_table_names_what_has_no_curve(tmp_path: Path, rotary: str) -> None:
-    """Gates, sinks and the narrowest window."""
+    """Gates, sinks and the narrowest window; and the frequencies of training."""
     changed = {"gated": "forgetting_gate: fox\n", "sunk": "sink_logits: true\nsliding_window_width: 0\n"}
+    changed |= {"fast": "rotary_frequencies: rope_id\n"}
     files = [write(tmp_path, f"{name}.yml", MODEL + "pos_emb: rotary\n" + text) for name, text in changed.items()]
     drawn(tmp_path, rotary, *files, "--length", "65")
     rows = re.findall(r'<th scope="row">(\w+)(.*?)</tr>', (tmp_path / "page.html").read_text(), re.DOTALL)
     cells = {name: [cell.strip() for cell in re.findall(r"<td[^>]*>([^<]*)", row)] for name, row in rows}
     assert [cells[name][-1] for name in ("rotary", "gated", "sunk")] == ["-", "fox", "sinks"]
+    assert [cells[name][2] for name in ("rotary", "fast")] == ["10000", "rope_id, turns 2.0"]
     assert [cells[name][5] for name in ("rotary", "gated", "sunk")] == ["-", "-", "0"]
 
 
@@ -107,6 +109,16 @@ def test_dual_chunk_attention_is_drawn_for_the_last_query(tmp_path: Path, rotary
     key = 255 - distance
     turned = np.where(key // 48 == 5, 15 - key % 48, 63 - key % 48)
     np.testing.assert_allclose(score, plain[turned], rtol=1e-12)
+
+
+def test_frequencies_of_training_are_those_of_a_model(tmp_path: Path, rotary: str, capsys) -> None:
+    """An overlay after the model's file is another trained model; a variant cannot be one."""
+    overlay = write(tmp_path, "fast.yml", "rotary_pct: 0.5\nrotary_frequencies: {type: rope_id, period: 8}\n")
+    variants = ("--variant", "plain", "--variant", "fast", overlay, "--length", "256")
+    facts = drawn(tmp_path, rotary, rotary, overlay, *variants)
+    assert "rotary with fast: rotary_pct: part of the training" in capsys.readouterr().out
+    assert values(facts, "phases").max() > 0.1 and values(facts, "phases", panel=1).max() == 0
+    assert values(facts, "wavelengths", panel=1)[[0, -1]] == pytest.approx([8, 32])
 
 
 def test_types_of_layers_and_biases_have_their_own_panels(tmp_path: Path, rotary: str) -> None:

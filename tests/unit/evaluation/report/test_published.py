@@ -8,7 +8,7 @@ import pytest
 
 from megatron_coca.evaluation.report.document import Table
 from megatron_coca.evaluation.report.published import TABLES, PublishedTable, tables_of
-from tests.unit.evaluation.report_cases import REROPE, harness, perplexity, sections_of, write
+from tests.unit.evaluation.report_cases import REROPE, harness, perplexity, sections_of, window, write
 
 NOT_NUMBERS = {"OOM", "–"}
 BY_NAME = {table.name: table for table in TABLES}
@@ -97,3 +97,28 @@ def test_the_pages_on_rerope_stand_below_a_map(tmp_path: Path) -> None:
     captions = [table.caption for table in perplexity_tables(tmp_path, overrides=REROPE)]
     assert any("Next-token accuracy in percent by window" in caption for caption in captions)
     assert sum("kexue.fm" in caption for caption in captions) == 2, "accuracy, and the loss of LLaMA-2-13B"
+
+
+PROTOCOL = {"documents__count": 100, "documents__max_length": 32768, "documents__sources": ["data/PG19/test.jsonl"]}
+
+
+@pytest.mark.parametrize(
+    ("length", "changes", "shown"),
+    [
+        (512, PROTOCOL, ["Table 1"]),
+        (512, PROTOCOL | {"protocol__stride": 256}, []),
+        (512, PROTOCOL | {"documents__sources": ["books/test"]}, []),
+        (512, {}, []),
+        (64, PROTOCOL, []),
+    ],
+)
+def test_published_rows_need_the_same_lengths_and_protocol(
+    tmp_path: Path, length: int, changes: dict[str, Any], shown: list[str]
+) -> None:
+    count = changes.get("documents__count", 4)
+    cells = [window(size, 2.0, documents=count) for size in (512, 1024)]
+    ours = perplexity("ours", {}, results=cells, length=length, **changes)
+    section = next(each for each in sections_of(write(tmp_path, {"one": ours})) if each.name == "perplexity")
+    (table,) = section.blocks[0].tables
+    assert list(dict.fromkeys(row.published.rpartition(", ")[2] for row in table.rows if row.published)) == shown
+    assert [head.rstrip("*") for head in table.header[1:]] == ["512", "1024"], "no column that we did not measure"

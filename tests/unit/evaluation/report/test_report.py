@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowResult, build_report
+from megatron_coca.evaluation.report import charts
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import ReportDocument, console_text
 from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
@@ -42,8 +43,11 @@ def test_tables_and_plots(tmp_path: Path) -> None:
     files = write(tmp_path, results)
     folder = tmp_path / "new" / "folder"
     printed = build_report(files, folder, "Quick start")
-    assert printed.splitlines()[:8] == [
+    assert printed.splitlines()[:10] == [
         "Quick start",
+        "",
+        "At 1,024 tokens, 16 times the training length, no difference in perplexity is shown between 2 labels "
+        "(20.09 to 403.43).",
         "",
         "Perplexity by window",
         "",
@@ -243,7 +247,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert files
     points = [CurvePoint(step=1, tokens=512, train_loss=3.0, validation_loss=None)]
     curves = {"RoFormer": [Curve(seed=1, points=points)]}
-    build_report([folder / "results"], folder / "out", "<Everything>", curves=curves)
+    drawing = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>'
+    kinds = [end for ends in charts.FILES.values() for end in ends.values()]
+    with pytest.MonkeyPatch.context() as patch:  # the plots themselves take seconds, and are tested in test_charts.py
+        patch.setattr("megatron_coca.evaluation.report.images", lambda figure: dict.fromkeys(kinds, drawing))
+        patch.setattr(charts, "png", lambda figure: drawing)
+        build_report([folder / "results"], folder / "out", "<Everything>", papers=True, curves=curves)
     return folder / "out"
 
 
@@ -288,7 +297,9 @@ def test_plain_text_as_markdown(text: str, markdown: str) -> None:
 def test_every_image_and_table_is_described(report: Path) -> None:
     page = Page((report / "report.html").read_text())
     images, tables = page.all("img"), page.all("table")
-    assert len(images) == len(page.all("figcaption")) == len(list(report.glob("figures/*.svg")))
+    assert (
+        len(images) == len(page.all("figcaption")) == len(page.all("source")) == len(list(report.glob("figures/*.png")))
+    )
     assert all(image["alt"] for image in images)
     assert len(tables) == len(page.all("caption")) == len(list(report.glob("tables/*.csv")))
     assert page.all("html")[0]["lang"] == "en" and any(each.get("name") == "viewport" for each in page.all("meta"))
@@ -318,7 +329,10 @@ def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         build_report(files, tmp_path / name)
     written = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*")]
-    assert {path.suffix for path in written} == {".html", ".md", ".svg", ".csv"}
+    assert {path.suffix for path in written} == {
+        *(".html", ".md", ".csv", ".json", ".ipynb"),
+        *(".svg", ".pdf", ".png", ".tex"),
+    }
     for path in written:
         assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes(), path
 

@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure as Canvas
 from scipy import stats
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, build_report
+from megatron_coca.evaluation.report.charts import PAGE, drawn
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint, TrainedStage, run_curve, trained_stages
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow, csv_table
 from megatron_coca.evaluation.report.length_sections import span
@@ -72,8 +72,7 @@ def test_seeds_are_one_row_with_the_t_interval_of_the_loss(tmp_path: Path) -> No
     assert [line.split(" (")[0] for line in found[0].provenance[:3]] == [
         f"runs/{seed}, step 120000, seed {seed}" for seed in SEEDS
     ]
-    canvas = Canvas()
-    block.figures[0].draw(canvas)
+    canvas = drawn(block.figures[0], PAGE)
     (band,) = canvas.axes[0].collections
     ends = band.get_paths()[0].vertices[:, 1]
     assert (min(ends), max(ends)) == pytest.approx((low, high))
@@ -205,8 +204,7 @@ def test_learning_curves(tmp_path: Path) -> None:
     assert [cell.text for cell in table.rows[0].cells] == ["5,000", "3.1000", "2.1000"]
     assert table.rows[0].cells[2].detail == f"± {stats.t.ppf(0.975, 1) * 0.1:.4f}"
     training, validation = block.figures
-    canvas = Canvas()
-    training.draw(canvas)
+    canvas = drawn(training, PAGE)
     (line,) = canvas.axes[0].lines
     assert list(line.get_xdata()) == pytest.approx([0.001, 0.002, 0.003, 0.004]), "tokens that all seeds have"
     assert "Validation" in validation.caption
@@ -221,8 +219,7 @@ def test_learning_curves_mark_where_stages_begin(tmp_path: Path) -> None:
     assert [point.tokens for point in staged.points] == [500, 1000, 5000, 9000, 13000] and staged.borders == [1000]
     results: dict[str, Result] = {"one": perplexity("A", {512: 2.0})}
     (block,) = blocks(tmp_path / "results", "training", results, curves={"A": [staged]})
-    canvas = Canvas()
-    block.figures[0].draw(canvas)
+    canvas = drawn(block.figures[0], PAGE)
     _, border = canvas.axes[0].lines
     assert list(border.get_xdata()) == [0.001, 0.001] and border.get_label() == "stage begins"
 
@@ -252,7 +249,9 @@ def test_the_files_of_a_report(tmp_path: Path) -> None:
         write(tmp_path / "results", seeds("A", {512: [3.0, 3.1, 3.2], 1024: [3.0, 3.1, 3.2]})), tmp_path, papers=False
     )
     assert (tmp_path / "figures" / "perplexity-1.svg").read_text().startswith("<?xml")
-    assert {path.name for path in (tmp_path / "tables").iterdir()} == {"summary.csv", "perplexity-1.csv"}
+    assert {path.name for path in (tmp_path / "tables").iterdir()} == {
+        f"{name}.{kind}" for name in ("headline", "summary", "perplexity-1") for kind in ("csv", "tex")
+    }
 
 
 def test_csv_holds_the_ends_of_intervals() -> None:

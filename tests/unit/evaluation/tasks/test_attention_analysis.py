@@ -141,6 +141,7 @@ def test_invisible_distances_have_no_part_in_the_mean() -> None:
     visible = torch.tensor([True, True, True, False])
     decay = summarise_decay([0, 1, 2, 3], [SweptScores(scores, visible)])
     assert decay.falling == [1.0, 0.0, None] and decay.falling_mean == 0.5
+    assert decay.change == decay.low == decay.high == [0.0, -1.0, -0.5, None]
     hidden = summarise_decay([0, 1, 2, 3], [SweptScores(scores, ~visible)])
     assert hidden.falling == [None] * 3 and hidden.falling_mean is None
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.tasks import lm_eval_files as task_files
 from megatron_coca.evaluation.tasks import lm_eval_model as adapter
 from megatron_coca.evaluation.tasks.lm_eval_files import config_hash, inputs_hash
 from megatron_coca.model import generate
 from tests.parity.exported import NEOX, TRAINED, random_checkpoint
+from tests.unit.evaluation.benchmark_cases import word_tokenizer
 from tests.unit.evaluation.harness_cases import LENGTH, command, read, write_tasks
 
 
@@ -47,6 +49,14 @@ def test_the_command(checkpoint: Path, tasks: Path, tmp_path: Path, capsys: pyte
     assert str(tasks) not in (tmp_path / "a" / "lm-eval_plain.json").read_text()
     assert command(checkpoint, tasks, "local_until", "--max-length", 12) == 2
     assert "12 new tokens leave no room" in capsys.readouterr().err
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_generated(tasks: Path, tmp_path: Path) -> None:
+    """The vocabulary of a model can have more ids than its tokenizer."""
+    tokenizer = word_tokenizer(tmp_path / "tokenizer")
+    wider = random_checkpoint(tmp_path / "run", tokenizer=tokenizer, **NEOX)
+    assert load_checkpoint(wider).config.model.vocab_size > tokenizer.vocab_size + 40
+    assert command(wider, tasks, "local_until") == 0
 
 
 @pytest.mark.slow  # the harness's own task files are read

@@ -49,8 +49,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(checkpoint: Path, output: Path, *options: str, expected: int = 0) -> dict[str, Any]:
-    command = ["recall", "--checkpoint", str(checkpoint), "--label", "model", "--output", str(output), *options]
-    assert main([*command, "--device", "cpu", "--cases", "48"]) == expected
+    command = ["recall", "--checkpoint", str(checkpoint), "--label", "model", "--output", str(output)]
+    assert main([*command, "--device", "cpu", "--cases", "48", *options]) == expected
     return json.loads(output.read_text())
 
 
@@ -85,7 +85,7 @@ def test_cells_by_length_and_shift_and_the_same_file_again(checkpoint: Path, tmp
     report = tmp_path / "report"
     text = build_report([tmp_path / "one.json"], report, papers=False)
     assert "Recall by length" in text and "all positions shifted" in text
-    assert {file.stem for file in (report / "figures").iterdir()} == {"recall-1", "recall-1-heads"}
+    assert {file.stem for file in (report / "figures").glob("*.png")} == {"recall-1", "recall-1-heads"}
 
 
 def test_ordered_recall_counts_each_kind_of_question(tmp_path: Path) -> None:
@@ -103,6 +103,8 @@ def test_ordered_recall_counts_each_kind_of_question(tmp_path: Path) -> None:
         kinds = entry["questions"]
         assert set(kinds) == {"latest", "first", "back"} and sum(kind["count"] for kind in kinds.values()) == 48
         assert sum(kind["correct"] for kind in kinds.values()) == entry["correct"]
+    single = evaluate(tmp_path / "run", tmp_path / "single.json", *options, "--cases", "1")
+    assert all(sum(kind["count"] for kind in entry["questions"].values()) == 1 for entry in single["results"])
     text = build_report([tmp_path / "one.json"], tmp_path / "report", papers=False)
     assert "Recall by the kind of question" in text and "model, back" in text
 

@@ -56,6 +56,26 @@ def test_the_weights_are_taken(tmp_path: Path, keys: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        ({"qk_norm": "head", "pos_emb": "none"}, ["query_layernorm.weight", "key_layernorm.weight"]),
+        ({"qk_norm": "projection"}, ["query_layernorm.norm.weight", "key_layernorm.norm.weight"]),
+        ({"use_qk_layernorm": True}, ["qk_layernorm.weight", "qk_layernorm.bias"]),
+    ],
+)
+def test_norms_of_queries_and_keys_are_added(tmp_path: Path, keys: dict[str, Any], names: list[str]) -> None:
+    folder, weights = source(tmp_path / "run")
+    found = begun(folder, **keys)
+    added = {f"blocks.{number}.attention.{name}" for number in range(2) for name in names}
+    assert found.keys() - weights.keys() == added
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert all(bool((found[name] == float("bias" not in name)).all()) for name in added)
+    with_norms, _ = source(tmp_path / "norms", **keys)
+    with pytest.raises(CheckpointError, match="can only be added, but .* becomes none"):
+        begun(with_norms)
+
+
+@pytest.mark.parametrize(
     ("keys", "drawn"),
     [
         ({"pos_emb": "kerple_log"}, [KERPLE.format(0, "p"), KERPLE.format(1, "a")]),

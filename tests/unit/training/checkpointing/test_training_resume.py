@@ -16,6 +16,7 @@ from megatron_coca.training.checkpointing.resume import (
     Choice,
     candidates,
     check_same_run,
+    continuation,
     first_valid,
     quarantine_newer,
     verify_distributed,
@@ -135,7 +136,8 @@ def test_checkpoints_after_the_resumed_one_are_set_aside(tmp_path: Path) -> None
 
 @pytest.fixture
 def saved(opened: Corpus, tmp_path: Path) -> Path:
-    return checkpoint(tmp_path, 4, opened.config, {"data": opened.identity, **LAYOUT})
+    state: dict[str, Any] = {"counters": {"step": 3.0}, "topology": {}, "progress": {}}
+    return checkpoint(tmp_path, 4, opened.config, {"data": opened.identity, **state, **LAYOUT})
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -174,6 +176,33 @@ def test_an_error_about_another_run_names_the_keys(
         check_same_run(saved, changed(opened, **values), LAYOUT)
     for part in (str(saved), "cannot be resumed with a different", "finetune=true", *named):
         assert part in str(caught.value)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_loaded_run_may_change_its_form(saved: Path, opened: Corpus, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
+    loads = {"load": str(saved.parent), "save": str(saved.parent / "other")}
+    form = {"pos_emb": "none", "qk_norm": "head"}
+    with caplog.at_level(logging.WARNING):
+        check_same_run(saved, changed(opened, **loads, **form), LAYOUT)
+    assert "resuming with a different pos_emb (saved 'coca', now 'none')" in caplog.text
+    stage = changed(opened, **loads, **form).config.run_stages()[0]
+    how = continuation(saved, stage)
+    assert (how.adds_norms, how.new_losses, how.new_optimizer) == (True, True, False)
+    assert how.counters == {"step": 3.0, "added_at": 3.0}
+    anew = continuation(saved, changed(opened, **loads, **form, no_load_optim=True).config.run_stages()[0])
+    assert anew.adds_norms and anew.counters == {"step": 0.0}
+    for values, part in (
+        ({"pos_emb": "rpe"}, "pos_emb (coca becomes rpe, but rpe has weights of its own"),
+        ({"pos_emb": "none", "rotary_emb_base": 500.0}, "rotary_emb_base (saved 10000.0, now 500.0)"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling (saved None, now "),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            check_same_run(saved, changed(opened, **loads, **values), LAYOUT)
+        assert part in str(caught.value) and "new stage" not in str(caught.value)
+    own = {"load": str(saved.parent), "save": str(saved.parent)}
+    with pytest.raises(CheckpointError, match="restore these values, change the position method in a new stage, or"):
+        check_same_run(saved, changed(opened, **own, **form), LAYOUT)
 
 
 @pytest.mark.parametrize("name", LAYOUT)

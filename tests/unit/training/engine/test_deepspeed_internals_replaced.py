@@ -51,7 +51,7 @@ def test_norms_have_deepspeeds_bits(dtype: torch.dtype, model_parallel_rank: int
     optimizer = Optimizer(dtype, 1.0, model_parallel_rank)
     own, parameters = gradients(dtype, value)
     expected = optimizer.get_grad_norm_direct(own, parameters)
-    stay_on_device(optimizer)
+    stay_on_device(optimizer, "stream")
     got = optimizer.get_grad_norm_direct(own, parameters)
     assert got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
     assert (float(got) == -1.0) == (not math.isfinite(value) and model_parallel_rank == 0)
@@ -64,7 +64,7 @@ def test_clipping_has_deepspeeds_bits(limit: float) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients(torch.float32)[0]])
     expected, got = flat.clone(), flat.clone()
     optimizer.unscale_and_clip_grads([expected], norm)
-    stay_on_device(optimizer)
+    stay_on_device(optimizer, "stream")
     optimizer.unscale_and_clip_grads([got], norm)
     assert torch.equal(got, expected) and torch.equal(got, flat) == (limit != 0.5)
 
@@ -72,10 +72,10 @@ def test_clipping_has_deepspeeds_bits(limit: float) -> None:
 def test_fp16_keeps_deepspeeds_clipping_and_others_everything() -> None:
     half, offloaded = Optimizer(torch.float16, 1.0), Optimizer(torch.float32, 1.0)
     offloaded.cpu_offload = True
-    stay_on_device(half)
+    stay_on_device(half, "device")
     assert "get_grad_norm_direct" in vars(half) and "unscale_and_clip_grads" not in vars(half)
     for other in (offloaded, torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)):
-        stay_on_device(other)
+        stay_on_device(other, "stream")
         assert not {"get_grad_norm_direct", "unscale_and_clip_grads"} & vars(other).keys()
 
 
@@ -88,10 +88,12 @@ def test_overlapped_reductions_are_awaited_by_a_stream(monkeypatch: pytest.Monke
     optimizer.overlap_comm, optimizer.cpu_offload, optimizer.reduction_stream = True, True, "reductions"
     optimizer.dtype, optimizer.clip_grad = torch.bfloat16, 1.0
     epilogue = optimizer.independent_gradient_partition_epilogue = lambda: accelerator.synchronize()
-    stay_on_device(optimizer)
+    stay_on_device(optimizer, "stream")
     assert optimizer.independent_gradient_partition_epilogue is epilogue, "the host reads offloaded gradients"
     optimizer.cpu_offload = False
-    stay_on_device(optimizer)
+    stay_on_device(optimizer, "device")
+    assert optimizer.independent_gradient_partition_epilogue is epilogue, "the default is DeepSpeed's own wait"
+    stay_on_device(optimizer, "stream")
     optimizer.independent_gradient_partition_epilogue()
     assert waited == ["reductions"]
     accelerator.synchronize()

@@ -31,7 +31,7 @@ def test_loss_scaling_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> N
         first, second = optimizer(), optimizer()
         for overflow in overflows[:stop]:
             first.loss_scaler.update_scale(overflow)
-        state.set_counters(second, state.counters(first))
+        state.set_counters(second, state.counters(first, {}), {})
         for overflow in overflows[stop:]:
             second.loss_scaler.update_scale(overflow)
         assert vars(second.loss_scaler) == vars(whole.loss_scaler)

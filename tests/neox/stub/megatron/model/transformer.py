@@ -20,6 +20,7 @@ class ParallelSelfAttention(nn.Module):
         super().__init__()
         width, heads = neox_args.hidden_size, neox_args.num_attention_heads
         self.head_width, self.heads, self.key_heads = width // heads, heads, neox_args.num_kv_heads or heads
+        self.num_attention_heads_per_partition = heads
         self.query_key_value = nn.Linear(width, (heads + 2 * self.key_heads) * self.head_width)
         self.dense = nn.Linear(width, width)
         self.rotated, self.use_cache = rotary, use_cache

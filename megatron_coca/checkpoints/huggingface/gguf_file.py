@@ -1,0 +1,196 @@
+"""Read models in GGUF files, the format of llama.cpp. Their quantized weights are dequantized to float32.
+
+transformers describes the model and names its weights, and the package `gguf` dequantizes them.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_coca.checkpoints.files import CheckpointError, write_json
+from megatron_coca.checkpoints.weights import StoredTensor, WeightEntry, Weights
+from megatron_coca.support.arguments import GGUF
+from megatron_coca.support.regular_files import open_regular
+
+Json = Mapping[str, Any]
+SAME_NAMES = ("attn_logit_softcapping", "final_logit_softcapping")
+RENAMED = {"attention.key_length": "head_dim", "attention.sliding_window": "sliding_window"} | {
+    name: name for name in SAME_NAMES
+}
+"""Keys of a GGUF file after the name of the architecture -> keys of config.json, which transformers does not read."""
+EXTENSION = "rope.scaling."
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that contain a frequency extension."""
+HEADS = {"output.weight": "lm_head.weight"}
+"""Name of the head in a GGUF file -> its name in transformers."""
+IMAGES = "mmproj"
+"""Beginning of the name of a file with the part of a model that reads images."""
+_REMEDY = "put the config.json of the original model beside the file"
+
+
+def find_gguf(place: Path) -> Path | None:
+    """Return the GGUF file at a path: the file itself, or the only one in a folder; None if there is none.
+
+    Raises CheckpointError if a folder has several.
+    """
+    if place.suffix == GGUF and os.path.isfile(place):
+        return place
+    found = gguf_files(place)
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{place}: has several GGUF files ({', '.join(path.name for path in found[:3])}); name one of them, "
+            f"such as {found[0]}, or join the parts of a split file with llama-gguf-split --merge"
+        )
+    return found[0] if found else None
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Return the GGUF files in a folder, without those for images. The list is empty if the folder cannot be read."""
+    try:
+        names = sorted(os.listdir(folder))
+    except (OSError, ValueError):
+        return []
+    kept = (folder / name for name in names if name.endswith(GGUF) and not name.startswith(IMAGES))
+    return [path for path in kept if os.path.isfile(path)]
+
+
+class _Libraries(NamedTuple):
+    gguf: Any
+    utilities: Any
+
+
+def _libraries(path: Path) -> _Libraries:
+    try:
+        import gguf
+        from transformers import modeling_gguf_pytorch_utils as utilities
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path}: reading GGUF needs gguf and transformers ({error}); run `pip install gguf transformers`"
+        ) from error
+    return _Libraries(gguf, utilities)
+
+
+@contextmanager
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # the libraries raise errors of many types for damaged files and unknown architectures
+        raise CheckpointError(
+            f"{path}: cannot be read as GGUF ({type(error).__name__}: {error}); download it again, or use the original "
+            "model"
+        ) from error
+
+
+class GgufFile:
+    """A GGUF file. Its header is read when it is first needed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def _reader(self) -> Any:
+        try:
+            open_regular(self.path).close()
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error}); check the file") from error
+        with _as_checkpoint_error(self.path):
+            return _libraries(self.path).gguf.GGUFReader(self.path)
+
+    @cached_property
+    def tensors(self) -> dict[str, Any]:
+        """The tensors by their names in the file."""
+        return {tensor.name: tensor for tensor in self._reader.tensors}
+
+    @property
+    def _architecture(self) -> str:
+        return str(self._reader.fields["general.architecture"].contents())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the content of a config.json that describes the model. Raises CheckpointError."""
+        with _as_checkpoint_error(self.path):
+            found = _libraries(self.path).utilities.load_gguf_checkpoint(str(self.path))["config"]
+            fields = self._reader.fields
+            prefix = f"{self._architecture}."
+            given = {
+                name.removeprefix(prefix): field.contents() for name, field in fields.items() if name.startswith(prefix)
+            }
+        kind = given.get(f"{EXTENSION}type")
+        extended = [name for name in given if name.startswith(EXTENSION)] if kind not in (None, "none") else []
+        if extended or any(name in self.tensors for name in FACTORS):
+            raise CheckpointError(f"{self.path}: a frequency extension in a GGUF file is not supported; {_REMEDY}")
+        own = {name: given[theirs] for theirs, name in RENAMED.items() if given.get(theirs) is not None}
+        return own | {name: value for name, value in found.items() if value is not None and not name.startswith("_")}
+
+    def open(self, settings: Json) -> Weights:
+        """Open the weights under their names in transformers. `settings` describes the model as config.json does.
+
+        Raises CheckpointError.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        libraries = _libraries(self.path)
+        own = {name: value for name, value in settings.items() if name != "model_type"}
+        with _as_checkpoint_error(self.path):
+            architecture, utilities = self._architecture, libraries.utilities
+            processor = utilities.TENSOR_PROCESSORS.get(architecture, utilities.TensorProcessor)(config=dict(settings))
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(AutoConfig.for_model(str(settings["model_type"]), **own))
+            named = HEADS | utilities.get_gguf_hf_weights_map(model, processor)
+        shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+        origins = {named.get(name, name): name for name in self.tensors if name not in FACTORS}
+        entries = {}
+        for name, origin in origins.items():
+            stored, wanted = _shape(self.tensors[origin]), shapes.get(name, ())
+            # Some classes have the transposed matrix.
+            entries[name] = WeightEntry(torch.float32, wanted if sorted(wanted) == sorted(stored) else stored)
+        return Weights(
+            entries, lambda name: _read(self.tensors[origins[name]], processor, named, libraries), self.path, origins
+        )
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer in the file to a folder, under transformers' names. Raises CheckpointError."""
+        with _as_checkpoint_error(self.path):
+            from transformers import PreTrainedTokenizerFast  # unlike AutoTokenizer, reads no other file of the folder
+
+            found = PreTrainedTokenizerFast(name_or_path=str(self.path.parent), gguf_file=self.path.name)
+            found.save_pretrained(folder)
+            fields = self._reader.fields
+            names = {name: f"tokenizer.ggml.{name}" for name in ("bos_token_id", "eos_token_id")}
+            write_json(folder / "config.json", {k: int(fields[v].contents()) for k, v in names.items() if v in fields})
+
+    def places(self) -> dict[str, tuple[Path, StoredTensor]]:
+        """Return the place of each tensor in the file."""
+        return {
+            name: (
+                self.path,
+                StoredTensor(tensor.tensor_type.name, _shape(tensor), int(tensor.data_offset), int(tensor.n_bytes)),
+            )
+            for name, tensor in self.tensors.items()
+        }
+
+    def quantizations(self) -> list[str]:
+        """Return the names of the quantized formats in the file."""
+        plain = ("F32", "F16", "BF16", "F64")
+        return sorted({tensor.tensor_type.name for tensor in self.tensors.values()} - set(plain))
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(int(length) for length in reversed(tensor.shape))
+
+
+def _read(tensor: Any, processor: Any, names: Mapping[str, str], libraries: _Libraries) -> Tensor:
+    values = libraries.gguf.dequantize(tensor.data, tensor.tensor_type)
+    aside: dict[str, dict[str, Tensor]] = {"tensors": {}}
+    found = processor.process(weights=values, name=tensor.name, tensor_key_mapping=names, parsed_parameters=aside)
+    if found.name is None:  # the processor has put the weight aside under its name in transformers
+        ((_, weight),) = aside["tensors"].items()
+        return weight.float()
+    return torch.tensor(found.weights, dtype=torch.float32)

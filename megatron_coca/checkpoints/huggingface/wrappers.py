@@ -1,0 +1,189 @@
+"""Find the text network inside a model that also reads images: its configuration and the names of its weights.
+
+`WRAPPERS` lists the supported classes of transformers. The text network is an architecture that `config_json.py` reads.
+Its logits are those of the whole model for an input without images.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_coca.checkpoints.files import CheckpointError
+
+Json = Mapping[str, Any]
+TEXT, TIED, HEAD = "text_config", "tie_word_embeddings", "lm_head.weight"
+
+
+class TextType(NamedTuple):
+    """A text network.
+
+    Attributes:
+        kind: the `model_type` of the same network as a model of its own.
+        defaults: values of the class for keys that a config.json may omit inside a wrapper. They are given for keys
+            that a config.json for a whole model must have, and for other keys if they differ from those of `kind`.
+        rope: the default of the rotary base, if it differs from that of `kind`.
+    """
+
+    kind: str
+    defaults: Json = {}
+    rope: float | None = None
+
+
+def _sizes(
+    vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, keys: int, length: int
+) -> dict[str, int]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "max_position_embeddings": length,
+    }
+
+
+_QWEN2_VL = _sizes(152064, 8192, 29568, 80, 64, 8, 32768) | {"rms_norm_eps": 1e-5, "max_window_layers": 80}
+TEXT_TYPES: dict[str, TextType] = {
+    "llama": TextType("llama", _sizes(32000, 4096, 11008, 32, 32, 32, 2048)),
+    "mistral": TextType("mistral", _sizes(32000, 4096, 14336, 32, 32, 8, 131072)),
+    "ministral3": TextType("ministral3", _sizes(131072, 4096, 14336, 34, 32, 8, 262144)),
+    "qwen2": TextType("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32, 32768)),
+    "qwen3": TextType("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32, 32768)),
+    "gemma3_text": TextType("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 4, 131072)),
+    "cohere2": TextType("cohere2", _sizes(256000, 8192, 22528, 40, 64, 64, 8192)),
+    "qwen2_vl_text": TextType("qwen2", _QWEN2_VL, 1e6),
+    "qwen2_5_vl_text": TextType("qwen2", _QWEN2_VL, 1e6),
+    "qwen3_vl_text": TextType("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32, 128000), 5e5),
+    "mllama_text_model": TextType(
+        "llama", _sizes(128256, 4096, 14336, 40, 32, 8, 131072) | {"rms_norm_eps": 1e-5}, 5e5
+    ),
+}
+"""`model_type` of a text network inside a wrapper. Types that are not listed keep their name and have no defaults."""
+
+FLAT = re.compile(r".*(vision|image|video).*|text_config")
+"""Keys of the wrapper itself in a config.json that has the keys of the text network beside them."""
+WRAPPERS: dict[str, str] = {
+    "aya_vision": "cohere2",
+    "cohere2_vision": "cohere2",
+    "gemma3": "gemma3_text",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_next_video": "llama",
+    "llava_onevision": "qwen2",
+    "mistral3": "mistral",
+    "mllama": "mllama_text_model",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "smolvlm": "llama",
+    "video_llava": "llama",
+    "vipllava": "llama",
+}
+"""`model_type` of a wrapper -> the default `model_type` of its text network."""
+OUTER = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys that apply to the text network even if they are beside its section."""
+
+AXES = ("mrope_section", "mrope_interleaved")
+"""Options of a rotation with three axes: time, height and width. The positions of text are the same on each axis, so
+that text is rotated in the usual way."""
+_INNER = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=(?:layers|embed_tokens|norm)\.)")
+_PLAIN = re.compile(r"model\.(?:layers|embed_tokens|norm)\.|lm_head\.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Network:
+    """The description of one network in a folder.
+
+    Attributes:
+        settings: the content of a config.json for this network.
+        wrapper: the `model_type` of the wrapper, or None if the network is the whole model.
+        skipped: layers that have no effect on text. The others are numbered without gaps.
+        rows: the number of embedding rows to read, or None for all rows.
+    """
+
+    settings: Json
+    wrapper: str | None = None
+    skipped: frozenset[int] = frozenset()
+    rows: int | None = None
+
+    def rename(self, name: str) -> str | None:
+        """Return the name of a weight in the network, or None if the network does not have the weight."""
+        if self.wrapper is None:
+            return name
+        plain = _INNER.sub("model.", name, count=1) if _INNER.match(name) else name.removeprefix("language_model.")
+        if not _PLAIN.match(plain):
+            return None
+        if not self.skipped or (found := _LAYER.fullmatch(plain)) is None:
+            return plain
+        number = int(found[1])
+        before = sum(skipped < number for skipped in self.skipped)
+        return None if number in self.skipped else f"model.layers.{number - before}.{found[2]}"
+
+
+def find_network(values: Json, source: Path, weights: Callable[[], Collection[str]] = tuple) -> Network:
+    """Return the text network that a config.json describes, which may be the whole model.
+
+    `values` is the content of config.json, and `source` is its path, for messages. `weights` returns the names of the
+    weights. Raises CheckpointError if the description of a wrapper is not valid.
+    """
+    wrapper = str(values.get("model_type"))
+    inner = values.get(TEXT)
+    if wrapper not in WRAPPERS:
+        return Network(values)
+    if inner is None:
+        inner = {name: value for name, value in values.items() if not FLAT.fullmatch(name)} | {"model_type": None}
+    if not isinstance(inner, Mapping):
+        raise CheckpointError(f"{source}: {TEXT}: expected a mapping, got {inner!r:.80}; download the folder again")
+    named = inner.get("model_type") or WRAPPERS[wrapper]
+    text = TEXT_TYPES.get(str(named)) or TextType(str(named))
+    outer = {name: values[name] for name in OUTER if values.get(name) is not None}
+    given = {name: value for name, value in inner.items() if value is not None or name not in text.defaults}
+    settings = {**text.defaults, **outer, **given, "model_type": text.kind}
+    settings |= {name: _plain(settings[name]) for name in ("rope_parameters", "rope_scaling") if settings.get(name)}
+    if text.rope is not None and not _has_base(settings):
+        settings["rope_theta"] = text.rope
+    network = Network(settings, wrapper)
+    tied = values.get(TIED) if values.get(TIED) is not None else inner.get(TIED)
+    if tied is None:  # the class ties the head unless the folder has one
+        tied = HEAD not in {network.rename(name) for name in weights()}
+    settings[TIED] = tied
+    return _without_images(network, source) if named == "mllama_text_model" else network
+
+
+def _plain(section: Any) -> Any:
+    """Return a section on rotation without the axes, which have no effect on text."""
+    if not isinstance(section, Mapping):
+        return section
+    kept = {name: value for name, value in section.items() if name not in AXES}
+    named = {name: "default" for name in ("rope_type", "type") if kept.get(name) == "mrope"}
+    return kept | named
+
+
+def _has_base(settings: Json) -> bool:
+    sections = (settings, *(settings.get(name) or {} for name in ("rope_parameters", "rope_scaling")))
+    return any(isinstance(section, Mapping) and section.get("rope_theta") is not None for section in sections)
+
+
+def _without_images(network: Network, source: Path) -> Network:
+    """Return the text network of Llama 3.2 Vision without its layers that attend to an image.
+
+    The class skips these layers if there is no image. The embedding has rows for image tokens after the vocabulary.
+    """
+    settings = dict(network.settings)
+    listed = settings.pop("cross_attention_layers", None)
+    count = settings["num_hidden_layers"]
+    layers = range(3, 40, 5) if listed is None else listed
+    if not isinstance(count, int) or not all(isinstance(each, int) and 0 <= each < count for each in layers):
+        raise CheckpointError(
+            f"{source}: cross_attention_layers: {listed!r:.80} is not valid; download the folder again"
+        )
+    skipped = frozenset(layers)
+    settings["num_hidden_layers"] = count - len(skipped)
+    return Network(settings, network.wrapper, skipped, settings["vocab_size"])

@@ -1,0 +1,43 @@
+"""The report section on LongPPL: perplexities of key tokens by length."""
+
+from collections.abc import Mapping
+from operator import attrgetter
+
+from megatron_coca.evaluation.report import result_tables as shared
+from megatron_coca.evaluation.report.document import ReportBlock
+from megatron_coca.evaluation.report.metrics import Metric
+from megatron_coca.evaluation.report.reading import Comparable, ResultGroup
+from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
+
+LONGPPL_COMPARABLE: Comparable = {
+    "documents (sha256)": "documents.sha256",
+    "short context": "protocol.short",
+    "stride": "protocol.stride",
+    "alpha": "protocol.alpha",
+    "beta": "protocol.beta",
+    "evaluator": "protocol.evaluator",
+    "protocol": "protocol.text",
+}
+AT = "length {}"
+LONGPPL = Metric(AT, attrgetter("nll"), log=True, lowest=True)
+ROWS: Mapping[str, Metric] = {
+    "{}": LONGPPL,
+    "{}, perplexity of all tokens": Metric(AT, attrgetter("nll_all"), log=True, lowest=True),
+    "{}, key tokens in percent": Metric(AT, lambda entry: 100 * entry.key_tokens / entry.tokens_scored),
+}
+
+
+@shared.grouped("longppl", LONGPPL_COMPARABLE)
+def longppl_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
+    """Return a table of LongPPL by length, beside the perplexity of all tokens and the share of key tokens."""
+    protocol, count = group.first.protocol, group.first.documents.count
+    finder = "each model finds its own key tokens"
+    if protocol.evaluator is not None:
+        finder = f"key tokens of {protocol.evaluator.path}"
+    settings = f"short context {protocol.short}, stride {protocol.stride}, alpha {protocol.alpha:g}"
+    notes = (f"{settings}, beta {protocol.beta:g}; {finder}; {count} documents",)
+    title = "LongPPL by length"
+    tables = shared.length_tables(name, [LengthTable(title, "LongPPL at length", ROWS, notes=notes)], group, options)
+    panel = {"x_label": "length (tokens)", "y_label": "LongPPL", "log_y": True}
+    figures = shared.length_figure(name, title, group, LONGPPL, panel, "Perplexity of key tokens by length.", options)
+    return ReportBlock((f"Protocol: {protocol.text}; {settings}.",), tuple(figures), tuple(tables))

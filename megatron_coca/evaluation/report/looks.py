@@ -1,0 +1,148 @@
+"""The look of each position method in plots, and the models and variants to which labels belong.
+
+A method has the same colour, marker and dashes in every plot of every page.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from zlib import crc32
+
+from megatron_coca.evaluation.results import Result
+
+Dashes = tuple[float, ...]
+SOLID: Dashes = ()
+DASHES: tuple[Dashes, ...] = (SOLID, (5, 1.5), (1.2, 1.2), (5, 1.5, 1.2, 1.5))
+MARKERS = "osD^vP*X"
+
+
+@dataclass(frozen=True)
+class Look:
+    """Colour, marker and dashes of a line. Lines stay distinguishable without their colour."""
+
+    colour: str
+    marker: str
+    dashes: Dashes = SOLID
+
+
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PINK, SKY, BLACK, PURPLE, BROWN = "#CC79A7", "#56B4E9", "#222222", "#5B3A9B", "#8A6D3B"
+"""The palette of Okabe and Ito (jfly.uni-koeln.de/color), with purple and brown instead of yellow."""
+LOOKS = {
+    "rotary": Look(BLUE, "o"),
+    "coca": Look(RED, "s"),
+    "coca_strict": Look(PINK, "D"),
+    "alibi": Look(GREEN, "^"),
+    "xpos": Look(SKY, "v"),
+    "kerple_log": Look(BROWN, "P"),
+    "none": Look(PURPLE, "X"),
+    "linear": Look(BROWN, "v", DASHES[1]),
+    "ntk": Look(ORANGE, "s", DASHES[1]),
+    "dynamic": Look(ORANGE, "s", DASHES[1]),
+    "yarn": Look(SKY, "D", DASHES[2]),
+    "dynamic_yarn": Look(SKY, "D", DASHES[2]),
+    "rerope": Look(BLACK, "^", DASHES[3]),
+    "leaky_rerope": Look(BLACK, "v", DASHES[2]),
+    "log_n": Look(PURPLE, "P", DASHES[2]),
+}
+"""The looks of common methods, by their names in a configuration."""
+COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, PURPLE, BROWN, BLACK)
+"""Colours of other methods, chosen by their names, and of lines that are not methods, in order."""
+
+
+def look_of(method: str) -> Look:
+    """Return the look of a method. A method without a row in LOOKS has a look that depends only on its name."""
+    digest = crc32(method.encode())
+    return LOOKS.get(method) or numbered(digest % (len(COLOURS) * len(MARKERS) * len(DASHES)))
+
+
+def numbered(index: int) -> Look:
+    """Return the look of a line that is not a method: any 72 neighbouring numbers have different looks."""
+    turn = index // len(COLOURS)
+    return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], DASHES[turn % len(DASHES)])
+
+
+CHANGES = (("relative_positions", "type"), ("rope_scaling", "rope_type"), ("logit_scaling", "type"))
+"""Keys that evaluation may change, the one that changes a method most first, and the option with the method's name."""
+
+
+def method_of(result: Result) -> str:
+    """Return the method that sets a label apart: a change at evaluation or, without one, `pos_emb`."""
+    for key, option in CHANGES:
+        value: Any = result.overrides.get(key)
+        if name := value.get(option) if isinstance(value, Mapping) else value:
+            return str(name)
+    return result.checkpoint.pos_emb
+
+
+@dataclass(frozen=True)
+class Member:
+    """A label, split into the label of its weights as trained (`base`) and the name of its `variant`.
+
+    The variant is empty for the weights as trained. `method` is its name in a configuration.
+    """
+
+    label: str
+    base: str
+    variant: str
+    look: Look
+    method: str = ""
+
+    @property
+    def short(self) -> str:
+        """The name of the line in a panel of its base."""
+        return self.variant or "as trained"
+
+
+def members(results: Iterable[Result]) -> dict[str, Member]:
+    """Return the members of a report by label, in the order of the results.
+
+    Labels of the same weights are variants of one base. Two members of a base never look the same. The labels of
+    `speed` name shapes of models, so they are left out.
+    """
+    groups: list[dict[str, Result]] = []
+    known: dict[str, dict[str, Result]] = {}
+    for result in (each for each in results if each.task != "speed"):
+        identity = result.checkpoint.identity
+        group = known.get(identity) or next((each for each in groups if result.label in each), None)
+        if group is None:
+            groups.append(group := {})
+        known[identity] = group
+        if not group.get(result.label):
+            group[result.label] = result
+    families = [_family(group) for group in groups]
+    by_label = {member.label: member for family in families for member in apart(family)}
+    return {label: by_label[label] for group in groups for label in group}
+
+
+def _family(group: Mapping[str, Result]) -> list[Member]:
+    """Return the members of one group, the base first."""
+    plain = [label for label, result in group.items() if not any(result.overrides.get(key) for key, _ in CHANGES)]
+    base = min(plain or group, key=len)
+    made = [
+        Member(
+            label, base, "" if label == base else _variant(label, base), look_of(method_of(result)), method_of(result)
+        )
+        for label, result in group.items()
+    ]
+    return sorted(made, key=lambda member: member.label != base)
+
+
+def _variant(label: str, base: str) -> str:
+    return label.removeprefix(base).strip(" +,:;-") or label
+
+
+def apart(found: Sequence[Member]) -> list[Member]:
+    """Return the members with other dashes and markers for every look that occurs twice; colours stay."""
+    taken: set[Look] = set()
+    kept = []
+    for member in found:
+        look, turn = member.look, 0
+        while look in taken and turn < len(DASHES) * len(MARKERS):
+            turn += 1
+            marker = MARKERS[(MARKERS.index(member.look.marker) + turn) % len(MARKERS)]
+            dashes = DASHES[(DASHES.index(member.look.dashes) + turn) % len(DASHES)]
+            look = Look(member.look.colour, marker, dashes)
+        taken.add(look)
+        kept.append(replace(member, look=look))
+    return kept

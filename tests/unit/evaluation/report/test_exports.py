@@ -1,0 +1,153 @@
+"""The numbers of a report for papers: results.csv, results.json, LaTeX and the notebook."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from megatron_coca.evaluation import EvaluationError, build_report
+from megatron_coca.evaluation.report import notebook, redrawn
+from megatron_coca.evaluation.report.document import Table, TableCell, TableRow
+from megatron_coca.evaluation.report.latex import latex, latex_table
+from megatron_coca.evaluation.report.notebook import CODE, TEXT, executed
+from megatron_coca.evaluation.report.reading import read_results
+from megatron_coca.evaluation.report.sections import tidy
+from megatron_coca.evaluation.report.tidy import csv_text, read_rows
+from tests.unit.evaluation.report_cases import ablation, every_result, perplexity, recall, sections_of, write
+
+COLUMNS = ["label", "weights", "variant", "seed", "task", "metric", "length", "value", "low", "high"]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of three models with three seeds, and of one label with recall."""
+    folder = tmp_path_factory.mktemp("exports")
+    results, _ = ablation(models=3, lengths=3)
+    results["recall"] = recall("RoFormer", {512: 1.0, 1024: 0.5})
+    write(folder / "results", results)
+    build_report([folder / "results"], folder / "report", "A <study>")
+    return folder / "report"
+
+
+def test_results_csv_is_tidy(report: Path) -> None:
+    frame = pd.read_csv(report / "results.csv")
+    assert list(frame.columns[:10]) == COLUMNS
+    assert not frame.duplicated(["label", "seed", "task", "metric", "length"]).any()
+    found = frame[(frame.label == "Method A") & (frame.metric == "perplexity") & (frame.length == 512)]
+    assert sorted(found.seed) == [0, 1, 2] and found.value.between(20, 40).all()
+    beyond = frame[frame.metric == "accuracy, beyond"]
+    assert (beyond.low <= beyond.value).all() and (beyond.value <= beyond.high).all() and len(beyond) > 5
+
+
+def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+    rows = tidy(read_results(write(tmp_path, every_result())))
+    (tmp_path / "results.csv").write_text(csv_text(rows))
+    again = read_rows(tmp_path / "results.csv")
+    assert [row.label for row in again] == [row.label for row in rows] and len(rows) > 100
+    assert {row.task.partition(" (")[0] for row in rows} >= {
+        "passkey",
+        "needle",
+        "ruler",
+        "recall",
+        "lm-eval",
+        "analyse",
+        "speed",
+    }
+    assert sum(task.startswith("perplexity (documents") for task in {row.task for row in rows}) == 2, "two corpora"
+    assert all(mine.value == pytest.approx(other.value, rel=1e-9) for mine, other in zip(rows, again, strict=True))
+
+
+def test_the_csv_gives_the_numbers_of_the_page(tmp_path: Path) -> None:
+    """Means and intervals over seeds from results.csv are those of the page's tables."""
+    results, _ = ablation(models=3, lengths=3)
+    files = write(tmp_path, results)
+    rows = tidy(read_results(files))
+    for name, metric in (("perplexity", "perplexity"), ("passkey", "accuracy")):
+        page = next(section for section in sections_of(files) if section.name == name).blocks[0].tables[0]
+        table = redrawn.table(rows, name, metric)
+        ours = [row for row in page.rows if not row.published]
+        shown = {row.name: [(cell.text, cell.best) for cell in row.cells] for row in ours}
+        assert {row.name: [(cell.text, cell.best) for cell in row.cells] for row in table.rows} == shown
+        ends = [[cell.low for cell in row.cells] for row in ours if name == "perplexity"]
+        assert not ends or [[cell.low for cell in row.cells] for row in table.rows] == [pytest.approx(x) for x in ends]
+
+
+def test_an_unknown_metric_is_an_error(tmp_path: Path) -> None:
+    rows = tidy(read_results(write(tmp_path, {"one": perplexity("A", {512: 2.0})})))
+    with pytest.raises(EvaluationError, match="recall accuracy: has no numbers by length; name one of perplexity per"):
+        redrawn.table(rows, "recall", "accuracy")
+
+
+def test_results_json_has_the_claim_and_every_cell(tmp_path: Path) -> None:
+    files = write(tmp_path / "results", {"one": perplexity("A", {512: 2.0, 1024: 800.0})})
+    build_report(files, tmp_path)
+    content = json.loads((tmp_path / "results.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert content["claim"]["sentence"] in (tmp_path / "report.md").read_text()
+    (table,) = [table for table in content["tables"] if table["name"] == "perplexity-1"]
+    assert [cell["value"] for cell in table["rows"][0]["cells"]] == [pytest.approx(math.exp(2.0)), "Infinity"]
+    assert any("runs/350M" in line for line in content["provenance"])
+    assert {number["metric"] for number in content["numbers"]} == {"perplexity", "loss", "next-token accuracy"}
+
+
+def test_latex_marks_what_the_page_marks() -> None:
+    ours = (TableCell("1.23†", 1.23, "1.00–1.50", best=True), TableCell("OOM", note="a < b", absent=True))
+    theirs = (TableCell("2.0"), TableCell(""))
+    rows = (TableRow("a_b & c", ours), TableRow("[x]", theirs, published="paper, Table 1"))
+    table = Table("name", "50% of #1", ("label", "512*", "512*"), rows, ("* trained",), ("source",))
+    text, wide = (
+        latex_table(table),
+        TableRow("a label of more than sixty characters is for both columns of a page", ours),
+    )
+    for line in (
+        r"\caption{50\% of \#1}",
+        r"\label{tab:name}",
+        r"\begin{tabular}{lrr}",
+        r"label & 512\textsuperscript{*} & 512\textsuperscript{*} \\",
+        r"a\_b \& c & \textbf{1.23\textsuperscript{\dag}} {\scriptsize 1.00--1.50} & OOM\textsuperscript{1} \\",
+        r"\multicolumn{3}{l}{\emph{paper, Table 1}} \\",
+        r"\emph{{[}x]} & 2.0 &  \\",
+        r"\par\smallskip{\footnotesize \textsuperscript{1} a \textless{} b\par}",
+    ):
+        assert line in text.splitlines(), line
+    assert r"\end{table}" in text and r"\end{table*}" in latex_table(replace(table, caption="", rows=(wide,)))
+    assert text.count(r"\midrule") == 2 and text.index(r"\toprule") < text.index(r"\bottomrule")
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        (r"a\b", r"a\textbackslash{}b"),
+        ("{~^}", r"\{\textasciitilde{}\textasciicircum{}\}"),
+        ("Nd²", r"Nd\textsuperscript{2}"),
+    ],
+)
+def test_plain_text_as_latex(text: str, escaped: str) -> None:
+    assert latex(text) == escaped
+
+
+def test_the_notebook_has_its_outputs(report: Path) -> None:
+    """Running its cells again gives the same outputs; it needs only results.csv."""
+    content = json.loads((report / notebook.NAME).read_text())
+    assert content["nbformat"] == 4 and len({cell["id"] for cell in content["cells"]}) == len(content["cells"])
+    code = [cell for cell in content["cells"] if cell["cell_type"] == CODE]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    kinds = [next(iter(output.get("data", output))) for cell in code for output in cell["outputs"]]
+    assert kinds.count("image/png") == kinds.count("text/html") == 3 and "name" in kinds, "and LaTeX as text"
+    assert "A <study>" in "".join(content["cells"][0]["source"])
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in content["cells"]]
+    folder = report.parent / "again"
+    folder.mkdir()
+    (folder / "results.csv").write_bytes((report / "results.csv").read_bytes())
+    assert executed(cells, folder) == (report / notebook.NAME).read_text()
+
+
+def test_cells_print_and_show_their_last_value(tmp_path: Path) -> None:
+    cells = [(TEXT, "# text"), (CODE, "x = 2\nprint(x)"), (CODE, "x + 1")]
+    outputs = [cell.get("outputs") for cell in json.loads(executed(cells, tmp_path))["cells"]]
+    assert outputs[0] is None and outputs[1][0]["text"] == ["2\n"]
+    shown: dict[str, Any] = outputs[2][0]
+    assert shown["data"] == {"text/plain": ["3"]} and shown["execution_count"] == 2

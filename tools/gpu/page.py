@@ -1,0 +1,178 @@
+"""Write the page of the GPU report: the answers so far, the state of every run, and all figures."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from tools.gpu.cases import read_lines
+from tools.gpu.plans import Part
+from tools.gpu.runner import DONE, MISSING, RUNNING, Item, Record, read_record
+
+SHOWN = 15
+"""Number of lines that the page shows from the end of the output of a failed run."""
+LEFT_OUT = {"case", "versions", "nvidia-smi", "python", "threads", "shape", "gpu", "device", "benchmark", "seconds"}
+"""Keys of results that the tables leave out."""
+Line = dict[str, Any]
+Results = Mapping[str, Sequence[Line]]
+"""The finished lines of a part's runs, by the name of the run."""
+
+
+def results_of(item: Item) -> list[Line]:
+    """Return the finished lines of a run. For pytest's report, these are the numbers of tests by outcome."""
+    if item.results.is_file() and item.results.read_bytes()[:1] == b"<":
+        return [_junit(item.results.read_text())]
+    lines = [line for line in read_lines(item.results) if line.get("status") != "started"]
+    return lines or _tests_in_log(item)
+
+
+def _junit(text: str) -> Line:
+    cases = list(ElementTree.fromstring(text).iter("testcase"))
+    outcomes = Counter(next((child.tag for child in case if child.tag in _OUTCOMES), "passed") for case in cases)
+    failed = [str(case.get("name")) for case in cases if any(child.tag in ("failure", "error") for child in case)]
+    figures: Line = {"case": "tests", "status": "failed" if failed else "ok"}
+    return figures | dict(outcomes) | ({"error": ", ".join(failed)} if failed else {})
+
+
+_OUTCOMES = ("failure", "error", "skipped")
+
+
+def _tests_in_log(item: Item) -> list[Line]:
+    """Count the tests in pytest's output, which has a line for each test even if pytest was killed."""
+    if "pytest" not in item.run.command or not item.log.is_file():
+        return []
+    found = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (?:\[ *\d+%\] )?(\S+)", item.log.read_text(errors="replace"))
+    outcomes = Counter(outcome.lower() for outcome, _ in found)
+    failed = [name for outcome, name in found if outcome in ("FAILED", "ERROR")]
+    if not found:
+        return []
+    return [{"case": "tests", "status": "failed" if failed else "ok"} | dict(outcomes) | {"error": ", ".join(failed)}]
+
+
+# Answers
+
+
+def _passed(results: Results) -> str:
+    lines = [line for each in results.values() for line in each]
+    failed = [str(line["case"]) for line in lines if line.get("status") == "failed"]
+    text = f"{len(lines) - len(failed)} of {len(lines)} cases passed"
+    return text + (f"; failed: {', '.join(failed)}" if failed else "")
+
+
+def _step(results: Results) -> str:
+    answers = []
+    for micro in ("16", "64"):
+        runs = {name: each[-1] for name, each in results.items() if name.endswith(f"_{micro}")}
+        last = {name.removesuffix(f"_{micro}"): line for name, line in runs.items()}
+        base = last.get("roformer", {}).get("tokens_per_second")
+        for name, line in last.items():
+            if "error" in line:
+                answers.append(f"{name} with micro-batch {micro}: {line['error']}")
+                continue
+            mfu = f"{line['mfu']:.1%}" if line.get("mfu") else "unknown"
+            ratio = f", {line['tokens_per_second'] / base:.2f} of RoFormer's" if base and name != "roformer" else ""
+            speed = f"{line['tokens_per_second']:,.0f} tokens/s{ratio}, MFU {mfu}"
+            answers.append(f"{name} with micro-batch {micro}: {speed}")
+    return "; ".join(answers)
+
+
+def _ratios(results: Results) -> str:
+    lines = [line for each in results.values() for line in each if "ratio" in line]
+    longest = {(line["kind"], line.get("method"), line["backend"]): line for line in lines}
+    shown = []
+    for (_, method, backend), line in longest.items():
+        name = " with ".join(filter(None, (method, backend)))
+        if line["base"] not in (method, backend):
+            shown.append(f"{name} at {line['length']:,}: {line['ratio']:.2f} x the time of {line['base']}")
+    return "; ".join(shown)
+
+
+def _figures(results: Results) -> str:
+    lines = [line for each in results.values() for line in each]
+    hidden = {*LEFT_OUT, "ratio_quartiles"}
+    shown = (f"{key} {value}" for line in lines for key, value in line.items() if key not in hidden)
+    return ", ".join(shown)
+
+
+ANSWERS: dict[str, Callable[[Results], str]] = {
+    "smoke": _passed,
+    "parity": _passed,
+    "step": _step,
+    "attention": _ratios,
+    "inference": _ratios,
+}
+"""A part's answer in one sentence; other parts list their figures."""
+
+
+# Page
+
+
+def page(plan: Mapping[str, Part], found: Sequence[Item], machine: Mapping[str, Any]) -> str:
+    """Return the page in Markdown, from the records and results that exist at present."""
+    records = {item.title: read_record(item) for item in found}
+    boards = [", ".join(f"{key} {value}" for key, value in board.items()) for board in machine.get("nvidia-smi", [])]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    finished = sum(record.get("status") not in (None, RUNNING) for record in records.values())
+    spent = sum(record.get("seconds", 0.0) for record in records.values())
+    lines = [f"# Measured on {machine.get('gpu', 'no GPU')}", "", *boards, "", versions, ""]
+    lines += [f"{finished} of {len(found)} runs have ended, after {spent / 60:.1f} minutes.", ""]
+    lines += ["## Answers so far", "", "| question | answer |", "|---|---|"]
+    parts = [(name, list(group)) for name, group in groupby(found, key=lambda item: item.part)]
+    for name, group in parts:
+        results = {item.name: each for item in group if (each := results_of(item))}
+        answer = ANSWERS.get(name, _figures)(results) if results else _state(records, group)
+        if results and any(records[item.title].get("status") != DONE for item in group):
+            answer = f"so far: {answer}"
+        lines.append(f"| {plan[name].title} | {_cell(answer)} |")
+    lines += ["", "## Runs", "", "| run | status | seconds | limit |", "|---|---|---|---|"]
+    lines += [_row(item, records[item.title]) for item in found]
+    for name, group in parts:
+        lines += _section(plan[name], group, records)
+    return "\n".join(lines) + "\n"
+
+
+def _state(records: Mapping[str, Record], group: Sequence[Item]) -> str:
+    missing = sorted({name for item in group for name in records[item.title].get("missing", [])})
+    if missing:
+        return f"not run: {', '.join(missing)} is not installed"
+    tried = any(records[item.title] for item in group)
+    return "no result" if tried else "not run yet"
+
+
+def _row(item: Item, record: Record) -> str:
+    status = record.get("status", "not run yet")
+    if status == RUNNING:
+        status = "running, or interrupted"
+    if status == MISSING:
+        status = f"not run: {', '.join(record['missing'])} is not installed"
+    seconds = f"{record['seconds']:.0f}" if record.get("seconds") else ""
+    return f"| {item.title} | {status} | {seconds} | {item.run.seconds} |"
+
+
+def _section(part: Part, group: Sequence[Item], records: Mapping[str, Record]) -> list[str]:
+    lines = ["", f"## {part.title}"]
+    for item in group:
+        results, record = results_of(item), records[item.title]
+        if not results and not record:
+            continue
+        lines += ["", f"`python {item.run.command}`", ""]
+        if results:
+            keys = list(dict.fromkeys(key for line in results for key in line if key not in LEFT_OUT))
+            first = ["case"] if any("case" in line for line in results) else []
+            keys = [*first, *keys]
+            lines += [f"| {' | '.join(keys)} |", "|---" * len(keys) + "|"]
+            lines += [f"| {' | '.join(_cell(line.get(key, '')) for key in keys)} |" for line in results]
+        if record.get("status") not in (DONE, RUNNING, MISSING, None) and item.log.is_file():
+            end = item.log.read_text(errors="replace").splitlines()[-SHOWN:]
+            lines += ["", "```text", *(line[:300] for line in end), "```"]
+    return lines
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        value = f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, list):
+        value = ", ".join(map(_cell, value))
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,134 @@
+"""The plans of the GPU report: the most useful answers come first. Each part has processes with limits.
+
+This file imports neither PyTorch nor the package, so that a plan can be printed anywhere.
+"""
+
+from typing import NamedTuple
+
+MODEL = "configs/350M/roformer_coca.yml configs/cluster/gpu1.yml"
+ONE = "train_batch_size=null gradient_accumulation_steps=1 data_types=null"
+STEP = f"tools/bench_train.py {MODEL} {ONE} --compile --rounds 30 --output FILE"
+SPEED = "tools/gpu/speed.py --output FILE"
+RANKS = "tools/gpu/ranks.py --folder FOLDER --output FILE"
+COMPUTES = ("torch", "triton", "pydantic", "yaml", "opt_einsum")
+"""Packages that a part needs if it computes without DeepSpeed."""
+TRAINS = (*COMPUTES, "deepspeed")
+
+
+class Run(NamedTuple):
+    """One process of a part.
+
+    Attributes:
+        command: arguments for Python. FILE stands for the file of its results, FOLDER for its scratch folder.
+        seconds: the time limit.
+        reads: files that the command names only indirectly. A finished run is repeated if the content of its script,
+            of these files, or of a file that they import changes.
+        needs: packages that must be installed.
+    """
+
+    command: str
+    seconds: int
+    reads: tuple[str, ...] = ()
+    needs: tuple[str, ...] = COMPUTES
+
+
+class Part(NamedTuple):
+    """A question, and the runs that answer it, by name."""
+
+    title: str
+    runs: dict[str, Run]
+
+    @property
+    def seconds(self) -> int:
+        """The sum of the limits."""
+        return sum(run.seconds for run in self.runs.values())
+
+
+def _step(model: str, micro: int, seconds: int) -> Run:
+    needs = TRAINS if model.startswith("--methods") else (*TRAINS, "transformers")
+    return Run(f"{STEP} --seconds {seconds // 3} train_micro_batch_size_per_gpu={micro} {model}", seconds, needs=needs)
+
+
+MODELS = {
+    "roformer": ("--methods rotary", 65, 50),
+    "coca": ("--methods coca", 55, 50),
+    "llama": ("--methods --peer llama", 70, 60),
+    "gpt_neox": ("--methods --peer transformers", 70, 60),
+}
+"""Model -> options of bench_train.py, and the limits with micro-batches of 16 and 64 samples of 512 tokens."""
+
+ONE_GPU: dict[str, Part] = {
+    "smoke": Part(
+        "Does every kernel run, forward and backward, in bfloat16?",
+        {"kernels": Run("tools/gpu/smoke.py --output FILE", 120)},
+    ),
+    "parity": Part(
+        "Are the loss and the gradients of all default paths those of the CPU?",
+        {
+            "eager": Run("tools/gpu/parity.py --output FILE", 80),
+            "compiled": Run("tools/gpu/parity.py --compile --output FILE", 100),
+        },
+    ),
+    "step": Part(
+        "How fast is a training step of the 350M models, beside transformers' classes of the same size?",
+        {
+            **{f"{name}_16": _step(model, 16, small) for name, (model, small, _) in MODELS.items()},
+            **{f"{name}_64": _step(model, 64, large) for name, (model, _, large) in MODELS.items()},
+        },
+    ),
+    "attention": Part(
+        "How fast is attention from 512 to 32,768 tokens, and which backends should `auto` choose?",
+        {
+            "methods": Run(f"{SPEED} --kind 'layer forward+backward' --lengths 512 2048 8192", 70),
+            "long": Run(f"{SPEED} --kind 'layer forward+backward' --lengths 32768 --rounds 3", 70),
+            "backends": Run(f"{SPEED} --backends --lengths 512 2048 8192", 50),
+            "packed": Run(f"{SPEED} --packed --lengths 512 2048 8192", 50),
+        },
+    ),
+    "inference": Part(
+        "How fast is decoding, and how much memory does the whole model take?",
+        {
+            "decode": Run(f"{SPEED} --kind decode --lengths 512 4096 32768 --methods rotary coca rerope", 120),
+            "windows": Run(f"{SPEED} --kind 'model forward' --lengths 512 8192 --methods rotary coca rerope", 60),
+            "memory": Run(
+                f"{SPEED} --kind 'model forward+backward' --lengths 32768 --methods rotary coca --rounds 1", 60
+            ),
+        },
+    ),
+    "resume": Part(
+        "Does a killed run resume with the same losses, bit for bit?",
+        {"kill": Run(f"{RANKS} --check resume", 180, reads=("megatron_coca/commands/train.py",), needs=TRAINS)},
+    ),
+    "tests": Part(
+        "Do the GPU tests pass?",
+        {
+            "pytest": Run(
+                "-m pytest -m gpu tests/gpu -n 8 --dist worksteal -v --tb short --color no --junitxml FILE",
+                240,
+                reads=("tests/gpu", "tests/conftest.py"),
+                needs=(*TRAINS, "pytest", "xdist", "pytest_timeout"),
+            )
+        },
+    ),
+}
+"""One GPU, 28 minutes."""
+
+
+def _ranks(check: str, seconds: int) -> Run:
+    return Run(f"{RANKS} --check {check}", seconds, reads=("megatron_coca/commands/train.py",), needs=TRAINS)
+
+
+EIGHT_GPUS: dict[str, Part] = {
+    "collectives": Part("Do NCCL's collectives return the right values?", {"nccl": _ranks("collectives", 60)}),
+    "speed": Part("How many tokens per second, with ZeRO 1 and overlap?", {"zero1": _ranks("speed", 180)}),
+    "wait": Part(
+        "Are losses the same, bit for bit, if only a stream waits for the reductions (`reduction_wait`)?",
+        {"stream": _ranks("wait", 240)},
+    ),
+    "elastic": Part("Does a checkpoint of 8 ranks resume on 4?", {"four": _ranks("elastic", 180)}),
+    "one_gpu": Part("Are the losses those of one GPU?", {"one": _ranks("one_gpu", 240)}),
+}
+"""Eight GPUs, 15 minutes. Every run trains the same small number of steps on the built-in corpus."""
+
+PLANS = {1: ONE_GPU, 8: EIGHT_GPUS}
+"""The plan by the number of GPUs."""

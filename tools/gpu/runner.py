@@ -1,0 +1,173 @@
+"""Run the processes of a plan one after the other, each within its limit, and record each at once.
+
+A run has three files in the output folder: PART.RUN.json (its record), PART.RUN.log (its output, written by the process
+itself) and PART.RUN.jsonl (its results, a line as soon as it is measured).
+"""
+
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_coca.support.atomic_write import write_file
+from tools.gpu.contents import ROOT, digest
+from tools.gpu.plans import Part, Run
+
+Record = dict[str, Any]
+DONE, RUNNING, FAILED, LATE, MISSING = "done", "running", "failed", "ended at its limit", "not run"
+CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+"""Variables of PyTorch and Triton with folders of compiled kernels. They are below the output folder, so that a run
+that continues does not compile again.
+"""
+
+
+class Item(NamedTuple):
+    """A run of a part, with the place of its files (without their suffixes)."""
+
+    part: str
+    name: str
+    run: Run
+    place: Path
+
+    @property
+    def title(self) -> str:
+        return f"{self.part}.{self.name}"
+
+    @property
+    def record(self) -> Path:
+        return self.place.with_name(f"{self.title}.json")
+
+    @property
+    def results(self) -> Path:
+        return self.place.with_name(f"{self.title}.jsonl")
+
+    @property
+    def log(self) -> Path:
+        return self.place.with_name(f"{self.title}.log")
+
+    def command(self) -> list[str]:
+        """The command of the process."""
+        words = {"FILE": str(self.results), "FOLDER": str(self.place.with_name(f"{self.title}.scratch"))}
+        return [sys.executable, *(words.get(word, word) for word in shlex.split(self.run.command))]
+
+
+def items(plan: Mapping[str, Part], output: Path) -> list[Item]:
+    """Return all runs of a plan in order."""
+    return [
+        Item(part, name, run, output.resolve() / f"{part}.{name}")
+        for part, each in plan.items()
+        for name, run in each.runs.items()
+    ]
+
+
+def read_record(item: Item) -> Record:
+    """Return the record of a run; empty if there is no valid one."""
+    try:
+        return dict(json.loads(item.record.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def identity(item: Item, here: Mapping[str, Any]) -> Record:
+    """Return everything that a result depends on: the code that runs, the library versions and the GPU. A commit
+    that changes other files does not matter.
+    """
+    versions = {name: text for name, text in here["versions"].items() if name != "commit"}
+    return {"content": digest(item.run.command, item.run.reads), "versions": versions, "gpu": here.get("gpu")}
+
+
+def waiting(found: Sequence[Item], here: Mapping[str, Any]) -> Iterator[Item]:
+    """Yield the runs that are not done: first those that have not been tried with the present code, then those that
+    failed.
+    """
+    tried: list[Item] = []
+    for item in found:
+        record = read_record(item)
+        same = record.get("identity") == identity(item, here)
+        if not same or record.get("status") in (RUNNING, MISSING):
+            yield item
+        elif record["status"] != DONE:
+            tried.append(item)
+    yield from tried
+
+
+def missing_packages(run: Run) -> list[str]:
+    """Return the packages that a run needs and that are not installed."""
+    return [name for name in run.needs if importlib.util.find_spec(name) is None]
+
+
+def execute(item: Item, here: Mapping[str, Any]) -> Record:
+    """Run a process within its limit, and return its record, which is written before and after.
+
+    Results of the same code that a kill or the limit cut off are kept, and the process continues after them.
+    """
+    before = read_record(item)
+    record: Record = {"identity": identity(item, here), "machine": dict(here)}
+    end_orphan(before)
+    if before.get("identity") != record["identity"] or before.get("status") not in (RUNNING, LATE):
+        item.results.unlink(missing_ok=True)
+    if absent := missing_packages(item.run):
+        return _written(item, record | {"status": MISSING, "seconds": 0.0, "missing": absent})
+    item.place.parent.mkdir(parents=True, exist_ok=True)
+    start, command = time.monotonic(), item.command()
+    with item.log.open("w") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=_environment(item.place.parent),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        _written(item, record | {"status": RUNNING, "seconds": 0.0, "process": process.pid, "command": command})
+        try:
+            status: int | None = process.wait(item.run.seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            end_group(process.pid)
+            process.wait()
+    ends = {0: DONE, None: LATE}
+    record |= {"status": ends.get(status, FAILED), "seconds": time.monotonic() - start, "exit": status}
+    return _written(item, record)
+
+
+def _written(item: Item, record: Record) -> Record:
+    item.record.parent.mkdir(parents=True, exist_ok=True)
+    write_file(item.record, json.dumps(record, indent=1))
+    return record
+
+
+def _environment(output: Path) -> dict[str, str]:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    folders = {name: str(output / "cache" / folder) for name, folder in CACHES.items()}
+    return folders | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+
+
+def end_group(group: int) -> None:
+    """Kill the processes that a run started."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def end_orphan(record: Record) -> None:
+    """Kill the process of a record that still runs because this program was killed before it."""
+    number = record.get("process")
+    if record.get("status") != RUNNING or number is None:
+        return
+    try:
+        words = Path(f"/proc/{number}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return
+    if [word.decode(errors="replace") for word in words] == record.get("command"):
+        end_group(number)
