@@ -114,6 +114,8 @@ def check_same_architecture(folder: Path, saved: Config, wanted: Config) -> None
     fixed |= epsilons(saved.model)
     if saved.position.embedding.rotary and wanted.position.embedding.rotary:
         fixed.add("rotary_pct")
+    if saved.position.pos_emb == wanted.position.pos_emb and saved.model.qk_norm is not None:
+        fixed.add("qk_norm_after_rotation")
     differing = differing_keys(saved, wanted, frozenset(KEYS) - fixed)
     differing += [f"{key} ({reason})" for key, reason in norm_changes(saved.model, wanted.model)]
     inner = [config.model.ffn_hidden_size for config in (saved, wanted)]

@@ -160,7 +160,7 @@ def _choices_of(key: str) -> tuple[Any, ...]:
         return tuple(methods.TABLES[owner])
     if owner in methods.TABLES:
         declared = (choice.option(option) for choice in methods.TABLES[owner].values())
-        return next(each.choices for each in declared if each is not None)
+        return next((each.choices for each in declared if each is not None), ())
     if owner in MAPPINGS:
         return literal_values(MAPPINGS[owner].model_fields[option].annotation)
     annotation: Any = GROUPS[KEYS[owner].group].model_fields[KEYS[owner].field].annotation

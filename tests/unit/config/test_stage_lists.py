@@ -208,6 +208,9 @@ def test_methods_with_the_same_weights_may_follow_each_other() -> None:
     dropped = {"pos_emb": "none", "rope_scaling": None, "qk_norm": "head"}
     last = staged({"until": "95%"}, {"until": "97%"} | dropped, dropped, rope_scaling=yarn).run_stages()[-1].config
     assert (last.position.pos_emb, last.position.rope_scaling, last.model.qk_norm) == ("none", None, "head")
+    rotated = {"qk_norm": "head", "qk_norm_after_rotation": True}
+    last = staged({"until": 5}, {"pos_emb": "coca", "qk_norm_after_rotation": False}, **rotated).run_stages()[-1].config
+    assert (last.position.pos_emb, last.model.qk_norm, last.model.qk_norm_after_rotation) == ("coca", "head", False)
     types = {"attention_config": [[["global", "a"], 12]], "layer_types": {"a": {"sliding_window_width": 8}}}
     layers = staged({"until": 5}, {"layer_types": {"a": {"pos_emb": "none"}}}, **types).run_stages()[-1].config
     assert layers.position.of_type("a").pos_emb == "none" and layers.position.pos_emb == "rotary"

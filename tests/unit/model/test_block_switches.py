@@ -69,7 +69,12 @@ CASES: dict[str, dict[str, Any]] = {
         "logit_scaling": "ssmax",
     },
     "forgetting gates in chunks": {"forgetting_gate": "fox", "attention_chunk_size": 37},
-    "output gates of heads": {"attention_output_gate": "head", "qk_norm": "head"},
+    "output gates of heads": {
+        "attention_output_gate": "head",
+        "qk_norm": "head",
+        "qk_norm_after_rotation": True,
+        "clip_qkv": 0.5,
+    },
     "output gates of features": {"attention_output_gate": "feature", "use_bias_in_qkv": False},
     "output gates with a map": {
         "attention_output_gate": "feature",
@@ -289,7 +294,14 @@ REFUSED = {
     "zero_centered_norms": {"zero_centered_norms": True, "norm": "scalenorm"},
     "qk_norm_after_rotation": {"qk_norm_after_rotation": True, "qk_norm": "head", "logit_scaling": "log_n"},
     "qk_norm_after_rotation: needs": {"qk_norm_after_rotation": True, "qk_norm": "projection"},
-    "qk_norm_after_rotation: not": {"qk_norm_after_rotation": True, "qk_norm": "head", "pos_emb": "coca"},
+    **{
+        f"qk_norm_after_rotation: not supported with pos_emb {name}": {
+            "qk_norm_after_rotation": True,
+            "qk_norm": "head",
+            "pos_emb": name,
+        }
+        for name in ("coca", "pope", "polar")
+    },
     "use_bias_in_output_head": {"use_bias_in_output_head": True},
     "use_bias_in_output_head: not": {
         "use_bias_in_output_head": True,

@@ -11,7 +11,7 @@ from megatron_coca import methods
 from megatron_coca.config import load_config
 from megatron_coca.config.model import Activation, Norm
 from megatron_coca.model import GPT, LanguageModelLoss, build_model, layers, next_token_loss
-from megatron_coca.model.layers import GATED, NORMS, UNGATED
+from megatron_coca.model.layers import GATED, LEARNED, NORMS, UNGATED
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 90}
 LENGTH = 12
@@ -112,8 +112,8 @@ def test_feed_forward_in_parts(activation: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_tables_of_layers_hold_every_choice() -> None:
     assert set(get_args(Norm)) == NORMS.keys()
-    assert set(get_args(Activation)) == UNGATED.keys() | GATED.keys()
-    assert not UNGATED.keys() & GATED.keys()
+    assert set(get_args(Activation)) == UNGATED.keys() | GATED.keys() | LEARNED.keys()
+    assert len({*UNGATED, *GATED, *LEARNED}) == len(UNGATED) + len(GATED) + len(LEARNED)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -121,7 +121,7 @@ def test_every_norm_trains(norm: str) -> None:
     _check_trains(make(norm=norm))
 
 
-@pytest.mark.parametrize("activation", [*UNGATED, *GATED])
+@pytest.mark.parametrize("activation", [*UNGATED, *GATED, *LEARNED])
 def test_every_activation_trains(activation: str) -> None:
     model = make(activation=activation)
     assert model.blocks[0].mlp.linear1.out_features == (86 if activation in GATED else 128)

@@ -60,6 +60,12 @@ def test_the_weights_are_taken(tmp_path: Path, keys: dict[str, Any]) -> None:
     [
         ({"qk_norm": "head", "pos_emb": "none"}, ["query_layernorm.weight", "key_layernorm.weight"]),
         ({"qk_norm": "projection"}, ["query_layernorm.norm.weight", "key_layernorm.norm.weight"]),
+        ({"qk_norm": "head", "qk_norm_after_rotation": True}, ["query_layernorm.weight", "key_layernorm.weight"]),
+        ({"qk_norm": "layernorm_by_head"}, ["query_layernorm.weight", "key_layernorm.weight"]),
+        (
+            {"qk_norm": "layernorm"},
+            [f"{name}_layernorm.{kind}" for name in ("query", "key") for kind in ("weight", "bias")],
+        ),
         ({"use_qk_layernorm": True}, ["qk_layernorm.weight", "qk_layernorm.bias"]),
     ],
 )
@@ -197,6 +203,13 @@ def test_one_step_of_a_foreign_folder(kind: str, step: int, tmp_path: Path) -> N
 def test_keys_of_rotation_may_differ_for_a_method_without_it(tmp_path: Path) -> None:
     folder, _ = source(tmp_path / "run", rotary_pct=0.5)
     assert begun(folder, pos_emb="alibi")
+
+
+def test_the_place_of_norms_changes_only_with_the_method(tmp_path: Path) -> None:
+    folder, _ = source(tmp_path / "run", pos_emb="rotary", qk_norm="head", qk_norm_after_rotation=True)
+    assert begun(folder, pos_emb="coca", qk_norm="head")
+    with pytest.raises(CheckpointError, match="qk_norm_after_rotation .saved True, now False"):
+        begun(folder, pos_emb="rotary", qk_norm="head")
 
 
 def test_an_error_about_another_tokenizer_names_both(tmp_path: Path) -> None:
