@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ HEAD_NORMS = r".*\.(query|key)_layernorm\..*"
 """Weights of `qk_norm: head`, which all heads share. Each rank computes only part of their gradient, too."""
 
 
-def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
+def deepspeed_config(config: Config, sizes: BatchSizes, frozen: Sequence[str] = ()) -> dict[str, Any]:
     """Build DeepSpeed's own configuration. Every value that affects results is explicit, so that no result depends on a
     DeepSpeed default.
 
@@ -69,7 +70,7 @@ def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
         "timers": {"throughput": {"enabled": False}},
     }
     if config.parallel.model_parallel_size > 1:
-        section["tensor_parallel"] = _tensor_parallel_section(config)
+        section["tensor_parallel"] = _tensor_parallel_section(config, frozen)
     if config.precision.dtype == "bf16":
         # The engine skips a step if the norm is not finite; DeepSpeed would scan every gradient to detect this.
         section["bf16"] = {"check_grad_overflow": False, **(config.precision.bf16 or {}), "enabled": True}
@@ -83,8 +84,10 @@ def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
     return section | extra
 
 
-def _tensor_parallel_section(config: Config) -> dict[str, Any]:
-    """Build DeepSpeed's AutoTP section: how the matrices of a block are sharded, and which gradients are summed."""
+def _tensor_parallel_section(config: Config, frozen: Sequence[str]) -> dict[str, Any]:
+    """Build DeepSpeed's AutoTP section: how the matrices of a block are sharded, and which gradients are summed.
+    `frozen` are names of parameters that are never trained.
+    """
     model = config.model
     queries, keys = model.attention_width, model.num_kv_heads * model.head_dim
     # A projection that is split into three layers has the same rows as the packed projection.
@@ -93,7 +96,9 @@ def _tensor_parallel_section(config: Config) -> dict[str, Any]:
         for name, size in zip(PARTS, (queries, keys, keys), strict=True)
     ]
     specs = [shards.layer_spec() for shards in (*layer_shards(model), *projections)]
-    partly = [PER_HEAD] if config.optimizer.trains("positions") else []
+    # DeepSpeed cannot register a hook on a frozen parameter.
+    trained = f"(?!.*({'|'.join(map(re.escape, frozen))})$){PER_HEAD}" if frozen else PER_HEAD
+    partly = [trained] if config.optimizer.trains("positions") else []
     partly += [HEAD_NORMS] if model.qk_norm == "head" and config.optimizer.trains("norms") else []
     if partly:
         specs.append({"patterns": partly, "partition_type": "skip", "grad_allreduce": True})
@@ -162,7 +167,8 @@ class Engine:
         self._loss: float | None = None
         self._norm: float | None = None
         self._limits, self._applied = Limits(), False
-        section = deepspeed_config(config, sizes)
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        section = deepspeed_config(config, sizes, [name for name in frozen if re.fullmatch(PER_HEAD, f".{name}")])
         apply = optimizer.step
 
         # DeepSpeed's optimizers call the PyTorch optimizer last, so skipping the step there keeps their bookkeeping
