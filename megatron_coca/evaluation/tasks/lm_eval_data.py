@@ -66,7 +66,10 @@ class TaskData:
 
         def open_tokenizer(name: str, *arguments: Any, **settings: Any) -> Any:
             own = self.tokenizer is not None and name == self.name
-            return self.tokenizer if own else from_pretrained(name, *arguments, **settings)
+            # The harness asks for code from the tokenizer's folder; a task must not run it.
+            return (
+                self.tokenizer if own else from_pretrained(name, *arguments, **settings | {"trust_remote_code": False})
+            )
 
         def load(path: str, *arguments: Any, **settings: Any) -> Any:
             if isinstance(settings.get("features"), dict):

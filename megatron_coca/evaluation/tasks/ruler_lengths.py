@@ -28,7 +28,7 @@ def check_lengths(function: str, metadata: Mapping[str, Any]) -> None:
             f"--metadata max_seq_lengths {lengths!r}: is not a list of lengths in tokens; write "
             '{"max_seq_lengths": [4096, 8192]}'
         )
-    tokenizer = AutoTokenizer.from_pretrained(metadata["tokenizer"], trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(metadata["tokenizer"])
     for length in lengths:
         needed = SHORTEST[function](lambda text: len(tokenizer(text).input_ids), length)
         if needed > length:
