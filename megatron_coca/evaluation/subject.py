@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,12 @@ from megatron_coca.config.position import ORIGINAL
 from megatron_coca.config.source import given_values
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
-from megatron_coca.evaluation.options import SubjectOptions, resolve_device
+from megatron_coca.evaluation.chosen_dtype import chosen_dtype
+from megatron_coca.evaluation.multiples import converted, has_multiples, is_multiple
+from megatron_coca.evaluation.options import AUTO, SubjectOptions, read_variants, resolve_device, subject_options
 from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Show, Store
 from megatron_coca.model import GPT
+from megatron_coca.support.console import write
 from megatron_coca.support.host_memory import keep_freed_memory
 from megatron_coca.support.plain_text import masked, plain
 
@@ -76,6 +80,31 @@ class Subject:
         return self.config.model.vocab_size or self.config.model.padded_vocab_size
 
 
+def with_choices(args: Namespace) -> Namespace:
+    """Return the options of a task with all multiples of the training length in tokens, and with a chosen `--dtype`.
+
+    `--dtype auto` becomes the dtype of existing result files, so that they are resumed, or else the faster one, which
+    is logged. Raises EvaluationError, CheckpointError or ConfigError.
+    """
+    automatic, multiples = args.dtype == AUTO, has_multiples(args)
+    if not automatic and not multiples:
+        return args
+    variants = read_variants(Namespace(**vars(args) | {"overrides": []}))
+    keys = [change for variant in variants for change in variant.overrides if change.startswith("imports=")]
+    named = [key for key in args.overrides if not is_multiple(key.partition("=")[2])]
+    trained = open_checkpoint(args.checkpoint, verify=False, overrides=[*named, *keys]).trained
+    if multiples:
+        args = converted(args, trained.model.seq_length)
+    if automatic:
+        options = subject_options(args)
+        outputs = [options.output_of(args.task, variant.label) for variant in options.variants]
+        recorded = next(filter(None, map(results.recorded_dtype, outputs)), None)
+        chosen, reason = (recorded, "") if recorded else chosen_dtype(trained.model, resolve_device(args.device))
+        write(reason or f"--dtype auto: {chosen}, as in the results so far")
+        args = Namespace(**vars(args) | {"dtype": chosen})
+    return args
+
+
 class Evaluation:
     """One run of a task on all variants of a checkpoint. A missing tokenizer causes only a warning.
 
@@ -83,7 +112,7 @@ class Evaluation:
     DataError. `status` is the exit status: 2 if a requested result is missing.
     """
 
-    def __init__(self, options: SubjectOptions, task: str, show: Show = lambda result: None) -> None:
+    def __init__(self, options: SubjectOptions, task: str, show: Show = lambda *results: None) -> None:
         self.task, self.options, self.status, self._show = task, options, 0, show
         resolve_device(options.device)
         for variant in options.variants:
@@ -181,23 +210,28 @@ class Evaluation:
         return Header(label, checkpoint, overrides, fingerprint, environment)
 
     def variants(self, kind: type[ResultType], **fields: Any) -> Iterator[tuple[Subject, Store[ResultType]]]:
-        """Yield each usable variant with its result store; then show its result, and print missing entries to stderr.
+        """Yield each usable variant with its result store, and print its missing entries to stderr. At the end, show
+        the results of all variants together, also if the evaluation is interrupted.
 
         `kind` is the type of the result files; `fields` are the field values that all of these files share.
         """
-        for subject in self.subjects():
-            header = subject.header
-            empty = kind(**vars(header), **fields, results=[], missing=[])
-            store = Store(self.options.output_of(self.task, header.label), empty, self.options.overwrite)
-            if isinstance(subject, Unusable):
-                store.miss(Missing(at="all", kind="refused", reason=subject.reason))
-            else:
-                yield subject, store
-            if store.result.results:
-                self._show(store.result)
-            for missing in store.noted:
-                self.status = 2
-                print_missing(header.label, missing)
+        stores: list[Store[ResultType]] = []
+        try:
+            for subject in self.subjects():
+                header = subject.header
+                empty = kind(**vars(header), **fields, results=[], missing=[])
+                store = Store(self.options.output_of(self.task, header.label), empty, self.options.overwrite)
+                stores.append(store)
+                if isinstance(subject, Unusable):
+                    store.miss(Missing(at="all", kind="refused", reason=subject.reason))
+                else:
+                    yield subject, store
+                for missing in store.noted:
+                    self.status = 2
+                    print_missing(header.label, missing)
+        finally:
+            if measured := [store.result for store in stores if store.result.results]:
+                self._show(*measured)
 
 
 def print_missing(label: str, missing: Missing) -> None:
