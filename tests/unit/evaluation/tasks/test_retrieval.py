@@ -37,7 +37,7 @@ class Speaker:
     training = False
 
     def __init__(self, says: Callable[[str], str]) -> None:
-        self.says, self.prompts = says, list[tuple[int, ...]]()
+        self.says, self.prompts, self.methods = says, list[tuple[int, ...]](), dict[str, Any]()
 
     def parameters(self) -> Iterator[Tensor]:
         return iter([torch.zeros(1)])
