@@ -251,8 +251,9 @@ def cost_path(path: Path) -> Path:
 def recorded_dtype(path: Path | None) -> str | None:
     """Return the dtype of the result file `path`; None if there is no such file or it cannot be read."""
     try:
-        return None if path is None else str(json.loads(path.read_bytes())["environment"]["dtype"])
-    except (OSError, ValueError, TypeError, KeyError):
+        content = {} if path is None else json.loads(path.read_bytes())
+        return str(content.get("settings", content)["environment"]["dtype"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

@@ -3,9 +3,10 @@
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +26,16 @@ from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.chosen_dtype import chosen_dtype
 from megatron_coca.evaluation.multiples import converted, has_multiples, is_multiple
-from megatron_coca.evaluation.options import AUTO, SubjectOptions, read_variants, resolve_device, subject_options
+from megatron_coca.evaluation.options import (
+    AUTO,
+    SubjectOptions,
+    Variant,
+    read_variants,
+    resolve_device,
+    subject_options,
+)
 from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Show, Store
-from megatron_coca.model import GPT
+from megatron_coca.model import GPT, empty_model
 from megatron_coca.support.console import write
 from megatron_coca.support.host_memory import keep_freed_memory
 from megatron_coca.support.plain_text import masked, plain
@@ -98,11 +106,18 @@ def with_choices(args: Namespace) -> Namespace:
     if automatic:
         options = subject_options(args)
         outputs = [options.output_of(args.task, variant.label) for variant in options.variants]
-        recorded = next(filter(None, map(results.recorded_dtype, outputs)), None)
-        chosen, reason = (recorded, "") if recorded else chosen_dtype(trained.model, resolve_device(args.device))
-        write(reason or f"--dtype auto: {chosen}, as in the results so far")
-        args = Namespace(**vars(args) | {"dtype": chosen})
+        args = Namespace(**vars(args) | {"dtype": dtype_of(trained, args.dtype, args.device, outputs)})
     return args
+
+
+def dtype_of(trained: Config, dtype: str, device: str, outputs: Sequence[Path | None]) -> str:
+    """Return the dtype that `--dtype` means. `AUTO` is the dtype of the first result file, or else the faster one."""
+    if dtype != AUTO:
+        return dtype
+    recorded = next(filter(None, map(results.recorded_dtype, outputs)), None)
+    chosen, reason = (recorded, "") if recorded else chosen_dtype(trained.model, resolve_device(device))
+    write(reason or f"--dtype auto: {chosen}, as in the results so far")
+    return chosen
 
 
 class Evaluation:
@@ -171,25 +186,34 @@ class Evaluation:
 
     def subjects(self) -> Iterator[Subject | Unusable]:
         """Load the variants one at a time; yield `Unusable` for a variant that cannot be loaded."""
+        for variant in self.options.variants:
+            yield self.subject(variant)
+
+    def subject(self, variant: Variant, weights: GPT | None = None) -> Subject | Unusable:
+        """Load a variant. If `weights` is a loaded variant's model, both models share their weights."""
         device = resolve_device(self.options.device)
         if device == "cpu":
             keep_freed_memory()
         trained, dtype = self.opened.trained, DTYPES[self.options.dtype]
-        for variant in self.options.variants:
-            try:
+        try:
+            if weights is None:
                 loaded = self.opened.load(variant.overrides, variant.files, device, dtype, show=True)
-            except (ConfigError, CheckpointError, BackendError) as error:
-                overrides = {"variant": masked(" ".join([*variant.files, *variant.overrides]))}
-                yield Unusable(self._header(variant.label, trained, overrides, None, device), str(error))
-                continue
-            changed = changed_keys(trained, loaded.config)
-            if self.opened.changed_imports:  # `trained` already includes the changed imports
-                changed["imports"] = loaded.config.position.imports
-            used = loaded.config.position
-            if trained.position.rope_scaling and used.rope_scaling and trained.position.extension != used.extension:
-                changed["rope_scaling"] |= {ORIGINAL: used.original_length(loaded.config.model.seq_length)}
-            header = self._header(variant.label, loaded.config, changed, backend_name(loaded.model), device)
-            yield Subject(header, loaded.model, loaded.config, self.tokenizer)
+                model, config = loaded.model, loaded.config
+            else:
+                config = self.opened.configure(variant.overrides, variant.files)
+                model = empty_model(config, device, training=False, dtype=dtype).eval()
+                model.load_state_dict(weights.state_dict(), assign=True)
+        except (ConfigError, CheckpointError, BackendError) as error:
+            overrides = {"variant": masked(" ".join([*variant.files, *variant.overrides]))}
+            return Unusable(self._header(variant.label, trained, overrides, None, device), str(error))
+        changed = changed_keys(trained, config)
+        if self.opened.changed_imports:  # `trained` already includes the changed imports
+            changed["imports"] = config.position.imports
+        used = config.position
+        if trained.position.rope_scaling and used.rope_scaling and trained.position.extension != used.extension:
+            changed["rope_scaling"] |= {ORIGINAL: used.original_length(config.model.seq_length)}
+        header = self._header(variant.label, config, changed, backend_name(model), device)
+        return Subject(header, model, config, self.tokenizer)
 
     def _header(
         self, label: str, config: Config, overrides: dict[str, Any], backend: str | None, device: str
