@@ -59,6 +59,8 @@ def parser() -> ArgumentParser:
     add("--documents", type=positive_int, default=1, metavar="N", help="number of documents for perplexity; default: 1")
     budget = "time to measure; what does not fit is left out and listed; default: 20m"
     add("--budget", type=seconds, default=1200.0, metavar="20m", help=budget)
+    plan = "read methods, lengths, numbers of cases and contrasts from this file"
+    add("--plan", type=local_path, metavar="FILE", help=plan)
     add("--output", type=local_path, metavar="DIR", help="folder of the page and the results; default: stretch/MODEL")
     add("--overwrite", action="store_true", help="replace results of a different measurement; the same one is resumed")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")

@@ -11,10 +11,13 @@ import yaml
 from megatron_coca.cli import main
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.stretch import running
+from megatron_coca.evaluation.stretch.choices import chosen_methods
+from megatron_coca.evaluation.stretch.plans import read_plan
 from megatron_coca.evaluation.stretch.records import StretchResult
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
 
+ROOT = Path(__file__).parents[2]
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 512, "vocab_size": 512}
 SHAPE |= {"no_weight_tying": True, "pos_emb": "rotary", "tokenizer_type": "CharLevelTokenizer"}
 
@@ -30,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    path.write_text(json.dumps({"text": "It is a truth universally acknowledged. " * 60}) + "\n")
+    path.write_text(json.dumps({"text": "It is a truth universally acknowledged. " * 120}) + "\n")
     return path
 
 
@@ -94,7 +97,7 @@ def test_a_short_budget_leaves_out_and_the_same_command_continues(
     [
         (["--methods", "yarm"], "--methods yarm: unknown method"),
         (["--methods", "rerope:3"], "--methods rerope:3: rerope has no factor"),
-        (["--to", "8x"], "has fewer than 4097 tokens"),
+        (["--to", "16x"], "has fewer than 8193 tokens"),
     ],
 )
 def test_mistakes(
@@ -102,3 +105,33 @@ def test_mistakes(
 ) -> None:
     assert stretch(model, text, tmp_path / "out", *more) == 2
     assert message in capsys.readouterr().err
+
+
+PLAN = """
+title: A plan
+methods: [plain, yarn, rerope]
+to: 2
+documents: 2
+cases: {1: 2, 2: 6}
+contrasts:
+  - {method: rerope, other: yarn, at: 2}
+  - {method: rerope, other: plain, at: 2, quantity: loss}
+"""
+
+
+def test_the_contrasts_of_a_plan(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.yml").write_text(PLAN)
+    given = ["stretch", model, "--data", text, "--plan", tmp_path / "plan.yml", "--output", tmp_path / "out"]
+    assert main([*map(str, given), "--dtype", "float32", "--device", "cpu"]) == 0
+    result, page = result_of(tmp_path / "out"), (tmp_path / "out/stretch.md").read_text()
+    assert {each.length: len(each.cases) for each in result.retrieval} == {512: 2, 1024: 6}
+    one, other = (result.found(name, 1024) for name in ("rerope", "yarn"))
+    assert one is not None and other is not None
+    pairs = zip(one.cases, other.cases, strict=True)
+    mean = sum(case.margin - another.margin for case, another in pairs) / 6
+    assert "| rerope - yarn, 2x" in page and f"{mean:+.3f}" in page
+    (tmp_path / "plan.yml").write_text(PLAN.replace("other: yarn", "other: pi"))
+    assert main([str(each) for each in given]) == 2
+    assert "contrasts[0]: pi is not one of the methods" in capsys.readouterr().err
+    shipped = read_plan(ROOT / "configs/study/real_model.yml")
+    assert len(chosen_methods(shipped.methods, shipped.to, 8192)) == 9 and shipped.cases == {1: 24, 2: 24, 4: 8}

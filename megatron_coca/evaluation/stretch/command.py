@@ -13,6 +13,7 @@ from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.stretch.choices import Method, chosen_methods, multiples_up_to
 from megatron_coca.evaluation.stretch.page import MARKDOWN, write_page
+from megatron_coca.evaluation.stretch.plans import read_plan
 from megatron_coca.evaluation.stretch.records import MethodRecord, ResultFile, Settings
 from megatron_coca.evaluation.stretch.running import Runner
 from megatron_coca.evaluation.subject import Evaluation, Subject, dtype_of
@@ -35,6 +36,9 @@ class Done(NamedTuple):
 
 def stretch(args: Namespace) -> Done:
     """Measure the methods and write the page. Raises InputError."""
+    plan = read_plan(args.plan) if args.plan is not None else None
+    if plan is not None:
+        args = Namespace(**vars(args) | {"methods": plan.methods, "to": plan.to, "documents": plan.documents})
     check_writable(args.output / MARKDOWN)
     ignored = tuple(ignoring(args))
     trained = open_checkpoint(args.model, verify=False, overrides=ignored).trained
@@ -58,12 +62,13 @@ def stretch(args: Namespace) -> Done:
         to=args.to,
     )
     file = ResultFile(args.output / RESULTS, settings, records, args.overwrite)
-    Runner(subjects, documents, form, tokenizer, file, args.budget).run(lengths)
+    cases = {round(multiple * length): count for multiple, count in (plan.cases if plan else {}).items()}
+    Runner(subjects, documents, form, tokenizer, file, args.budget, cases).run(lengths)
     if not file.result.losses:
         raise EvaluationError("--budget: too short for the first measurement; raise it")
     configs = {subject.label: subject.config for subject in subjects}
     result = file.result.limited_to(configs)
-    text, best = write_page(result, configs, args.output), result.ranked()[0]
+    text, best = write_page(result, configs, args.output, plan), result.ranked()[0]
     overrides = next(method.overrides for method in methods if method.name == best)
     return Done(text, best, [*overrides, *ignored])
 

@@ -12,16 +12,17 @@ from megatron_coca.config import Config
 from megatron_coca.config.source import dump
 from megatron_coca.evaluation.results import write_atomically
 from megatron_coca.evaluation.stretch.measuring import FOILS
+from megatron_coca.evaluation.stretch.plans import Plan, contrasts_text
 from megatron_coca.evaluation.stretch.records import HOLDS, StretchResult
 from megatron_coca.support.markdown_tables import format_table
 
 MARKDOWN, PICTURE, OVERLAY = "stretch.md", "stretch.svg", "best.yml"
 
 
-def write_page(result: StretchResult, configs: dict[str, Config], folder: Path) -> str:
+def write_page(result: StretchResult, configs: dict[str, Config], folder: Path, plan: Plan | None = None) -> str:
     """Write stretch.md, stretch.svg and best.yml to `folder`; return the text of the page.
 
-    `configs` has the configuration of each method by name.
+    `configs` has the configuration of each method by name. The contrasts of `plan` are added.
     """
     best = result.ranked()[0]
     changes = best_yaml(result, best)
@@ -33,6 +34,7 @@ def write_page(result: StretchResult, configs: dict[str, Config], folder: Path) 
             f"![Perplexity and margins by length]({PICTURE})",
             table(result),
             _notes(result),
+            *(["## Contrasts", contrasts_text(result, plan)] if plan is not None and plan.contrasts else ()),
             "## The best method",
             f"For this project (`{OVERLAY}`):\n\n```yaml\n{changes}```",
             transformers_text(configs[best], result.trained),

@@ -1,7 +1,7 @@
 """Measure the methods length by length within a time budget. The time of each measurement is estimated before it."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -59,6 +59,10 @@ def _seconds(model: GPT, tokens: int) -> float:
     return time.perf_counter() - start
 
 
+def _has(found: Retrieval | None, count: int) -> bool:
+    return found is not None and len(found.cases) >= count
+
+
 class Runner:
     """Fills a result file. All subjects share their weights."""
 
@@ -70,9 +74,12 @@ class Runner:
         tokenizer: Tokenizer,
         file: ResultFile,
         budget: float,
+        cases: Mapping[int, int],
     ) -> None:
+        """`cases` has the number of hidden facts by length; for other lengths it follows from the budget."""
         self.subjects, self.documents, self.form, self.tokenizer = list(subjects), documents, form, tokenizer
         self.file, self.pace = file, Pace(subjects[0].model)
+        self._cases = cases
         self._ends = time.monotonic() + budget
         self._left_out: list[str] = []
         self._lengths: Sequence[int] = ()
@@ -118,8 +125,9 @@ class Runner:
             return self.pace.facts(method, length, count)
 
         earlier = [len(each.cases) for each in self.file.result.retrieval if each.length == length]
-        count = max(earlier, default=next((count for count in CASE_COUNTS if total(count) <= left), CASE_COUNTS[-1]))
-        waiting = [each for each in self.subjects if found(each.label, length) is None]
+        fitting = next((count for count in CASE_COUNTS if total(count) <= left), CASE_COUNTS[-1])
+        count = self._cases.get(length) or max(earlier, default=fitting)
+        waiting = [each for each in self.subjects if not _has(found(each.label, length), count)]
         try:
             cases = make_cases(self.form, length - FACT_TOKENS, count) if waiting else []
         except LengthError as error:
