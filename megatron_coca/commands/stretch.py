@@ -70,6 +70,10 @@ def parser() -> ArgumentParser:
     after = described.add_argument_group("with the best method, after the page is written")
     after.add_argument("--export", type=local_path, metavar="DIR", help="write a Hugging Face folder with it")
     after.add_argument("--chat", action="store_true", help="chat with it; an empty line or Ctrl-D ends the chat")
+    trial = "train the model for N steps on --data as a first trial of --finetune-method, and measure it"
+    after.add_argument("--finetune", type=positive_int, metavar="N", help=trial)
+    tried = "the method of the trial: pi (position interpolation) or coca; default: pi"
+    after.add_argument("--finetune-method", choices=("pi", "coca"), default="pi", help=tried)
     return described
 
 
@@ -81,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.export is not None and args.export.exists():
         raise EvaluationError(f"--export {args.export}: exists already; name a new folder")
 
+    if args.finetune is not None and not args.data:
+        raise EvaluationError("--finetune: needs texts to train on; name them with --data")
+
     from megatron_coca.evaluation.stretch.command import stretch
 
     done = stretch(args)
@@ -90,6 +97,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _export(args, done.overrides)
     if args.chat:
         _chat(args, done.overrides)
+    return 0 if args.finetune is None else _trial(args)
+
+
+def _trial(args: Namespace) -> int:
+    """Train the model and measure it at the same lengths. Return the exit status."""
+    from megatron_coca.commands.stretch_finetuning import finetune
+    from megatron_coca.evaluation.stretch.command import stretch
+
+    if status := finetune(args):
+        return status
+    trained = args.output / f"finetuned_{args.finetune_method}"
+    page = args.output / f"after_{args.finetune_method}"
+    changed = {"model": str(trained), "output": page, "methods": (), "plan": None}
+    print(plain(stretch(Namespace(**vars(args) | changed)).text))
+    print(f"\nwrote {page / 'stretch.md'} for the model after {args.finetune} steps")
     return 0
 
 

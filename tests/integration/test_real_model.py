@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from PyPI (`make real-model`): perplexity as in transformers, and `stretch` in its chat template."""
+"""SmolLM2-135M-Instruct from PyPI (`make real-model`): perplexity as in transformers, and facts found in a chat."""
 
 from pathlib import Path
 

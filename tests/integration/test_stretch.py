@@ -8,6 +8,8 @@ import pytest
 import torch
 import yaml
 
+from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.cli import main
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.stretch import running
@@ -85,6 +87,7 @@ def test_a_short_budget_leaves_out_and_the_same_command_continues(
     result = result_of(tmp_path / "out")
     assert {each.length for each in result.losses} == {512} and len(result.losses) == 4 and not result.retrieval
     assert "left out: retrieval at 512 tokens of plain" in capsys.readouterr().err
+    assert (tmp_path / "out/stretch.md").read_text().startswith("# Nothing beyond the training length of 512 tokens")
     assert "perplexity at 1024 tokens" in " ".join(result.left_out)
     monkeypatch.undo()
     monkeypatch.setattr(running, "CASE_COUNTS", (2,))
@@ -135,3 +138,15 @@ def test_the_contrasts_of_a_plan(model: Path, text: Path, tmp_path: Path, capsys
     assert "contrasts[0]: pi is not one of the methods" in capsys.readouterr().err
     shipped = read_plan(ROOT / "configs/study/real_model.yml")
     assert len(chosen_methods(shipped.methods, shipped.to, 8192)) == 9 and shipped.cases == {1: 24, 2: 24, 4: 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["pi", "coca"])
+def test_a_trial_of_fine_tuning(method: str, model: Path, text: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "folder")
+    more = ["--methods", "plain", "--finetune", 2, "--finetune-method", method]
+    assert stretch(tmp_path / "folder", text, tmp_path / "out", *more) == 0
+    trained, after = open_checkpoint(tmp_path / f"out/finetuned_{method}"), result_of(tmp_path / f"out/after_{method}")
+    assert trained.step == 2 and trained.trained.position.pos_emb == ("coca" if method == "coca" else "rotary")
+    assert trained.trained.position.extension.name == ("default" if method == "coca" else "linear")
+    assert after.loss("plain", 1024) != result_of(tmp_path / "out").loss("plain", 1024)

@@ -52,9 +52,10 @@ def sentence(result: StretchResult) -> str:
     best, plain = result.ranked()[0], result.methods[0].name
     reach, trained = result.reach(best), result.trained
     longest = max(result.lengths(), default=trained)
-    measured = f"up to {longest:,} tokens, {longest / trained:.3g} times the training length"
+    if longest <= trained:
+        return f"Nothing beyond the training length of {trained:,} tokens was measured; raise --budget"
     if reach <= trained:
-        return f"No method extends this model beyond its training length of {trained:,} tokens (measured {measured})"
+        return f"No method extends this model beyond its training length of {trained:,} tokens (measured: {longest:,})"
     if best == plain:
         return f"The plain model holds at {reach:,} tokens, {reach / trained:.3g} times its training length, by itself"
     text = f"{best} extends this model to {reach:,} tokens, {reach / trained:.3g} times its training length"
@@ -102,8 +103,8 @@ def _notes(result: StretchResult) -> str:
     errors = [f"{each.name}: {each.error}" for each in result.methods if each.error]
     return "\n".join(
         [
-            f"- Perplexity is of the last {settings.scored:,} tokens of {documents} documents, given the tokens before "
-            "them within the length. All lengths score the same tokens.",
+            f"- Perplexity is of the last {settings.scored:,} tokens of each document ({documents}), given the tokens "
+            "before them within the length. All lengths score the same tokens.",
             f"- Facts are passkeys and needles in filler ({prompts}). A cell shows how many greedy decoding "
             "finds, and the mean margin with its standard error. The margin is the log-probability of the answer minus "
             f"that of the likeliest of {FOILS} foils, in nats.",

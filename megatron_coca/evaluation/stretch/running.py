@@ -18,28 +18,32 @@ from megatron_coca.support.console import Progress, duration, write
 
 CASE_COUNTS = (16, 8, 4)
 """Numbers of hidden facts per method and length: the largest that fits into the budget."""
-CALIBRATED = (256, 1024)
-"""Input lengths in tokens whose time is measured first."""
+CALIBRATED = 512
+"""Input length in tokens whose time is measured first."""
+ATTENTION = 2.0
+"""Time of an operation of attention relative to one of a matrix product, which is faster on most devices."""
 FACT_TOKENS = 8
 
 
 class Pace:
-    """Estimates of the seconds of a forward pass: a n + b n^2 for n tokens, times a factor of each method.
+    """Estimates of the seconds of a forward pass: its operations, times the seconds per operation of each method.
 
-    The factor of a method follows from its own results. Until it has one, it is that of the last result.
+    These seconds follow from the method's own results. Until it has one, they are those of the last result.
     """
 
     def __init__(self, model: GPT) -> None:
-        short, long = CALIBRATED
-        _seconds(model, short)  # the first pass also allocates memory
-        times = [min(_seconds(model, tokens) for _ in range(2)) for tokens in CALIBRATED]
-        self._square = max(0.0, (times[1] / long - times[0] / short) / (long - short))
-        self._linear = max(1e-9, times[0] / short - self._square * short)
-        self._factors: dict[str, float] = {}
-        self._last = 1.0
+        blocks = sum(weight.numel() for weight in model.blocks.parameters())
+        width = sum(method.num_heads * method.head_dim for method in model.methods.values()) / len(model.methods)
+        self._linear, self._square = 2.0 * blocks, 2.0 * len(model.blocks) * width * ATTENTION
+        self._seconds: dict[str, float] = {}
+        _seconds(model, CALIBRATED)  # the first pass also allocates memory
+        self._last = min(_seconds(model, CALIBRATED) for _ in range(2)) / self._operations(CALIBRATED)
+
+    def _operations(self, tokens: int) -> float:
+        return self._linear * tokens + self._square * tokens**2
 
     def forward(self, method: str, tokens: int) -> float:
-        return (self._linear * tokens + self._square * tokens**2) * self._factors.get(method, self._last)
+        return self._operations(tokens) * self._seconds.get(method, self._last)
 
     def facts(self, method: str, tokens: int, count: int) -> float:
         """Half of the tokens of all but the first prompt are shared."""
@@ -47,8 +51,8 @@ class Pace:
         return self.forward(method, tokens) * (1 + (count - 1) / 2) + answers
 
     def learn(self, method: str, estimate: float, seconds: float) -> None:
-        self._last = self._factors.get(method, self._last) * seconds / max(estimate, 1e-9)
-        self._factors[method] = self._last
+        self._last = self._seconds.get(method, self._last) * seconds / max(estimate, 1e-9)
+        self._seconds[method] = self._last
 
 
 @torch.inference_mode()
@@ -85,12 +89,16 @@ class Runner:
         self._lengths: Sequence[int] = ()
 
     def run(self, lengths: Sequence[int]) -> None:
-        """Measure perplexity and then retrieval at each length, from the shortest to the longest."""
+        """Measure perplexity and retrieval at each length, from the shortest to the longest. Retrieval at the shortest
+        length, which the model was trained for, is measured last.
+        """
         self._lengths = lengths
         with Progress("stretch", unit="inputs") as progress:
             for length in lengths:
                 self._losses(length, progress)
-                self._retrieval(length, progress)
+                if length != lengths[0]:
+                    self._retrieval(length, progress)
+            self._retrieval(lengths[0], progress)
         self.file.write(left_out=self._left_out)
         for line in self._left_out:
             write(f"left out: {line}")
