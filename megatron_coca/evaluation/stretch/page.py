@@ -121,7 +121,7 @@ def best_yaml(result: StretchResult, method: str) -> str:
     """Return the YAML overlay that selects the method."""
     (record,) = (each for each in result.methods if each.name == method)
     changes = {key: _given(value) for key, value in record.overrides.items()}
-    return f"# {method}, chosen by megatron-coca stretch\n{dump(changes) if changes else ''}"
+    return f"# {method}, chosen by megatron-coca stretch\n{dump(changes)}"
 
 
 def _given(value: object) -> object:
