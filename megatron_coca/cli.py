@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": ("commands.inspect", "show and verify prepared data, training samples and checkpoints"),
     "import": ("commands.import_checkpoint", "import Hugging Face and GPT-NeoX models"),
     "export": ("commands.export", "export checkpoints to Hugging Face or GPT-NeoX"),
+    "stretch": ("commands.stretch", "compare methods that extend a model beyond its training length"),
     "estimate": ("commands.estimate", "estimate the parameters, memory and duration of a run"),
     "ablate": ("commands.ablate", "train and evaluate a grid of models"),
     "quickstart": ("commands.quickstart", "train small models, kill and resume one run, and evaluate all models"),
@@ -32,7 +33,7 @@ COMMANDS = {
 }
 """The module that contains `main`, and the help text, of each subcommand."""
 
-RESUMABLE = ("prepare", "ablate")
+RESUMABLE = ("prepare", "ablate", "stretch")
 
 EPILOG = """for example:
     megatron-coca configs copy configs

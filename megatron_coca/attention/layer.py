@@ -162,6 +162,17 @@ class Cache:
     def __len__(self) -> int:
         return self.positions.shape[-1] if self.positions is not None else 0
 
+    def cut(self, length: int) -> None:
+        """Drop all tokens from index `length` on.
+
+        Raises:
+            ValueError: a window has dropped tokens that the next token would see.
+        """
+        for layer in self.layers:
+            layer.cut(length)
+        self.positions = self.positions[..., :length] if self.positions is not None and length else None
+        self.reached = int(self.positions.max()) + 1 if self.positions is not None else 0
+
     @contextmanager
     def advanced(self, positions: Tensor, reached: int) -> Iterator[Tensor]:
         """Yield the positions of all tokens, including the new ones; the largest is `reached` - 1. If an exception

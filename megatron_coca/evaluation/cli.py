@@ -16,11 +16,11 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
 
 
-def show(result: Result) -> None:
-    """Print a result as the tables that a report shows."""
-    from megatron_coca.evaluation.report import tables_of_result
+def show(*results: Result) -> None:
+    """Print results as the tables that a report shows, with one row for each result."""
+    from megatron_coca.evaluation.report import tables_of_results
 
-    print(plain(tables_of_result(result)), end="\n\n", flush=True)
+    print(plain(tables_of_results(results)), end="\n\n", flush=True)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Task:
         example: options for the example in the help.
         module: module of this package that defines `function`; imported only when the subcommand runs.
         function: name of the function that runs the task on the parsed options and returns the exit status.
-        measures: whether `function` also takes `show`, which it calls with every result.
+        measures: whether `function` also takes `show`, which it calls with its results.
     """
 
     help: str
@@ -173,6 +173,8 @@ def run_task(args: Namespace, divided: bool = False) -> int:
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars would write carriage returns into logs
     try:
+        if args.task in MEASUREMENTS:
+            args = import_module("megatron_coca.evaluation.subject").with_choices(args)
         if divided:
             return int(import_module("megatron_coca.evaluation.jobs").run_jobs(args, run_task))
         return TASKS[args.task].run(args)

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron_coca import methods
+from megatron_coca.evaluation.multiples import is_multiple
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.support.arguments import add_ignore_option, expanded, ignoring, local_path
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Keys of `checkpoints.weights.DTYPES`."""
+AUTO = "auto"
+"""The value of `--dtype` that `subject.with_choices` replaces."""
 
 KindOfWork = Literal["layer forward", "layer forward+backward", "model forward", "model forward+backward", "decode"]
 KINDS_OF_WORK: tuple[KindOfWork, ...] = get_args(KindOfWork)
@@ -96,6 +99,15 @@ def int_list(text: str, least: int = 1) -> list[int]:
     return [whole_number(part, least, MOST_TOKENS) for part in text.split(",")]
 
 
+def length(text: str) -> int | str:
+    """Parse a number of tokens, or a multiple of the training length, such as 4L or 3L/4."""
+    return text if is_multiple(text) else token_count(text)
+
+
+def length_list(text: str) -> list[int | str]:
+    return [length(part) for part in text.split(",")]
+
+
 def shift_list(text: str) -> list[int]:
     return int_list(text, 0)
 
@@ -164,10 +176,16 @@ def json_object(text: str) -> dict[str, Any]:
     return found
 
 
-def add_device_options(parser: ArgumentParser) -> None:
+def add_device_options(parser: ArgumentParser, automatic: bool = False) -> None:
+    """Declare the device and the dtype. `automatic`: whether the dtype may be `AUTO`."""
     add = parser.add_argument
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", default="float32", choices=DTYPES, help="dtype of weights and computation")
+    choices: tuple[str, ...] = DTYPES
+    text = "dtype of weights and computation"
+    if automatic:
+        choices += (AUTO,)
+        text += "; auto: bfloat16 if a short measurement finds it faster here than float32"
+    add("--dtype", default="float32", choices=choices, help=f"{text}; default: float32")
 
 
 def add_subject_options(parser: ArgumentParser) -> None:
@@ -181,7 +199,7 @@ def add_subject_options(parser: ArgumentParser) -> None:
     variant = "a label, then YAML overlays and KEY=VALUE overrides; repeat the option for each variant"
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variant)
     add("--label", help="the model's name in reports; default: the checkpoint folder's name and the overrides")
-    add_device_options(parser)
+    add_device_options(parser, automatic=True)
     output = "the result file NAME.json, or a folder for one result file per variant"
     add("--output", type=local_path, metavar="FILE|DIR", help=output)
     add("--overwrite", action="store_true", help="replace results of a different measurement; the same one is resumed")
@@ -235,7 +253,7 @@ def add_document_options(parser: ArgumentParser) -> None:
     add("--data", type=expanded, nargs="+", metavar="PATH", help=data)
     add("--num-documents", type=positive_int, metavar="N", help="use only the first N documents that are long enough")
     max_length = "use documents of at least N tokens, truncated to N; default: the largest window or length"
-    add("--max-length", type=token_count, metavar="N", help=max_length)
+    add("--max-length", type=length, metavar="N", help=max_length)
     repeat = "use the first N tokens of each document, tiled to --max-length"
     add("--repeat", type=positive_int, metavar="N", help=repeat)
     add_start_option(parser, "document")
@@ -245,8 +263,9 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add_subject_options(parser)
     add_document_options(parser)
     add = parser.add_argument
-    add("--windows", required=True, type=int_list, metavar="W,W,...", help="window sizes in tokens")
-    add("--stride", required=True, type=token_count, metavar="S", help="number of tokens that each window scores")
+    text = "window sizes in tokens, or as multiples of the training length: 1L,2L,4L"
+    add("--windows", required=True, type=length_list, metavar="W,W,...", help=text)
+    add("--stride", required=True, type=length, metavar="S", help="number of tokens that each window scores")
     text = "restrict the softmax to token ids below N, such as the text tokens of a model that also learned facts"
     add("--vocabulary", type=positive_int, metavar="N", help=text)
     add_batch_option(parser, 8192)
@@ -256,7 +275,7 @@ def add_longppl_options(parser: ArgumentParser) -> None:
     add_subject_options(parser)
     add_document_options(parser)
     add = parser.add_argument
-    add("--lengths", required=True, type=int_list, metavar="N,N,...", help="lengths of the documents in tokens")
+    add("--lengths", required=True, type=length_list, metavar="N,N,...", help="lengths of the documents, such as 2L,4L")
     evaluator = "checkpoint or Hugging Face folder that finds the key tokens; default: each variant finds its own"
     add("--evaluator", type=expanded, metavar="DIR", help=evaluator)
     add("--short", type=token_count, default=4096, metavar="K", help="tokens of the short context; default: 4096")
@@ -276,8 +295,8 @@ def add_retrieval_options(
     add_subject_options(parser)
     add = parser.add_argument
     lengths = [512, 1024, 2048, 4096, 8192, 16384, 32768]  # as in the CoCA paper
-    text = "prompt lengths in tokens; default: 512,1024,..,32768"
-    add("--lengths", type=int_list, default=lengths, metavar="N,N,...", help=text)
+    text = "prompt lengths in tokens, or as multiples of the training length: 1L,2L; default: 512,1024,..,32768"
+    add("--lengths", type=length_list, default=lengths, metavar="N,N,...", help=text)
     add(
         "--cases",
         type=positive_int,
@@ -306,7 +325,7 @@ def add_passkey_options(parser: ArgumentParser) -> None:
 def add_recall_options(parser: ArgumentParser) -> None:
     add_subject_options(parser)
     add = parser.add_argument
-    add("--lengths", type=int_list, metavar="N,N,...", help="input lengths in tokens; default: L, 2L, 4L, 8L, 16L")
+    add("--lengths", type=length_list, metavar="N,N,...", help="input lengths in tokens; default: 1L,2L,4L,8L,16L")
     shifts = "offsets added to all positions of an input of the training length; default: 0,16,64,192,960"
     add("--shifts", type=shift_list, default=[0, 16, 64, 192, 960], metavar="N,N,...", help=shifts)
     add("--cases", type=positive_int, default=512, metavar="N", help="number of questions per length; default: 512")
@@ -384,8 +403,8 @@ def add_analyse_options(parser: ArgumentParser) -> None:
     add_document_options(parser)
     parser.set_defaults(num_documents=4)
     add = parser.add_argument
-    lengths = "input lengths in tokens; may exceed the training length"
-    add("--lengths", required=True, type=int_list, metavar="N,N,...", help=lengths)
+    lengths = "input lengths in tokens, or as multiples of the training length: 1L,4L"
+    add("--lengths", required=True, type=length_list, metavar="N,N,...", help=lengths)
     pairs = "number of token pairs for the angles, over all documents; default: 1024"
     add("--pairs", type=positive_int, default=1024, metavar="N", help=pairs)
     queries = "number of positions per document for entropy and scores; default: 128"

@@ -4,6 +4,7 @@ Two runs of the same measurement write equal result files. Seconds and memory di
 second file, NAME.cost.json.
 """
 
+import json
 import logging
 import tempfile
 import time
@@ -165,8 +166,8 @@ RecordType = TypeVar("RecordType", bound=Record)
 ResultType = TypeVar("ResultType", bound=Result)
 
 
-Show = Callable[[Result], None]
-"""A function that shows a complete result to the user."""
+Show = Callable[..., None]
+"""A function that shows complete results of one task to the user, side by side: `show(*results)`."""
 
 
 def check_writable(path: Path) -> None:
@@ -245,6 +246,15 @@ def validated(path: Path, content: Any, kind: type[RecordType], noun: str) -> Re
 
 def cost_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".json") + SUFFIX)
+
+
+def recorded_dtype(path: Path | None) -> str | None:
+    """Return the dtype of the result file `path`; None if there is no such file or it cannot be read."""
+    try:
+        content = {} if path is None else json.loads(path.read_bytes())
+        return str(content.get("settings", content)["environment"]["dtype"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def read_costs(path: Path) -> Costs | None:

@@ -2,9 +2,11 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +25,19 @@ from megatron_coca.config.position import ORIGINAL
 from megatron_coca.config.source import given_values
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
-from megatron_coca.evaluation.options import SubjectOptions, resolve_device
+from megatron_coca.evaluation.chosen_dtype import chosen_dtype
+from megatron_coca.evaluation.multiples import converted, has_multiples, is_multiple
+from megatron_coca.evaluation.options import (
+    AUTO,
+    SubjectOptions,
+    Variant,
+    read_variants,
+    resolve_device,
+    subject_options,
+)
 from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Show, Store
-from megatron_coca.model import GPT
+from megatron_coca.model import GPT, empty_model
+from megatron_coca.support.console import write
 from megatron_coca.support.host_memory import keep_freed_memory
 from megatron_coca.support.plain_text import masked, plain
 
@@ -77,6 +89,38 @@ class Subject:
         return self.config.model.vocab_size or self.config.model.padded_vocab_size
 
 
+def with_choices(args: Namespace) -> Namespace:
+    """Return the options of a task with all multiples of the training length in tokens, and with a chosen `--dtype`.
+
+    `--dtype auto` becomes the dtype of existing result files, so that they are resumed, or else the faster one, which
+    is logged. Raises EvaluationError, CheckpointError or ConfigError.
+    """
+    automatic, multiples = args.dtype == AUTO, has_multiples(args)
+    if not automatic and not multiples:
+        return args
+    variants = read_variants(Namespace(**vars(args) | {"overrides": []}))
+    keys = [change for variant in variants for change in variant.overrides if change.startswith("imports=")]
+    named = [key for key in args.overrides if not is_multiple(key.partition("=")[2])]
+    trained = open_checkpoint(args.checkpoint, verify=False, overrides=[*named, *keys]).trained
+    if multiples:
+        args = converted(args, trained.model.seq_length)
+    if automatic:
+        options = subject_options(args)
+        outputs = [options.output_of(args.task, variant.label) for variant in options.variants]
+        args = Namespace(**vars(args) | {"dtype": dtype_of(trained, args.dtype, args.device, outputs)})
+    return args
+
+
+def dtype_of(trained: Config, dtype: str, device: str, outputs: Sequence[Path | None]) -> str:
+    """Return the dtype that `--dtype` means. `AUTO` is the dtype of the first result file, or else the faster one."""
+    if dtype != AUTO:
+        return dtype
+    recorded = next(filter(None, map(results.recorded_dtype, outputs)), None)
+    chosen, reason = (recorded, "") if recorded else chosen_dtype(trained.model, resolve_device(device))
+    write(reason or f"--dtype auto: {chosen}, as in the results so far")
+    return chosen
+
+
 class Evaluation:
     """One run of a task on all variants of a checkpoint. A missing tokenizer causes only a warning.
 
@@ -84,7 +128,7 @@ class Evaluation:
     DataError. `status` is the exit status: 2 if a requested result is missing.
     """
 
-    def __init__(self, options: SubjectOptions, task: str, show: Show = lambda result: None) -> None:
+    def __init__(self, options: SubjectOptions, task: str, show: Show = lambda *results: None) -> None:
         self.task, self.options, self.status, self._show = task, options, 0, show
         resolve_device(options.device)
         for variant in options.variants:
@@ -143,27 +187,34 @@ class Evaluation:
 
     def subjects(self) -> Iterator[Subject | Unusable]:
         """Load the variants one at a time; yield `Unusable` for a variant that cannot be loaded."""
+        for variant in self.options.variants:
+            yield self.subject(variant)
+
+    def subject(self, variant: Variant, weights: GPT | None = None) -> Subject | Unusable:
+        """Load a variant. If `weights` is a loaded variant's model, both models share their weights."""
         device = resolve_device(self.options.device)
         if device == "cpu":
             keep_freed_memory()
         trained, dtype = self.opened.trained, DTYPES[self.options.dtype]
-        for variant in self.options.variants:
-            try:
+        try:
+            if weights is None:
                 loaded = self.opened.load(variant.overrides, variant.files, device, dtype, show=True)
-            except (ConfigError, CheckpointError, BackendError) as error:
-                overrides = {"variant": masked(" ".join([*variant.files, *variant.overrides]))}
-                yield Unusable(self._header(variant.label, trained, overrides, None, device), str(error))
-                continue
-            changed = changed_keys(trained, loaded.config)
-            if self.opened.changed_imports:  # `trained` already includes the changed imports
-                changed["imports"] = loaded.config.position.imports
-            used = loaded.config.position
-            if trained.position.rope_scaling and used.rope_scaling and trained.position.extension != used.extension:
-                changed["rope_scaling"] |= {ORIGINAL: used.original_length(loaded.config.model.seq_length)}
-            header = self._header(
-                variant.label, loaded.config, changed, backend_record(loaded.model, loaded.config, device), device
-            )
-            yield Subject(header, loaded.model, loaded.config, self.tokenizer)
+                model, config = loaded.model, loaded.config
+            else:
+                config = self.opened.configure(variant.overrides, variant.files)
+                model = empty_model(config, device, training=False, dtype=dtype).eval()
+                model.load_state_dict(weights.state_dict(), assign=True)
+        except (ConfigError, CheckpointError, BackendError) as error:
+            overrides = {"variant": masked(" ".join([*variant.files, *variant.overrides]))}
+            return Unusable(self._header(variant.label, trained, overrides, None, device), str(error))
+        changed = changed_keys(trained, config)
+        if self.opened.changed_imports:  # `trained` already includes the changed imports
+            changed["imports"] = config.position.imports
+        used = config.position
+        if trained.position.rope_scaling and used.rope_scaling and trained.position.extension != used.extension:
+            changed["rope_scaling"] |= {ORIGINAL: used.original_length(config.model.seq_length)}
+        header = self._header(variant.label, config, changed, backend_record(model, config, device), device)
+        return Subject(header, model, config, self.tokenizer)
 
     def _header(
         self, label: str, config: Config, overrides: dict[str, Any], backend: str | None, device: str
@@ -184,23 +235,28 @@ class Evaluation:
         return Header(label, checkpoint, overrides, fingerprint, environment)
 
     def variants(self, kind: type[ResultType], **fields: Any) -> Iterator[tuple[Subject, Store[ResultType]]]:
-        """Yield each usable variant with its result store; then show its result, and print missing entries to stderr.
+        """Yield each usable variant with its result store, and print its missing entries to stderr. At the end, show
+        the results of all variants together, also if the evaluation is interrupted.
 
         `kind` is the type of the result files; `fields` are the field values that all of these files share.
         """
-        for subject in self.subjects():
-            header = subject.header
-            empty = kind(**vars(header), **fields, results=[], missing=[])
-            store = Store(self.options.output_of(self.task, header.label), empty, self.options.overwrite)
-            if isinstance(subject, Unusable):
-                store.miss(Missing(at="all", kind="refused", reason=subject.reason))
-            else:
-                yield subject, store
-            if store.result.results:
-                self._show(store.result)
-            for missing in store.noted:
-                self.status = 2
-                print_missing(header.label, missing)
+        stores: list[Store[ResultType]] = []
+        try:
+            for subject in self.subjects():
+                header = subject.header
+                empty = kind(**vars(header), **fields, results=[], missing=[])
+                store = Store(self.options.output_of(self.task, header.label), empty, self.options.overwrite)
+                stores.append(store)
+                if isinstance(subject, Unusable):
+                    store.miss(Missing(at="all", kind="refused", reason=subject.reason))
+                else:
+                    yield subject, store
+                for missing in store.noted:
+                    self.status = 2
+                    print_missing(header.label, missing)
+        finally:
+            if measured := [store.result for store in stores if store.result.results]:
+                self._show(*measured)
 
 
 def print_missing(label: str, missing: Missing) -> None:

@@ -1,7 +1,6 @@
 """`megatron-coca evaluate suite`: many tasks over many checkpoints, from one YAML file, and their report."""
 
 import json
-import re
 import shlex
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from pydantic import Field, field_validator
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.evaluation.cli import MEASUREMENTS
+from megatron_coca.evaluation.multiples import changes_in_tokens, in_tokens, is_multiple
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.results import (
@@ -31,9 +31,6 @@ from megatron_coca.evaluation.results import (
 from megatron_coca.support.console import write
 from megatron_coca.support.plain_text import plain
 from megatron_coca.support.processes import PROGRAM
-
-MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
-"""Lengths as multiples of the training length: "4L", "3L/4", or "1L,4L"."""
 
 SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype", "jobs")
 """Options that the tasks of a suite must not set, because the suite sets them."""
@@ -230,7 +227,7 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) 
     def text(value: Any) -> str:
         if isinstance(value, Mapping):
             return json.dumps(value)
-        return in_tokens(value, length) if isinstance(value, str) and MULTIPLES.fullmatch(value) else str(value)
+        return in_tokens(value, length) if is_multiple(value) else str(value)
 
     def option(key: str, value: Any) -> list[str]:
         name = f"--{key.replace('_', '-')}"
@@ -249,32 +246,6 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) 
         return [name, *texts] if known[name].nargs else [name, ",".join(texts)]
 
     return [argument for key, value in (options or {}).items() for argument in option(key, value)]
-
-
-def in_tokens(multiples: str, length: int) -> str:
-    """Convert lengths that match `MULTIPLES` to tokens: "3L/4" becomes "384" for a training length of 512 tokens.
-
-    Raises EvaluationError if a length is not a whole number of tokens.
-    """
-    lengths = []
-    for part in multiples.split(","):
-        factor, _, divisor = part.partition("/")
-        tokens, rest = divmod(int(factor.removesuffix("L")) * length, int(divisor or 1))
-        if rest:
-            raise EvaluationError(
-                f"{part}: is not a whole number of tokens for a training length of {length}; use another fraction"
-            )
-        lengths.append(str(tokens))
-    return ",".join(lengths)
-
-
-def changes_in_tokens(changes: Sequence[str], length: int) -> list[str]:
-    """Return YAML files and KEY=VALUE changes, with multiples of the training length converted to tokens."""
-    return [
-        f"{key}={in_tokens(value, length)}" if MULTIPLES.fullmatch(value) else change
-        for change in changes
-        for key, _, value in [change.partition("=")]
-    ]
 
 
 def run_commands(commands: Sequence[Command]) -> list[str]:

@@ -23,3 +23,4 @@ from megatron_coca.model.generate import (
 )
 from megatron_coca.model.gpt import GPT, LanguageModelLoss
 from megatron_coca.model.loss import next_token_loss
+from megatron_coca.model.shared_prefix import SharedPrefix, prefix_order

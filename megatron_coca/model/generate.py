@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_coca.attention.layer import Cache
 from megatron_coca.model.gpt import GPT
 
 NOT_GENERATED = -1
@@ -103,6 +104,7 @@ def generate_tokens(
     seeds: Sequence[int] | None = None,
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
+    cache: Cache | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token of every row, int64 [batch] in host memory, `max_new_tokens` times. Each step waits for the
     device once.
@@ -125,6 +127,8 @@ def generate_tokens(
         seeds: one seed for each row; by default the seeds that `row_seeds` returns.
         vocab_size: ids at or above it are never generated; by default the model's vocabulary size without padding.
         dynamic_length: a key of `DYNAMIC_LENGTHS`.
+        cache: a cache that contains the first tokens of the prompts, but not all, from `SharedPrefix`. The tokens are
+            added to it. By default an empty cache.
 
     Raises:
         ValueError: an argument is invalid, or the model is in training mode.
@@ -138,7 +142,8 @@ def generate_tokens(
     uniforms = seen = None
     if sampling.temperature > 0:
         uniforms = uniform_draws(seeds or row_seeds(prompts.tolist(), sampling.seed), max_new_tokens).to(prompts.device)
-    cache, new, text = new_cache(), prompts, [prompts]
+    cache = new_cache() if cache is None else cache
+    new, text = prompts[:, len(cache) :], [prompts]
     for step in range(max_new_tokens):
         if model.outgrown(cache, new.shape[1]):
             cache, new = new_cache(), torch.cat(text, dim=1)
@@ -179,6 +184,7 @@ def generate(
     finished: Finished | None = None,
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
+    cache: Cache | None = None,
 ) -> Tensor:
     """Return continuations of `prompts`, int64 [batch, max_new_tokens], on the device of `prompts`; see
     `generate_tokens`.
@@ -192,6 +198,7 @@ def generate(
         sampling=sampling,
         vocab_size=vocab_size,
         dynamic_length=dynamic_length,
+        cache=cache,
     )
     answers = torch.full((len(prompts), max(max_new_tokens, 0)), NOT_GENERATED)
     generated: list[list[int]] = [[] for _ in prompts]

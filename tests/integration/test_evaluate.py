@@ -1,5 +1,6 @@
 """evaluate.py on a small checkpoint: command line to result file, and every user error as one message."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from megatron_coca.config import load_config
 from megatron_coca.data import load_tokenizer
-from megatron_coca.evaluation import PerplexityResult
+from megatron_coca.evaluation import PerplexityResult, chosen_dtype
 from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.results import Missing, cost_path, read_costs, write_record
 from megatron_coca.evaluation.tasks import perplexity
@@ -84,6 +85,47 @@ def test_files_do_not_depend_on_the_order_of_windows_and_variants(checkpoint: Pa
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
     nlls = [read(tmp_path / "one" / file).results[2].nll for file in files]
     assert len(set(nlls)) == 3, "each variant uses the weights in its own way"
+
+
+def test_variants_are_compared_in_one_table_and_windows_may_be_multiples(
+    checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [part for label in ("plain", "ReRoPE") for part in VARIANTS[label]]
+    given[-1] = "relative_positions.window=1L/2"
+    assert (
+        main(arguments(checkpoint, text, "--output", tmp_path, *given, "--windows", "1L,4L", "--stride", "1L/2")) == 0
+    )
+    shown = capsys.readouterr()
+    assert shown.out.count("| perplexity at window |") == 1, "one table with a row for each variant"
+    rows = [line.split("|")[1].strip() for line in shown.out.splitlines() if line.startswith("| ")]
+    assert rows[2:4] == ["plain", "ReRoPE"]
+    assert all(f"{label}, window 64: 0/" in shown.err for label in ("plain", "ReRoPE")) and "windows" in shown.err
+    found = read(tmp_path / "perplexity_rerope.json")
+    assert [each.window for each in found.results] == [16, 64] and found.protocol.stride == 8
+    assert found.overrides["relative_positions"] == {"type": "rerope", "window": 8}
+    assert main(arguments(checkpoint, text, "--windows", "1L/3")) == 2
+    assert "1L/3: is not a whole number of tokens for a training length of 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gain", "chosen"), [(1.1, "float32"), (2.0, "bfloat16")])
+def test_the_dtype_is_measured_and_kept_on_resume(
+    gain: float,
+    chosen: str,
+    checkpoint: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = arguments(checkpoint, text, "--output", tmp_path / "result.json", "--dtype", "auto")
+    times = itertools.cycle([gain, 1.0])  # float32 and bfloat16 in turn
+    monkeypatch.setattr(chosen_dtype, "_seconds", lambda run, device: next(times))
+    assert main(given) == 0
+    assert read(tmp_path / "result.json").environment.dtype == chosen
+    assert f"--dtype auto: {chosen} (a product and attention" in capsys.readouterr().err
+    times = itertools.cycle([3.0 - gain, 1.0])
+    assert main(given) == 0, "resumed with the same dtype"
+    assert f"--dtype auto: {chosen}, as in the results so far" in capsys.readouterr().err
 
 
 def test_text_of_a_model_that_learned_facts_too(

@@ -90,6 +90,17 @@ def test_the_passkey_file_says_all_that_a_report_needs(
         assert all(case.tokens <= cell.length for case in cell.cases)
 
 
+@pytest.mark.parametrize("variant", ["plain", "NTK"])
+def test_prompts_that_share_their_filler_get_the_same_answers(variant: str, checkpoint: Path, tmp_path: Path) -> None:
+    given = ["--lengths", 1024, "--cases", 6, "--max-new-tokens", 8, *variants(variant)]
+    found = []
+    for name, tokens in (("batched", 16384), ("shared", 1)):
+        assert evaluate("passkey", checkpoint, *given, "--tokens-per-batch", tokens, "--output", tmp_path / name) == 0
+        file = tmp_path / name / f"passkey_{variant.lower()}.json"
+        found.append(PasskeyResult.model_validate_json(file.read_bytes()).results[0].cases)
+    assert found[0] == found[1] and len({case.answer for case in found[0]}) > 1
+
+
 def test_a_longer_list_of_lengths_continues_a_file(checkpoint: Path, tmp_path: Path) -> None:
     path, whole = tmp_path / "needle.json", tmp_path / "whole.json"
     text = tmp_path / "book.txt"

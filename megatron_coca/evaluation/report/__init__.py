@@ -35,16 +35,18 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def tables_of_result(result: Result) -> str:
-    """Return the tables of one result for the console, without published numbers."""
-    title = f"{result.label}: {result.setting}"
-    if (seen := getattr(getattr(result, "protocol", None), "dynamic_length", None)) is not None:
-        title += f"\n{dynamic_length_text(seen)}"
-    if (chat := getattr(getattr(result, "protocol", None), "chat", None)) is not None:
-        title += f"\nprompts are chats ({chat})"
-    if isinstance(result, HarnessResult):
-        title += f"\n{limit_text(result.protocol)}"
-    return console_text(report_document([LoadedResult("", result)], title, ReportOptions(papers=False)))
+def tables_of_results(results: Sequence[Result]) -> str:
+    """Return the tables of one task's results for the console, without published numbers."""
+    lines = [f"{result.label}: {result.setting}" for result in results]
+    protocol = getattr(results[0], "protocol", None)  # the results of one task share their protocol
+    if (seen := getattr(protocol, "dynamic_length", None)) is not None:
+        lines.append(dynamic_length_text(seen))
+    if (chat := getattr(protocol, "chat", None)) is not None:
+        lines.append(f"prompts are chats ({chat})")
+    if isinstance(results[0], HarnessResult):
+        lines.append(limit_text(results[0].protocol))
+    loaded = [LoadedResult("", result) for result in results]
+    return console_text(report_document(loaded, "\n".join(lines), ReportOptions(papers=False)))
 
 
 def build_report(

@@ -3,7 +3,7 @@
 import logging
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -16,7 +16,7 @@ from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cost, Entry, EvaluationError, Record, Result, Show, measured
 from megatron_coca.evaluation.statistics import exponential
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
-from megatron_coca.support.console import track
+from megatron_coca.support.console import Progress, short
 
 logger = logging.getLogger(__name__)
 
@@ -104,16 +104,32 @@ def run(args: Namespace, show: Show) -> int:
             earlier = store.get((window,))
             scores = [] if earlier is None else earlier.scores()
             remaining = documents.arrays[len(scores) :]
-            with noting_missing(store, f"window {window}", remedy):
-                for tokens in track(remaining, f"{subject.label}, window {window}", len(remaining), "documents"):
+            progress = WindowProgress(f"{subject.label}, window {window}", remaining, window, args.stride)
+            options = window, args.stride, args.tokens_per_batch, args.vocabulary, progress.advance
+            with noting_missing(store, f"window {window}", remedy), progress:
+                for tokens in remaining:
                     with measured(subject.device) as meter:
-                        score = score_document(
-                            subject.model, tokens, window, args.stride, args.tokens_per_batch, args.vocabulary
-                        )
-                    scores.append(score)
+                        scores.append(score_document(subject.model, tokens, *options))
                     lengths = [len(scored) for scored in documents.arrays[: len(scores)]]
                     store.put(pooled(window, scores, lengths), Cost.of(f"window {window}", meter, len(tokens) - 1))
     return evaluation.status
+
+
+class WindowProgress(Progress):
+    """Progress of scoring documents, which counts windows and the tokens that the model has read.
+
+    All windows have the same length, so the remaining time follows from the number of windows.
+    """
+
+    def __init__(self, title: str, documents: Sequence[np.ndarray], window: int, stride: int, show: bool = True):
+        total = sum(window_count(len(tokens), window, stride) for tokens in documents)
+        super().__init__(title, total, "windows", show=show)
+        self._window = window
+
+    def advance(self, count: float = 1) -> None:
+        tokens, total = ((self.done + count) * self._window, (self.total or 0) * self._window)
+        self.details = [f"{short(tokens)} of {short(total)} tokens"]
+        super().advance(count)
 
 
 class LanguageModel(Protocol):
@@ -167,8 +183,9 @@ def sliding_window_perplexity(
     check_vocabulary(arrays, vocabulary)
     results = []
     for window in windows:
-        tracked = track(arrays, f"window {window}", len(arrays), "documents", progress)
-        scores = [score_document(model, tokens, window, stride, tokens_per_batch, vocabulary) for tokens in tracked]
+        with WindowProgress(f"window {window}", arrays, window, stride, progress) as shown:
+            options = window, stride, tokens_per_batch, vocabulary, shown.advance
+            scores = [score_document(model, tokens, *options) for tokens in arrays]
         results.append(pooled(window, scores, [len(tokens) for tokens in arrays]))
     return results
 
@@ -224,6 +241,11 @@ def plan_windows(length: int, window: int, stride: int) -> list[Window]:
     return windows
 
 
+def window_count(length: int, window: int, stride: int) -> int:
+    """Return the number of windows in `plan_windows`."""
+    return 1 + max(0, -(-(length - window) // stride))
+
+
 @torch.inference_mode()
 def score_document(
     model: LanguageModel,
@@ -232,8 +254,11 @@ def score_document(
     stride: int,
     tokens_per_batch: int = 8192,
     vocabulary: int | None = None,
+    advance: Callable[[int], None] = lambda windows: None,
 ) -> DocumentScore:
     """Score all tokens of one document (int64, one dimension) except the first.
+
+    After each batch, `advance` is called with its number of windows.
 
     A batch contains windows of this document only: the last bits of a matrix product depend on the other rows of the
     batch, and the result must not depend on other documents. The first window is a separate batch, because all of its
@@ -258,6 +283,7 @@ def score_document(
         ]
         targets = np.concatenate([tokens[planned.first_scored : planned.end] for planned in batch])
         total += score_hidden(model, torch.cat(scored), torch.from_numpy(targets).to(device), vocabulary)
+        advance(len(batch))
     nll, correct = total.tolist()
     return DocumentScore(nll, round(correct))
 

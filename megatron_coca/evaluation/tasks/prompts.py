@@ -47,6 +47,7 @@ class Case:
     prompt: np.ndarray  # token ids, int32 [at most the requested length]
     expected: tuple[str, ...]  # strings that a correct answer contains
     facts: tuple[FactRecord, ...]  # in the order of the prompt
+    stub: str = ""  # the beginning of the answer, with which the prompt ends
 
 
 class HaystackRecord(Record):

@@ -40,8 +40,16 @@ from megatron_coca.evaluation.tasks.prompts import (
     load_haystack,
 )
 from megatron_coca.evaluation.tasks.retrieval_cases import RetrievalTask
-from megatron_coca.model import NOT_GENERATED, DynamicLength, equal_length_batches, generate
-from megatron_coca.support.console import Progress
+from megatron_coca.model import (
+    DYNAMIC_LENGTHS,
+    NOT_GENERATED,
+    DynamicLength,
+    SharedPrefix,
+    equal_length_batches,
+    generate,
+    prefix_order,
+)
+from megatron_coca.support.console import Progress, short
 
 ANSWER_CHARACTERS = 160
 """Number of characters of an answer that result files keep. The score is that of the whole answer."""
@@ -314,24 +322,37 @@ def generate_answers(
 
     Prompts are not padded, because shifting all positions changes the output of a model with CoCA. The batches depend
     only on the prompts, so the same prompts produce bit-identical answers.
+
+    Prompts of one length that are too long for a common batch are processed in the order of `prefix_order`, and their
+    common beginning, which is the filler before the fact, is computed once.
     """
     answers: dict[int, list[int]] = {}
     ends = {NOT_GENERATED, *(protocol.ends or [tokenizer.eod])}
     stops = tokenizer.turn_ends()[1] if protocol.chat is not None else []
     finished = finished_by(ends, stops, tokenizer.decode)
-    lengths = [len(prompt) for prompt in prompts]
+    shared, new_tokens = SharedPrefix(subject.model), protocol.max_new_tokens
+    batches = [*equal_length_batches([len(prompt) for prompt in prompts], new_tokens, protocol.tokens_per_batch)]
+    batches.sort(key=lambda batch: prefix_order(prompts[batch[0]]) if len(batch) == 1 else (len(prompts[batch[0]]), []))
+    finished_tokens, all_tokens = 0, sum(map(len, prompts))
     with Progress(title, len(prompts), "cases") as progress:
-        for batch in equal_length_batches(lengths, protocol.max_new_tokens, protocol.tokens_per_batch):
+        for batch in batches:
             ids = torch.from_numpy(np.stack([prompts[index] for index in batch])).long()
+            fixed = DYNAMIC_LENGTHS[protocol.dynamic_length](ids.shape[1], new_tokens)
+            cache = shared.cache_for(prompts[batch[0]], new_tokens, fixed) if len(batch) == 1 else None
             generated = generate(
                 subject.model,
                 ids.to(subject.device),
-                protocol.max_new_tokens,
+                new_tokens,
                 finished=finished,
                 vocab_size=min(subject.vocab_size, tokenizer.vocab_size),
                 dynamic_length=protocol.dynamic_length,
+                cache=cache,
             )
+            if cache is not None:
+                shared.keep(prompts[batch[0]], cache)
             for index, row in zip(batch, generated.tolist(), strict=True):
                 answers[index] = [token for token in row if token not in ends]
+            finished_tokens += len(batch) * ids.shape[1]
+            progress.details = [f"{short(finished_tokens)} of {short(all_tokens)} tokens"]
             progress.advance(len(batch))
     return [answers[index] for index in range(len(prompts))]

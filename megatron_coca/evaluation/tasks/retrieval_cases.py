@@ -119,9 +119,10 @@ class RetrievalTask:
             puzzle = self.puzzle(random, length)
             first = 0 if self.haystack.restarts else random.randrange(len(self.haystack.sentences))
             draft = Draft(puzzle.description, self.haystack, puzzle.hidden, puzzle.question, first, puzzle.in_lines)
-            fitted = prompts.fit(draft, form, length, puzzle.stub if self.answer_stub else "")
+            stub = puzzle.stub if self.answer_stub else ""
+            fitted = prompts.fit(draft, form, length, stub)
             ids = np.array(fitted.ids, dtype=np.int32)
-            cases.append(Case(number, ids, puzzle.expected, prompts.facts_of(fitted, form)))
+            cases.append(Case(number, ids, puzzle.expected, prompts.facts_of(fitted, form), stub))
         return cases
 
 

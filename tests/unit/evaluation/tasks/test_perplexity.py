@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_coca.evaluation import EvaluationError, sliding_window_perplexity
 from megatron_coca.evaluation.tasks import perplexity
-from megatron_coca.evaluation.tasks.perplexity import DocumentScore, plan_windows, pooled
+from megatron_coca.evaluation.tasks.perplexity import DocumentScore, plan_windows, pooled, window_count
 
 VOCABULARY = 31
 
@@ -104,7 +104,7 @@ def test_equals_brute_force(model: CausalMean, stride: int) -> None:
 def test_every_window_scores_the_same_tokens(length: int, window: int, stride: int) -> None:
     plan = plan_windows(length, window, stride)
     assert [token for each in plan for token in range(each.first_scored, each.end)] == list(range(1, length))
-    assert plan[-1].end == length
+    assert plan[-1].end == length and len(plan) == window_count(length, window, stride)
     for each in plan:
         assert 0 <= each.start < each.first_scored and each.start + window <= length
         assert each.end - 1 <= each.start + window, "the last scored token is predicted from inside the window"

@@ -16,7 +16,7 @@ from megatron_coca.config import load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.options import SubjectOptions
-from megatron_coca.evaluation.report import tables_of_result
+from megatron_coca.evaluation.report import tables_of_results
 from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord, EvaluationError, Store, read_costs
 from megatron_coca.evaluation.subject import Evaluation, Header, Subject
 from megatron_coca.evaluation.tasks import retrieval as retrieval_tasks
@@ -37,7 +37,7 @@ class Speaker:
     training = False
 
     def __init__(self, says: Callable[[str], str]) -> None:
-        self.says, self.prompts = says, list[tuple[int, ...]]()
+        self.says, self.prompts, self.methods = says, list[tuple[int, ...]](), dict[str, Any]()
 
     def parameters(self) -> Iterator[Tensor]:
         return iter([torch.zeros(1)])
@@ -81,7 +81,7 @@ def run(task: str, model: Subject, *options: object, path: Path | None = None, t
         def variants(self, kind: Any, **fields: Any) -> Iterator[tuple[Subject, Store[Any]]]:
             stores.append(Store(path, kind(**vars(model.header), **fields, results=[], missing=[])))
             yield model, stores[0]
-            assert tables_of_result(stores[0].result).startswith("a model: ")
+            assert tables_of_results([stores[0].result]).startswith("a model: ")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retrieval_tasks, "Evaluation", OneSubject)

@@ -1,0 +1,144 @@
+"""Compare methods that extend a model beyond its training length, without training; see docs/stretch.md.
+
+megatron-coca stretch MODEL measures perplexity and the retrieval of hidden facts at 1x, 2x, .. of the training length.
+It writes stretch.md with a picture, a table, and the configuration of the best method. The same command resumes.
+"""
+
+import re
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_coca.commands import command_parser
+from megatron_coca.evaluation.options import AUTO, DTYPES, positive_int, slug
+from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.stretch.choices import CHOICES, DEFAULT
+from megatron_coca.support.arguments import add_ignore_option, expanded, local_path
+from megatron_coca.support.plain_text import plain
+
+EPILOG = f"""\
+methods: {", ".join(CHOICES)}
+A number after a colon is the factor of an extension, such as yarn:2. The default factor is that of --to.
+
+examples:
+    megatron-coca stretch runs/350M_roformer_coca --to 4x --budget 20m
+    megatron-coca stretch hf://HuggingFaceTB/SmolLM2-135M-Instruct --data books.jsonl --methods yarn,rerope --chat
+"""
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def multiple(text: str) -> float:
+    """Parse a multiple of the training length, such as 4x."""
+    if not re.fullmatch(r"\d+(\.\d+)?x?", text) or not 1 <= float(text.removesuffix("x")) <= 1024:
+        raise ArgumentTypeError(f"{text!r} is not a multiple from 1x to 1024x, such as 4x")
+    return float(text.removesuffix("x"))
+
+
+def seconds(text: str) -> float:
+    """Parse a duration, such as 90s, 20m or 2h."""
+    if not re.fullmatch(r"\d+(\.\d+)?[smh]", text):
+        raise ArgumentTypeError(f"{text!r} is not a duration, such as 90s, 20m or 2h")
+    return float(text[:-1]) * UNITS[text[-1]]
+
+
+def names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for name in text.split(","))))
+
+
+def parser() -> ArgumentParser:
+    described = command_parser("stretch", __doc__, EPILOG)
+    add = described.add_argument
+    model = "a Hugging Face folder, a GGUF file, a run's save folder, or hf://NAME"
+    add("model", type=expanded, metavar="MODEL", help=model)
+    add("--to", type=multiple, default=4.0, metavar="4x", help="the longest input in training lengths; default: 4x")
+    chosen = f"methods to compare; default: {','.join(DEFAULT)}"
+    add("--methods", type=names, default=DEFAULT, metavar="NAME,...", help=chosen)
+    data = "text files, JSONL files, folders of such files, or shard prefixes; default: the model's test data"
+    add("--data", type=expanded, nargs="+", metavar="PATH", help=data)
+    add("--documents", type=positive_int, default=1, metavar="N", help="number of documents for perplexity; default: 1")
+    budget = "time to measure; what does not fit is left out and listed; default: 20m"
+    add("--budget", type=seconds, default=1200.0, metavar="20m", help=budget)
+    plan = "read methods, lengths, numbers of cases and contrasts from this file"
+    add("--plan", type=local_path, metavar="FILE", help=plan)
+    add("--output", type=local_path, metavar="DIR", help="folder of the page and the results; default: stretch/MODEL")
+    add("--overwrite", action="store_true", help="replace results of a different measurement; the same one is resumed")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    dtype = "dtype of weights and computation; default: auto, the faster one in a short measurement"
+    add("--dtype", default=AUTO, choices=(*DTYPES, AUTO), help=dtype)
+    add_ignore_option(described)
+    after = described.add_argument_group("with the best method, after the page is written")
+    after.add_argument("--export", type=local_path, metavar="DIR", help="write a Hugging Face folder with it")
+    after.add_argument("--chat", action="store_true", help="chat with it; an empty line or Ctrl-D ends the chat")
+    trial = "train the model for N steps on --data as a first trial of --finetune-method, and measure it"
+    after.add_argument("--finetune", type=positive_int, metavar="N", help=trial)
+    tried = "the method of the trial: pi (position interpolation) or coca; default: pi"
+    after.add_argument("--finetune-method", choices=("pi", "coca"), default="pi", help=tried)
+    return described
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write the page, and return 0. Raises InputError."""
+    args = parser().parse_args(arguments)
+    if args.output is None:
+        args.output = Path("stretch") / slug(Path(args.model.removeprefix("hf://").rstrip("/")).name)
+    if args.export is not None and args.export.exists():
+        raise EvaluationError(f"--export {args.export}: exists already; name a new folder")
+
+    if args.finetune is not None and not args.data:
+        raise EvaluationError("--finetune: needs texts to train on; name them with --data")
+
+    from megatron_coca.evaluation.stretch.command import stretch
+
+    done = stretch(args)
+    print(plain(done.text))
+    print(f"\nwrote {args.output / 'stretch.md'}, with its picture, best.yml and results.json in the same folder")
+    if args.export is not None:
+        _export(args, done.overrides)
+    if args.chat:
+        _chat(args, done.overrides)
+    return 0 if args.finetune is None else _trial(args)
+
+
+def _trial(args: Namespace) -> int:
+    """Train the model and measure it at the same lengths. Return the exit status."""
+    from megatron_coca.commands.stretch_finetuning import finetune
+    from megatron_coca.evaluation.stretch.command import stretch
+
+    if status := finetune(args):
+        return status
+    trained = args.output / f"finetuned_{args.finetune_method}"
+    page = args.output / f"after_{args.finetune_method}"
+    changed = {"model": str(trained), "output": page, "methods": (), "plan": None}
+    print(plain(stretch(Namespace(**vars(args) | changed)).text))
+    print(f"\nwrote {page / 'stretch.md'} for the model after {args.finetune} steps")
+    return 0
+
+
+def _export(args: Namespace, overrides: Sequence[str]) -> None:
+    from megatron_coca.checkpoints.exporting import export
+
+    done = export(args.model, args.export, overrides)
+    print(f"{done.folder}: a {done.model_type} model for transformers, compared with {done.compared}")
+
+
+def _chat(args: Namespace, overrides: Sequence[str]) -> None:
+    """Answer each line of standard input. A model without a chat template continues the line."""
+    from megatron_coca.evaluation.options import resolve_device
+    from megatron_coca.text_generation import load_generator
+
+    generator = load_generator(args.model, overrides, device=resolve_device(args.device))
+    turns: list[dict[str, str]] = []
+    while text := _line():
+        if generator.tokenizer.chat is None:
+            (answer,) = generator.complete([text], 256)
+        else:
+            turns.append({"role": "user", "content": text})
+            (answer,) = generator.answer([turns], 256)
+            turns.append({"role": "assistant", "content": answer.text})
+        print(plain(answer.text), flush=True)
+
+
+def _line() -> str:
+    print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip()

@@ -1,0 +1,124 @@
+"""Put the parts of `megatron-coca stretch` together: open the model, measure the methods, and write the page."""
+
+import hashlib
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.evaluation.documents import default_data, find_sources, tokens_of
+from megatron_coca.evaluation.options import SubjectOptions, Variant
+from megatron_coca.evaluation.results import EvaluationError, check_writable
+from megatron_coca.evaluation.stretch.choices import Method, chosen_methods, multiples_up_to
+from megatron_coca.evaluation.stretch.page import MARKDOWN, write_page
+from megatron_coca.evaluation.stretch.plans import read_plan
+from megatron_coca.evaluation.stretch.records import MethodRecord, ResultFile, Settings
+from megatron_coca.evaluation.stretch.running import Runner
+from megatron_coca.evaluation.subject import Evaluation, Subject, dtype_of
+from megatron_coca.evaluation.tasks.prompts import PromptForm
+from megatron_coca.support.arguments import ignoring
+from megatron_coca.support.console import Progress
+
+RESULTS = "results.json"
+MOST_SCORED = 1024
+"""Scored tokens per document; at most half of the training length."""
+
+
+class Done(NamedTuple):
+    """The page's text, the best method's name and its overrides."""
+
+    text: str
+    best: str
+    overrides: list[str]
+
+
+def stretch(args: Namespace) -> Done:
+    """Measure the methods and write the page. Raises InputError."""
+    plan = read_plan(args.plan) if args.plan is not None else None
+    if plan is not None:
+        args = Namespace(**vars(args) | {"methods": plan.methods, "to": plan.to, "documents": plan.documents})
+    check_writable(args.output / MARKDOWN)
+    ignored = tuple(ignoring(args))
+    trained = open_checkpoint(args.model, verify=False, overrides=ignored).trained
+    dtype = dtype_of(trained, args.dtype, args.device, [args.output / RESULTS])
+    options = SubjectOptions(args.model, (Variant("plain", (), ignored),), args.device, dtype, None, args.overwrite)
+    evaluation = Evaluation(options, "stretch")
+    tokenizer, length = evaluation.needed_tokenizer(), trained.model.seq_length
+    lengths = [round(multiple * length) for multiple in multiples_up_to(args.to)]
+    documents = read_documents(evaluation, args.data, lengths[-1] + 1, args.documents)
+    methods = chosen_methods(args.methods, args.to, length)
+    subjects, records = load_methods(evaluation, methods, ignored)
+    form = PromptForm(tokenizer, tokenizer.usual_start if tokenizer.chat is None else None, tokenizer.chat)
+    header = subjects[0].header
+    settings = Settings(
+        checkpoint=header.checkpoint,
+        tokenizer=header.tokenizer,
+        environment=header.environment,
+        documents=hashlib.sha256(b"".join(tokens.astype("<i8").tobytes() for tokens in documents)).hexdigest(),
+        scored=min(MOST_SCORED, length // 2),
+        chat=tokenizer.chat is not None,
+        to=args.to,
+    )
+    file = ResultFile(args.output / RESULTS, settings, records, args.overwrite)
+    cases = {round(multiple * length): count for multiple, count in (plan.cases if plan else {}).items()}
+    Runner(subjects, documents, form, tokenizer, file, args.budget, cases).run(lengths)
+    if not file.result.losses:
+        raise EvaluationError("--budget: too short for the first measurement; raise it")
+    configs = {subject.label: subject.config for subject in subjects}
+    result = file.result.limited_to(configs)
+    text, best = write_page(result, configs, args.output, plan), result.ranked()[0]
+    overrides = next(method.overrides for method in methods if method.name == best)
+    return Done(text, best, [*overrides, *ignored])
+
+
+def load_methods(
+    evaluation: Evaluation, methods: Sequence[Method], ignored: Sequence[str]
+) -> tuple[list[Subject], list[MethodRecord]]:
+    """Return the models of the methods that the checkpoint supports, which share their weights, and all records."""
+    subjects: list[Subject] = []
+    records = []
+    for method in methods:
+        weights = subjects[0].model if subjects else None
+        subject = evaluation.subject(Variant(method.name, (), (*method.overrides, *ignored)), weights)
+        if isinstance(subject, Subject):
+            subjects.append(subject)
+            records.append(MethodRecord(name=method.name, overrides=subject.header.overrides))
+        elif not subjects:
+            raise EvaluationError(f"{evaluation.options.checkpoint}: {subject.reason}")
+        else:
+            records.append(MethodRecord(name=method.name, overrides={}, error=subject.reason))
+    return subjects, records
+
+
+def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: int, count: int) -> list[np.ndarray]:
+    """Return the first `count` documents of at least `length` tokens, truncated to it.
+
+    If too few are long enough, the remaining documents of the data are joined. Raises EvaluationError if all of the
+    data are too short.
+    """
+    trained = evaluation.opened.trained
+    names = list(data) if data else default_data(trained)
+    found: list[np.ndarray] = []
+    short: list[np.ndarray] = []
+    joined = 0
+    with Progress("reading documents", unit="documents") as progress:
+        for tokens in (each for source in find_sources(names) for each in tokens_of(source, evaluation.tokenizer)):
+            progress.advance()
+            if len(tokens) >= length:
+                found.append(tokens[:length])
+            elif joined < count * length:
+                short.append(tokens)
+                joined += len(tokens)
+            if len(found) == count:
+                break
+    if len(found) < count and short:
+        together = np.concatenate(short)
+        parts = [together[start : start + length] for start in range(0, len(together) - length + 1, length)]
+        found += parts[: count - len(found)]
+    if not found:
+        raise EvaluationError(
+            f"{', '.join(names)}: has fewer than {length} tokens; name longer texts with --data, or lower --to"
+        )
+    return found

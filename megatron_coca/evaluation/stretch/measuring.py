@@ -1,0 +1,126 @@
+"""The two measurements of `megatron-coca stretch`: the loss of the same tokens by window, and margins of hidden facts.
+
+A margin is the log-probability of the right answer minus that of the likeliest foil, an answer of the same form. It
+distinguishes models that all answer right, or all wrong.
+"""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import numpy as np
+import torch
+
+from megatron_coca.data import Tokenizer
+from megatron_coca.evaluation.results import Record
+from megatron_coca.evaluation.tasks import retrieval_cases
+from megatron_coca.evaluation.tasks.perplexity import score_hidden
+from megatron_coca.evaluation.tasks.prompts import FILLER_HAYSTACK, Case, PromptForm
+from megatron_coca.evaluation.tasks.retrieval_cases import distinct_numbers
+from megatron_coca.model import GPT, SharedPrefix, prefix_order
+from megatron_coca.model.shared_prefix import common_prefix
+
+FOILS = 7
+"""Wrong answers per case. With equal probabilities, the right one of eight answers is the likeliest in 1/8 of cases."""
+SEED = 0
+
+
+class CaseMargin(Record):
+    """The outcome of one prompt."""
+
+    task: str  # passkey or needle
+    number: int
+    tokens: int  # length of the prompt
+    depth: float
+    margin: float  # nats
+    found: bool  # whether every token of the answer is the likeliest after the tokens before it
+
+
+@torch.inference_mode()
+def last_loss(model: GPT, tokens: np.ndarray, window: int, scored: int) -> float:
+    """Return the sum of the nll in nats of the last `scored` tokens of a document (int64 [tokens]), given the tokens
+    before them. The model reads `window` tokens, the last of which predicts the document's last token.
+    """
+    device = next(model.parameters()).device
+    ids = torch.from_numpy(tokens[len(tokens) - 1 - window : -1].astype(np.int64)).to(device)
+    hidden = model.hidden_states(ids[None], last=scored)[0]
+    targets = torch.from_numpy(tokens[-scored:].astype(np.int64)).to(device)
+    return float(score_hidden(model, hidden, targets)[0])
+
+
+def make_cases(form: PromptForm, length: int, count: int) -> list[tuple[str, Case]]:
+    """Return `count` cases of at most `length` tokens, passkeys and needles in turn. A larger count adds cases.
+
+    Passkeys are at random depths. The depths of needles are 1/2, 1/4, 3/4, 1/8 and so on. The prompts end with the
+    beginning of the answer. Raises LengthError if the length is too short.
+    """
+    passkeys = retrieval_cases.passkey(answer_stub=True).make_cases(form, length, -(-count // 2), SEED)
+    made: list[tuple[str, Case]] = []
+    for number in range(count // 2):
+        task = retrieval_cases.needle(round(100 * _spread(number + 1)), FILLER_HAYSTACK, answer_stub=True)
+        made += [("passkey", passkeys[number]), ("needle", task.make_cases(form, length, 1, SEED)[0])]
+    return [*made, *(("passkey", case) for case in passkeys[count // 2 :])]
+
+
+def _spread(number: int) -> float:
+    """Return the number's binary digits behind the point, in reverse order: 1/2, 1/4, 3/4, 1/8, .. (van der Corput)."""
+    digits = f"{number:b}"
+    return int(digits[::-1], 2) / 2 ** len(digits)
+
+
+def margins(
+    model: GPT, tokenizer: Tokenizer, cases: Sequence[tuple[str, Case]], advance: Callable[[], None]
+) -> list[CaseMargin]:
+    """Return the margin of each case. Prompts of equal length share their beginning (`SharedPrefix`)."""
+    shared, found = SharedPrefix(model), {}
+    for index in sorted(range(len(cases)), key=lambda index: prefix_order(cases[index][1].prompt)):
+        task, case = cases[index]
+        (right,) = case.expected
+        random = Random(f"{task} {case.number} {right}")
+        numbers = [right, *distinct_numbers(random, len(right), FOILS + 1)]
+        answers = list(dict.fromkeys(numbers))[: FOILS + 1]
+        dropped, continuations = _continuations(tokenizer, case.stub, answers)
+        prompt = case.prompt[: len(case.prompt) - dropped]
+        scores, likeliest = _scores(model, shared, prompt, continuations)
+        found[index] = CaseMargin(
+            task=task,
+            number=case.number,
+            tokens=len(case.prompt),
+            depth=case.facts[0].depth,
+            margin=scores[0] - max(scores[1:]),
+            found=likeliest,
+        )
+        advance()
+    return [found[index] for index in range(len(cases))]
+
+
+def _continuations(tokenizer: Tokenizer, stub: str, answers: Sequence[str]) -> tuple[int, list[list[int]]]:
+    """Return the tokens of each answer after the stub, and the number of the stub's last tokens that they replace."""
+    before = np.array(tokenizer.encode(stub))
+    encoded = [np.array(tokenizer.encode(f"{stub} {answer}")) for answer in answers]
+    common = min(common_prefix(before, each) for each in encoded)
+    return len(before) - common, [each[common:].tolist() for each in encoded]
+
+
+@torch.inference_mode()
+def _scores(
+    model: GPT, shared: SharedPrefix, prompt: np.ndarray, answers: Sequence[Sequence[int]]
+) -> tuple[list[float], bool]:
+    """Return the log-probability of each answer after the prompt, and whether greedy decoding gives the first."""
+    device, longest = next(model.parameters()).device, max(map(len, answers))
+    cache = shared.cache_for(prompt, longest, len(prompt) + longest)
+    new = torch.from_numpy(prompt[len(cache) :].astype(np.int64)).to(device)
+    first = model.logits(model.hidden_states(new[None], cache=cache, last=1))[0].float().log_softmax(-1)
+    scores, greedy = [], False
+    for number, answer in enumerate(answers):
+        steps = first
+        if len(answer) > 1:
+            ids = torch.tensor([answer[:-1]], device=device)
+            after = model.logits(model.hidden_states(ids, cache=cache))[0].float().log_softmax(-1)
+            steps = torch.cat((first, after))
+            cache.cut(len(prompt))
+        right = torch.tensor(answer, device=device)
+        scores.append(float(steps.gather(1, right[:, None]).double().sum()))
+        if number == 0:
+            greedy = bool((steps.argmax(dim=-1) == right).all())
+    shared.keep(prompt, cache)
+    return scores, greedy

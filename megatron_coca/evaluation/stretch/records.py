@@ -1,0 +1,153 @@
+"""The result file of `megatron-coca stretch`, which also says what is left to measure."""
+
+import math
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+
+from megatron_coca.evaluation.results import (
+    CheckpointRecord,
+    EnvironmentRecord,
+    EvaluationError,
+    Record,
+    read_record,
+    write_record,
+)
+from megatron_coca.evaluation.statistics import exponential
+from megatron_coca.evaluation.stretch.measuring import CaseMargin
+
+HOLDS = 1.10
+"""A method holds at a length if its perplexity is at most this many times that of the plain model at 1x."""
+
+
+class MethodRecord(Record):
+    name: str
+    overrides: dict[str, JsonValue]  # the config keys that the method changes, with their values
+    error: str | None = None  # why the model does not support the method
+
+
+class Settings(Record):
+    """What is measured. A result file with other settings is not resumed."""
+
+    checkpoint: CheckpointRecord
+    tokenizer: str | None
+    environment: EnvironmentRecord
+    documents: str  # sha256 of their tokens
+    scored: int  # tokens per document
+    chat: bool
+    to: float
+
+
+class Losses(Record):
+    """The loss of one method at one length; sums over the scored tokens of each document, in nats."""
+
+    method: str
+    length: int
+    nlls: list[float]
+    seconds: float
+
+
+class Retrieval(Record):
+    method: str
+    length: int
+    cases: list[CaseMargin]
+    seconds: float
+
+
+class StretchResult(Record):
+    settings: Settings
+    methods: list[MethodRecord]
+    losses: list[Losses] = []
+    retrieval: list[Retrieval] = []
+    left_out: list[str] = []
+
+    @property
+    def trained(self) -> int:
+        return self.settings.checkpoint.seq_length
+
+    def limited_to(self, names: Container[str]) -> "StretchResult":
+        """Return the result without supported methods other than these."""
+        kept = [method for method in self.methods if method.name in names or method.error is not None]
+        return self.model_copy(update={"methods": kept})
+
+    def loss(self, method: str, length: int) -> Losses | None:
+        return next((each for each in self.losses if (each.method, each.length) == (method, length)), None)
+
+    def found(self, method: str, length: int) -> Retrieval | None:
+        return next((each for each in self.retrieval if (each.method, each.length) == (method, length)), None)
+
+    def perplexity(self, method: str, length: int) -> float | None:
+        loss = self.loss(method, length)
+        return None if loss is None else exponential(math.fsum(loss.nlls) / (len(loss.nlls) * self.settings.scored))
+
+    def margin(self, method: str, length: int) -> float | None:
+        found = self.found(method, length)
+        return None if found is None else math.fsum(case.margin for case in found.cases) / len(found.cases)
+
+    def lengths(self) -> list[int]:
+        return sorted({*(loss.length for loss in self.losses), *(found.length for found in self.retrieval)})
+
+    def reach(self, method: str) -> int:
+        """Return the greatest length up to which the method holds, or 0.
+
+        The perplexity must not be much higher than that of the plain model at 1x. If facts were hidden at the length,
+        the margin must be above 0. A length that was not measured ends the search.
+        """
+        base, reached = self.perplexity(self.methods[0].name, self.trained), 0
+        for length in self.lengths():
+            perplexity, margin = self.perplexity(method, length), self.margin(method, length)
+            if base is None or perplexity is None or not perplexity <= HOLDS * base:
+                break
+            if margin is not None and margin <= 0:
+                break
+            reached = length
+        return reached
+
+    def ranked(self) -> list[str]:
+        """Return the measured methods, best first: by reach, then by margin and by perplexity at the longest length."""
+
+        def rank(name: str) -> tuple[float, ...]:
+            measured = [length for length in self.lengths() if self.loss(name, length) or self.found(name, length)]
+            margins = [self.margin(name, length) for length in reversed(measured)]
+            perplexities = [self.perplexity(name, length) for length in reversed(measured)]
+            margin = next((each for each in margins if each is not None), -math.inf)
+            perplexity = next((each for each in perplexities if each is not None), math.inf)
+            return self.reach(name), max(measured, default=0), margin, -perplexity
+
+        names = [method.name for method in self.methods if method.error is None]
+        return sorted(names, key=rank, reverse=True)
+
+
+class ResultFile:
+    """The result file at `path`, written after every measurement."""
+
+    def __init__(self, path: Path, settings: Settings, methods: Sequence[MethodRecord], overwrite: bool) -> None:
+        """Resume an existing file with the same settings. Raises EvaluationError for a file with other settings."""
+        self.path, self.result = path, StretchResult(settings=settings, methods=list(methods))
+        if path.exists() and not overwrite:
+            earlier = read_record(path, StretchResult, "a result of `megatron-coca stretch`")
+            if _identity(earlier.settings) != _identity(settings):
+                raise EvaluationError(
+                    f"{path}: contains another measurement; name another --output, or replace it with --overwrite"
+                )
+            known = {method.name: method for method in (*earlier.methods, *methods)}
+            self.result = earlier.model_copy(update={"methods": list(known.values()), "left_out": []})
+        self.write()
+
+    def write(self, **changes: Any) -> None:
+        self.result = self.result.model_copy(update=changes)
+        write_record(self.path, self.result)
+
+    def add_loss(self, loss: Losses) -> None:
+        self.write(losses=[*self.result.losses, loss])
+
+    def add_retrieval(self, found: Retrieval) -> None:
+        key = found.method, found.length
+        others = [each for each in self.result.retrieval if (each.method, each.length) != key]
+        self.write(retrieval=[*others, found])
+
+
+def _identity(settings: Settings) -> dict[str, Any]:
+    return settings.model_dump(exclude={"checkpoint": {"path", "seed"}})

@@ -1,0 +1,58 @@
+"""Process prompts that begin with the same tokens: the keys and values of the common beginning are computed once.
+
+The result is that of processing every prompt on its own, except for rounding: the remaining tokens go through the same
+formulas in smaller matrix products.
+"""
+
+import numpy as np
+
+from megatron_coca.attention.layer import Cache
+from megatron_coca.model.gpt import GPT
+
+
+class SharedPrefix:
+    """The cache of the prompt before, which the next prompt continues after the tokens that both begin with.
+
+    Length-dependent extensions rotate a beginning with the frequencies of the whole prompt. Therefore only prompts of
+    the same number of tokens share their beginning.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        self._model = model
+        self._prompt: np.ndarray | None = None
+        self._cache: Cache | None = None
+        methods = model.methods.values()
+        # A window has dropped tokens that a cut cache needs, and LongRoPE may have begun again with a new cache.
+        self._supported = all(method.window is None and method.switch is None for method in methods)
+
+    def cache_for(self, prompt: np.ndarray, new_tokens: int, length: int | None = None) -> Cache:
+        """Return a cache with the beginning of `prompt`, integers [tokens], from the prompt before. At least the last
+        token is left to process. The cache has memory for `new_tokens` more tokens; `length` is as in `Cache`.
+        """
+        last, cache = self._prompt, self._cache
+        self._prompt, self._cache = None, None  # an interrupted computation leaves no cache behind
+        if cache is not None and last is not None and len(last) == len(prompt) and cache.length == length:
+            cache.cut(min(common_prefix(last, prompt), len(prompt) - 1))
+        else:
+            cache = self._model.new_cache(length=length, capacity=len(prompt) + new_tokens)
+        return cache
+
+    def keep(self, prompt: np.ndarray, cache: Cache) -> None:
+        """Keep the cache, which begins with all tokens of `prompt`, for the next prompt."""
+        if self._supported:
+            self._prompt, self._cache = prompt, cache
+
+
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the number of tokens with which both arrays begin."""
+    shorter = min(len(one), len(other))
+    differing = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(differing[0]) if len(differing) else shorter
+
+
+def prefix_order(prompt: np.ndarray) -> tuple[int, list[int]]:
+    """Return a sort key for prompts: length, then tokens. In this order each prompt shares most with the one before.
+
+    Prompts that hide a fact in the same filler are thus ordered by its depth.
+    """
+    return len(prompt), prompt.tolist()

@@ -1,0 +1,153 @@
+"""`megatron-coca stretch` on a small model: results, page, budget, resumption, and the best method's use."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.checkpoints.exporting import export
+from megatron_coca.cli import main
+from megatron_coca.config import load_config
+from megatron_coca.evaluation.stretch import running
+from megatron_coca.evaluation.stretch.choices import chosen_methods
+from megatron_coca.evaluation.stretch.plans import read_plan
+from megatron_coca.evaluation.stretch.records import StretchResult
+from megatron_coca.model import build_model
+from tests.checkpoint_files import write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 512, "vocab_size": 512}
+SHAPE |= {"no_weight_tying": True, "pos_emb": "rotary", "tokenizer_type": "CharLevelTokenizer"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = load_config([], SHAPE)
+    weights = {name: 3 * weight for name, weight in build_model(config).state_dict().items()}
+    return write_checkpoint(tmp_path_factory.mktemp("run"), config, weights)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text(json.dumps({"text": "It is a truth universally acknowledged. " * 120}) + "\n")
+    return path
+
+
+def stretch(model: Path, text: Path, output: Path, *more: object) -> int:
+    given = ["stretch", model, "--data", text, "--to", "2x", "--output", output, "--methods", "yarn,rerope,dynamic:3"]
+    return main([str(each) for each in [*given, "--dtype", "float32", "--device", "cpu", *more]])
+
+
+def result_of(output: Path) -> StretchResult:
+    return StretchResult.model_validate_json((output / "results.json").read_bytes())
+
+
+def test_a_page_of_results_and_the_best_method_in_use(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "CASE_COUNTS", (4,))
+    assert stretch(model, text, tmp_path / "out") == 0
+    result, page = result_of(tmp_path / "out"), (tmp_path / "out/stretch.md").read_text()
+    assert [method.name for method in result.methods] == ["plain", "yarn", "rerope", "dynamic:3"]
+    assert {(each.method, each.length) for each in result.losses} == {
+        (method.name, length) for method in result.methods for length in (512, 1024)
+    }
+    assert all([case.task for case in each.cases] == ["passkey", "needle"] * 2 for each in result.retrieval)
+    assert all(case.tokens <= each.length for each in result.retrieval for case in each.cases)
+    plain, dynamic = (result.loss(name, 512) for name in ("plain", "dynamic:3"))
+    assert plain is not None and dynamic is not None and plain.nlls == dynamic.nlls, "no extension at 1x"
+    best = result.ranked()[0]
+    load_config([tmp_path / "out/best.yml"], SHAPE)  # also if it changes nothing
+    changes = yaml.safe_load((tmp_path / "out/best.yml").read_text())
+    (record,) = (method for method in result.methods if method.name == best)
+    assert changes.keys() == record.overrides.keys()
+    lines = page.splitlines()
+    assert lines[0].startswith("# ") and lines[2].startswith("![") and lines[4].startswith("| method")
+    assert (tmp_path / "out/stretch.svg").read_bytes().startswith(b"<?xml")
+    before = (tmp_path / "out/results.json").read_bytes()
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n"))
+    assert stretch(model, text, tmp_path / "out", "--export", tmp_path / "exported", "--chat") == 0
+    assert (tmp_path / "out/results.json").read_bytes() == before, "nothing is measured again"
+    assert (tmp_path / "exported/config.json").is_file()
+    assert "compared with" in capsys.readouterr().out
+
+
+def test_a_short_budget_leaves_out_and_the_same_command_continues(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(running, "CASE_COUNTS", (2,))
+    monkeypatch.setattr(running.Pace, "learn", lambda *args: None)
+    monkeypatch.setattr(running, "_seconds", lambda model, tokens: 3600.0 * tokens / 1024)
+    assert stretch(model, text, tmp_path / "out", "--budget", "31m") == 0
+    result = result_of(tmp_path / "out")
+    assert {each.length for each in result.losses} == {512} and len(result.losses) == 4 and not result.retrieval
+    assert "left out: retrieval at 512 tokens of plain" in capsys.readouterr().err
+    assert (tmp_path / "out/stretch.md").read_text().startswith("# Nothing beyond the training length of 512 tokens")
+    assert "perplexity at 1024 tokens" in " ".join(result.left_out)
+    monkeypatch.undo()
+    monkeypatch.setattr(running, "CASE_COUNTS", (2,))
+    assert stretch(model, text, tmp_path / "out") == 0
+    assert not result_of(tmp_path / "out").left_out and len(result_of(tmp_path / "out").losses) == 8
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--methods", "yarm"], "--methods yarm: unknown method"),
+        (["--methods", "rerope:3"], "--methods rerope:3: rerope has no factor"),
+        (["--to", "16x"], "has fewer than 8193 tokens"),
+    ],
+)
+def test_mistakes(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert stretch(model, text, tmp_path / "out", *more) == 2
+    assert message in capsys.readouterr().err
+
+
+PLAN = """
+title: A plan
+methods: [plain, yarn, rerope]
+to: 2
+documents: 2
+cases: {1: 2, 2: 6}
+contrasts:
+  - {method: rerope, other: yarn, at: 2}
+  - {method: rerope, other: plain, at: 2, quantity: loss}
+"""
+
+
+def test_the_contrasts_of_a_plan(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.yml").write_text(PLAN)
+    given = ["stretch", model, "--data", text, "--plan", tmp_path / "plan.yml", "--output", tmp_path / "out"]
+    assert main([*map(str, given), "--dtype", "float32", "--device", "cpu"]) == 0
+    result, page = result_of(tmp_path / "out"), (tmp_path / "out/stretch.md").read_text()
+    assert {each.length: len(each.cases) for each in result.retrieval} == {512: 2, 1024: 6}
+    one, other = (result.found(name, 1024) for name in ("rerope", "yarn"))
+    assert one is not None and other is not None
+    pairs = zip(one.cases, other.cases, strict=True)
+    mean = sum(case.margin - another.margin for case, another in pairs) / 6
+    assert "| rerope - yarn, 2x" in page and f"{mean:+.3f}" in page
+    (tmp_path / "plan.yml").write_text(PLAN.replace("other: yarn", "other: pi"))
+    assert main([str(each) for each in given]) == 2
+    assert "contrasts[0]: pi is not one of the methods" in capsys.readouterr().err
+    shipped = read_plan(ROOT / "configs/study/real_model.yml")
+    assert len(chosen_methods(shipped.methods, shipped.to, 8192)) == 9 and shipped.cases == {1: 24, 2: 24, 4: 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["pi", "coca"])
+def test_a_trial_of_fine_tuning(method: str, model: Path, text: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "folder")
+    more = ["--methods", "plain", "--finetune", 2, "--finetune-method", method]
+    assert stretch(tmp_path / "folder", text, tmp_path / "out", *more) == 0
+    trained, after = open_checkpoint(tmp_path / f"out/finetuned_{method}"), result_of(tmp_path / f"out/after_{method}")
+    assert trained.step == 2 and trained.trained.position.pos_emb == ("coca" if method == "coca" else "rotary")
+    assert trained.trained.position.extension.name == ("default" if method == "coca" else "linear")
+    assert after.loss("plain", 1024) != result_of(tmp_path / "out").loss("plain", 1024)
