@@ -9,8 +9,8 @@ limits. One call takes less than ten minutes (--minutes). The same command conti
 A process that was killed runs again. A process that finished does not, unless its code, a library or the type of the
 GPU changed. After every process the page is written again. The report installs nothing.
 
-The exit status is 0 if all parts are done, 1 if a part failed, 2 without a usable GPU, and 3 if parts are left for the
-next call.
+The exit status is 0 if all parts are done, 1 if a part failed or misses a package, 2 without a usable GPU or a writable
+folder or with wrong options, 3 if parts are left for the next call, and 130 after Ctrl-C.
 """
 
 import argparse
@@ -58,8 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"gpu_report: {error}", file=sys.stderr)
     except OSError as error:
-        place, problem = error.filename or options.output, error.strerror or error
-        print(f"gpu_report: {place}: {problem}; free some space or name another folder, --output", file=sys.stderr)
+        place = error.filename or options.output
+        print(
+            f"gpu_report: {place}: {error.strerror}; free some space or name another folder, --output", file=sys.stderr
+        )
     except KeyboardInterrupt:
         print("gpu_report: interrupted; run the same command again to continue", file=sys.stderr)
         return 130
