@@ -88,7 +88,7 @@ ONE_GPU: dict[str, Part] = {
             "methods": _speed("--kind 'layer forward+backward' --lengths 512 2048 8192", 70),
             "long": _speed("--kind 'layer forward+backward' --lengths 32768 --rounds 3", 70),
             "backends": _speed("--backends --lengths 512 2048 8192", 50),
-            "packed": _speed("--packed --lengths 512 2048 8192", 50),
+            "packed": _speed("--packed --lengths 512 2048 8192 32768", 50),
         },
     ),
     "inference": Part(
