@@ -187,10 +187,15 @@ def unusable(gpus: int = 1, values: bool = True) -> str | None:
         return f"{names}: not installed; run `make gpu-wheels` where packages can be fetched (docs/gpu_report.md)"
     import torch
 
+    if torch.version.cuda is None:
+        return (
+            f"PyTorch {torch.__version__}: this build has no CUDA; on a machine with a GPU, remove .venv and run "
+            "`make gpu-report TORCH_INDEX=`"
+        )
     if not torch.cuda.is_available():
         return (
             f"PyTorch {torch.__version__} finds no usable GPU; use a machine with one. If nvidia-smi lists one, its "
-            f"driver is too old for CUDA {torch.version.cuda}, or PyTorch is not a CUDA build (None)"
+            f"driver is too old for CUDA {torch.version.cuda}"
         )
     if torch.cuda.device_count() < gpus:
         return f"--gpus {gpus}: this machine has {torch.cuda.device_count()}; use the plan --gpus 1"

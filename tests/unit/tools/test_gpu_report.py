@@ -367,6 +367,9 @@ def test_what_is_missing_is_said_first(
     assert gpu_report.main(["--output", str(tmp_path / "none")]) == 2
     said = capsys.readouterr().err
     assert "nvidia-smi" in said and "too old for CUDA 13.0" in said and not (tmp_path / "none").exists()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "has no CUDA; on a machine with a GPU, remove .venv" in (gpu_report.unusable() or "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert "this machine has 2" in (gpu_report.unusable(8) or "")
