@@ -73,7 +73,8 @@ gpu-report: $(if $(filter .venv-gpu/bin/python,$(GPU_PYTHON)),.venv-gpu/ready) $
 # Put all packages of the GPU report into the folder WHEELS, for a machine that cannot fetch packages. Run it with the same
 # version of Python and the same type of processor as there. The package index must have PyTorch's CUDA build.
 gpu-wheels:
-	$(PYTHON) -m pip wheel --disable-pip-version-check --wheel-dir $(WHEELS) -r requirements.txt $(GPU_TESTS)
+	$(PYTHON) -m venv .venv-wheels
+	.venv-wheels/bin/python -m pip wheel --disable-pip-version-check --wheel-dir $(WHEELS) -r requirements.txt $(GPU_TESTS)
 
 .venv-gpu/ready: requirements.txt
 	$(PYTHON) -m venv .venv-gpu
@@ -123,4 +124,4 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 	touch $@
 
 clean:
-	rm -rf .venv .venv-docs .venv-cuda .venv-gpu build data dist exported results runs wandb
+	rm -rf .venv .venv-docs .venv-cuda .venv-gpu .venv-wheels build data dist exported results runs wandb

@@ -9,12 +9,13 @@ limits. One call takes less than ten minutes (--minutes). The same command conti
 A process that was killed runs again. A process that finished does not, unless its code, a library or the type of the
 GPU changed. After every process the page is written again. The report installs nothing.
 
-The exit status is 0 if all parts are done, 1 if a part failed, 2 without a usable GPU, and 3 if parts are left for the
-next call.
+The exit status is 0 if all parts are done, 1 if a part failed or misses a package, 2 without a usable GPU or a writable
+folder or with wrong options, 3 if parts are left for the next call, and 130 after Ctrl-C.
 """
 
 import argparse
 import importlib.util
+import math
 import shlex
 import subprocess
 import sys
@@ -37,7 +38,7 @@ LEFT = 3
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts that are missing and write the page; return the exit status."""
-    options = parser().parse_args(arguments)
+    begin, options = time.monotonic(), parser().parse_args(arguments)
     whole = {name: _launched(part, options) for name, part in PLANS[options.gpus].items()}
     plan = selected(whole, options)
     if options.dry_run:
@@ -46,17 +47,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem := unusable(options.gpus, not options.stand_in):
         print(f"gpu_report: {problem}", file=sys.stderr)
         return 2
+    from megatron_coca.support.atomic_write import exclusive_lock
+    from megatron_coca.support.errors import InputError
+
+    busy = f"{options.output}: another call writes its results there; wait until it has ended"
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        with exclusive_lock(options.output / ".lock", InputError, busy):
+            return run(plan, whole, options, begin + 60 * options.minutes)
+    except InputError as error:
+        print(f"gpu_report: {error}", file=sys.stderr)
+    except OSError as error:
+        place = error.filename or options.output
+        print(
+            f"gpu_report: {place}: {error.strerror}; free some space or name another folder, --output", file=sys.stderr
+        )
+    except KeyboardInterrupt:
+        print("gpu_report: interrupted; run the same command again to continue", file=sys.stderr)
+        return 130
+    return 2
+
+
+def run(plan: Mapping[str, Part], whole: Mapping[str, Part], options: argparse.Namespace, deadline: float) -> int:
+    """Run the parts of `plan` that are missing, and write the page of the `whole` plan; return the exit status."""
     from megatron_coca.support.atomic_write import write_file
     from tools.gpu.page import page
     from tools.gpu.runner import DONE, MISSING, execute, items, read_record, waiting
     from tools.records import machine
 
-    here, deadline = machine(), time.monotonic() + 60 * options.minutes
+    here = machine()
     if options.stand_in:
         here["gpu"] = f"the stand-in for {here['gpu']}, where kernels compute nothing and times are host times"
     found, everything = items(plan, options.output), items(whole, options.output)
     file, left = options.output / "gpu_report.md", list(waiting(found, here))
-    options.output.mkdir(parents=True, exist_ok=True)
     while left and time.monotonic() + left[0].run.seconds <= deadline:
         item = left.pop(0)
         print(f"{item.title}: {plan[item.part].title} ({item.run.seconds} s at most)", file=sys.stderr)
@@ -81,20 +104,34 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, choices=PLANS, default=1, help="the plan (default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="run only these parts")
     parser.add_argument("--skip", nargs="+", choices=names, default=[], metavar="PART", help="leave out these parts")
-    parser.add_argument("--minutes", type=float, default=9.5, metavar="M", help="of this call (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=positive, default=9.5, metavar="M", help="of this call (default: %(default)s)"
+    )
     limits = "multiply the limits of all processes, for a slow machine (default: %(default)s)"
-    parser.add_argument("--limits", type=float, default=1.0, metavar="FACTOR", help=limits)
+    parser.add_argument("--limits", type=positive, default=1.0, metavar="FACTOR", help=limits)
     parser.add_argument("--dry-run", action="store_true", help="print parts and commands")
     stand_in = "run on the stand-in device (docs/pretend.md): compare no values"
     parser.add_argument("--stand-in", action="store_true", help=stand_in)
     return parser
 
 
+def positive(text: str) -> float:
+    """Return the positive number of an option."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be a positive number")
+    return number
+
+
 def selected(plan: Mapping[str, Part], options: argparse.Namespace) -> dict[str, Part]:
     """Return the parts that the options select.
 
-    Exits with status 2 and a message if no part is left or if a limit is longer than the call.
+    Exits with status 2 and a message if the options name a part of another plan, if no part is left, or if a limit is
+    longer than the call.
     """
+    if other := [name for name in (*(options.only or ()), *options.skip) if name not in plan]:
+        names, known = ", ".join(other), ", ".join(plan)
+        parser().error(f"--only, --skip: {names}: not in the plan --gpus {options.gpus}; its parts are {known}")
     chosen = {
         name: part
         for name, part in plan.items()
@@ -116,7 +153,7 @@ def _launched(part: Part, options: argparse.Namespace) -> Part:
         if options.stand_in and command.startswith("tools/"):
             command = f"-m tests.pretend run {command}"
             command += " --without-values" if run.command.startswith(WITHOUT_VALUES) else ""
-        runs[name] = run._replace(command=command, seconds=round(run.seconds * options.limits))
+        runs[name] = run._replace(command=command, seconds=max(1, round(run.seconds * options.limits)))
     return part._replace(runs=runs)
 
 
@@ -150,10 +187,15 @@ def unusable(gpus: int = 1, values: bool = True) -> str | None:
         return f"{names}: not installed; run `make gpu-wheels` where packages can be fetched (docs/gpu_report.md)"
     import torch
 
+    if torch.version.cuda is None:
+        return (
+            f"PyTorch {torch.__version__}: this build has no CUDA; on a machine with a GPU, remove .venv and run "
+            "`make gpu-report TORCH_INDEX=`"
+        )
     if not torch.cuda.is_available():
         return (
             f"PyTorch {torch.__version__} finds no usable GPU; use a machine with one. If nvidia-smi lists one, its "
-            f"driver is too old for CUDA {torch.version.cuda}, or PyTorch is not a CUDA build (None)"
+            f"driver is too old for CUDA {torch.version.cuda}"
         )
     if torch.cuda.device_count() < gpus:
         return f"--gpus {gpus}: this machine has {torch.cuda.device_count()}; use the plan --gpus 1"

@@ -293,14 +293,16 @@ def changed_keys(trained: Config, used: Config) -> dict[str, Any]:
     return {key: after[key] for key in sorted(EVALUATION_KEYS) if before[key] != after[key]}
 
 
-def backend_record(model: GPT, config: Config, device: str) -> str:
-    """Return the attention backend for result files and, for `sdpa` on a GPU, the kernel that PyTorch chooses."""
+def backend_record(model: GPT, config: Config, device: str, trains: bool = False, decodes: bool = False) -> str:
+    """Return the attention backend for result files and, for `sdpa` on a GPU, the kernel that PyTorch chooses for a
+    forward pass, for a pass that `trains`, or for a query that `decodes` with a cache.
+    """
     name = backend_name(model)
     if name != "sdpa" or torch.device(device).type != "cuda":
         return name
     shape, dtype = config.model, next(model.parameters()).dtype
     sizes = (shape.num_attention_heads, shape.num_kv_heads, shape.seq_length, shape.head_dim)
-    return f"{name} ({cuda_kernel(*sizes, dtype, trains=False)})"
+    return f"{name} ({cuda_kernel(*sizes, dtype, trains, decodes)})"
 
 
 def backend_name(model: GPT) -> str:

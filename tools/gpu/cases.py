@@ -75,6 +75,20 @@ def any_failed(file: Path) -> bool:
     return any(line.get("status") == "failed" for line in read_lines(file))
 
 
+def count_started(file: Path) -> int:
+    """Return how often a case was started."""
+    return sum(line.get("status") == "started" for line in read_lines(file))
+
+
+def _run_to_the_end(commands: list[list[str]], file: Path) -> None:
+    """Run the commands at the same time. One that a signal ends in a case runs again, at most `TRIES` times a case."""
+    started = -1
+    while commands and started < (started := count_started(file)):
+        processes = [subprocess.Popen(command) for command in commands]
+        statuses = [process.wait() for process in processes]
+        commands = [command for command, status in zip(commands, statuses, strict=True) if status < 0]
+
+
 def run_in_parallel(cases: Mapping[str, Case], file: Path, share: str | None) -> int:
     """Run the cases as `run_cases` does, but in several processes, because most of their time is compilation.
 
@@ -84,8 +98,7 @@ def run_in_parallel(cases: Mapping[str, Case], file: Path, share: str | None) ->
     count = max(1, min(MOST, len(os.sched_getaffinity(0)) // 2, len(cases)))
     if share is None and count > 1:
         commands = ([sys.executable, *sys.argv, "--share", f"{index}/{count}"] for index in range(count))
-        for process in [subprocess.Popen(command) for command in commands]:
-            process.wait()
+        _run_to_the_end(list(commands), file)
         unfinished = {*cases} - {line.get("case") for line in read_lines(file) if line.get("status") != "started"}
         for name in sorted(unfinished):
             write_line(file, case=name, status="failed", error="the process ended before this case")

@@ -26,7 +26,7 @@ def digest(command: str, reads: Iterable[str], root: Path = ROOT) -> str:
 
 
 def closure(files: Iterable[Path], root: Path = ROOT) -> set[Path]:
-    """Return the files with all modules of this repository that they import, and YAML files next to these modules."""
+    """Return the files with all modules of this repository that they import, and YAML files next to modules."""
     found: set[Path] = set()
     waiting = list(files)
     while waiting:
@@ -34,7 +34,9 @@ def closure(files: Iterable[Path], root: Path = ROOT) -> set[Path]:
         if file not in found:
             found.add(file)
             waiting += _imported(file, root) if file.suffix == ".py" else ()
-    return found | {data for folder in {file.parent for file in found} for data in folder.glob("*.yaml")}
+    return found | {
+        data for folder in {file.parent for file in found if file.suffix == ".py"} for data in folder.glob("*.yaml")
+    }
 
 
 @cache

@@ -1,5 +1,6 @@
 """Write the page of the GPU report: the answers so far, the state of every run, and all figures."""
 
+import contextlib
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -23,7 +24,8 @@ Results = Mapping[str, Sequence[Line]]
 def results_of(item: Item) -> list[Line]:
     """Return the finished lines of a run. For pytest's report, these are the numbers of tests by outcome."""
     if item.results.is_file() and item.results.read_bytes()[:1] == b"<":
-        return [_junit(item.results.read_text())]
+        with contextlib.suppress(ElementTree.ParseError):  # a kill cut it off
+            return [_junit(item.results.read_text(errors="replace"))]
     lines = [line for line in read_lines(item.results) if line.get("status") != "started"]
     return lines or _tests_in_log(item)
 
@@ -89,6 +91,13 @@ def _ratios(results: Results) -> str:
     return "; ".join(shown)
 
 
+def _inference(results: Results) -> str:
+    lines = [line for line in results.get("memory", ()) if "case" in line]
+    memory = (f"{line['peak_mib']:,} MiB" if "peak_mib" in line else line["status"] for line in lines)
+    shown = (f"{line['case']}: {text}" for line, text in zip(lines, memory, strict=True))
+    return "; ".join(filter(None, (_ratios(results), *shown)))
+
+
 def _figures(results: Results) -> str:
     lines = [line for each in results.values() for line in each]
     hidden = {*LEFT_OUT, "ratio_quartiles"}
@@ -101,7 +110,7 @@ ANSWERS: dict[str, Callable[[Results], str]] = {
     "parity": _passed,
     "step": _step,
     "attention": _ratios,
-    "inference": _ratios,
+    "inference": _inference,
 }
 """A part's answer in one sentence; other parts list their figures."""
 

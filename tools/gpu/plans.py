@@ -5,10 +5,12 @@ This file imports neither PyTorch nor the package, so that a plan can be printed
 
 from typing import NamedTuple
 
-MODEL = "configs/350M/roformer_coca.yml configs/cluster/gpu1.yml"
+CONFIGS = ("configs/350M/roformer_coca.yml", "configs/cluster/gpu1.yml")
+MODEL = " ".join(CONFIGS)
+TRAINING = ("train.py", "megatron_coca/commands/train.py", *CONFIGS)
+"""Files that a process of tools/gpu/ranks.py runs and reads."""
 ONE = "train_batch_size=null gradient_accumulation_steps=1 data_types=null"
 STEP = f"tools/bench_train.py {MODEL} {ONE} --compile --rounds 30 --output FILE"
-SPEED = "tools/gpu/speed.py --output FILE"
 RANKS = "tools/gpu/ranks.py --folder FOLDER --output FILE"
 COMPUTES = ("torch", "triton", "pydantic", "yaml", "opt_einsum")
 """Packages that a part needs if it computes without DeepSpeed."""
@@ -42,6 +44,10 @@ class Part(NamedTuple):
     def seconds(self) -> int:
         """The sum of the limits."""
         return sum(run.seconds for run in self.runs.values())
+
+
+def _speed(arguments: str, seconds: int) -> Run:
+    return Run(f"tools/gpu/speed.py --output FILE {arguments}", seconds, reads=CONFIGS[:1])
 
 
 def _step(model: str, micro: int, seconds: int) -> Run:
@@ -79,25 +85,23 @@ ONE_GPU: dict[str, Part] = {
     "attention": Part(
         "How fast is attention from 512 to 32,768 tokens, and which backends should `auto` choose?",
         {
-            "methods": Run(f"{SPEED} --kind 'layer forward+backward' --lengths 512 2048 8192", 70),
-            "long": Run(f"{SPEED} --kind 'layer forward+backward' --lengths 32768 --rounds 3", 70),
-            "backends": Run(f"{SPEED} --backends --lengths 512 2048 8192", 50),
-            "packed": Run(f"{SPEED} --packed --lengths 512 2048 8192", 50),
+            "methods": _speed("--kind 'layer forward+backward' --lengths 512 2048 8192", 70),
+            "long": _speed("--kind 'layer forward+backward' --lengths 32768 --rounds 3", 70),
+            "backends": _speed("--backends --lengths 512 2048 8192", 50),
+            "packed": _speed("--packed --lengths 512 2048 8192 32768", 50),
         },
     ),
     "inference": Part(
         "How fast is decoding, and how much memory does the whole model take?",
         {
-            "decode": Run(f"{SPEED} --kind decode --lengths 512 4096 32768 --methods rotary coca rerope", 120),
-            "windows": Run(f"{SPEED} --kind 'model forward' --lengths 512 8192 --methods rotary coca rerope", 60),
-            "memory": Run(
-                f"{SPEED} --kind 'model forward+backward' --lengths 32768 --methods rotary coca --rounds 1", 60
-            ),
+            "decode": _speed("--kind decode --lengths 512 4096 32768 --methods rotary coca rerope", 120),
+            "windows": _speed("--kind 'model forward' --lengths 512 8192 --methods rotary coca rerope", 60),
+            "memory": _speed("--kind 'model forward+backward' --lengths 32768 --methods rotary coca --rounds 1", 60),
         },
     ),
     "resume": Part(
         "Does a killed run resume with the same losses, bit for bit?",
-        {"kill": Run(f"{RANKS} --check resume", 180, reads=("megatron_coca/commands/train.py",), needs=TRAINS)},
+        {"kill": Run(f"{RANKS} --check resume", 180, reads=TRAINING, needs=TRAINS)},
     ),
     "tests": Part(
         "Do the GPU tests pass?",
@@ -115,7 +119,7 @@ ONE_GPU: dict[str, Part] = {
 
 
 def _ranks(check: str, seconds: int) -> Run:
-    return Run(f"{RANKS} --check {check}", seconds, reads=("megatron_coca/commands/train.py",), needs=TRAINS)
+    return Run(f"{RANKS} --check {check}", seconds, reads=TRAINING, needs=TRAINS)
 
 
 EIGHT_GPUS: dict[str, Part] = {

@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from megatron_coca.support.atomic_write import write_file
+from tools.gpu.cases import count_started
 from tools.gpu.contents import ROOT, digest
 from tools.gpu.plans import Part, Run
 
@@ -71,7 +72,7 @@ def read_record(item: Item) -> Record:
     """Return the record of a run; empty if there is no valid one."""
     try:
         return dict(json.loads(item.record.read_text()))
-    except (OSError, ValueError):
+    except (OSError, TypeError, ValueError):
         return {}
 
 
@@ -106,7 +107,8 @@ def missing_packages(run: Run) -> list[str]:
 def execute(item: Item, here: Mapping[str, Any]) -> Record:
     """Run a process within its limit, and return its record, which is written before and after.
 
-    Results of the same code that a kill or the limit cut off are kept, and the process continues after them.
+    Results of the same code that a kill or the limit cut off are kept, and the process continues after them. A process
+    that a signal ends in a case, for example a crash of the driver, is started again for the other cases.
     """
     before = read_record(item)
     record: Record = {"identity": identity(item, here), "machine": dict(here)}
@@ -116,28 +118,36 @@ def execute(item: Item, here: Mapping[str, Any]) -> Record:
     if absent := missing_packages(item.run):
         return _written(item, record | {"status": MISSING, "seconds": 0.0, "missing": absent})
     item.place.parent.mkdir(parents=True, exist_ok=True)
-    start, command = time.monotonic(), item.command()
+    start, cases = time.monotonic(), -1
+    status: int | None = -1
     with item.log.open("w") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=_environment(item.place.parent),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        _written(item, record | {"status": RUNNING, "seconds": 0.0, "process": process.pid, "command": command})
-        try:
-            status: int | None = process.wait(item.run.seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            end_group(process.pid)
-            process.wait()
+        while status is not None and status < 0 and cases < (cases := count_started(item.results)):
+            status = _process(item, record, log, start + item.run.seconds - time.monotonic())
     ends = {0: DONE, None: LATE}
     record |= {"status": ends.get(status, FAILED), "seconds": time.monotonic() - start, "exit": status}
     return _written(item, record)
+
+
+def _process(item: Item, record: Record, log: IO[str], seconds: float) -> int | None:
+    """Run the process of an item once, and return its exit status; None if its time was over."""
+    command = item.command()
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=_environment(item.place.parent),
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        _written(item, record | {"status": RUNNING, "seconds": 0.0, "process": process.pid, "command": command})
+        return process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end_group(process.pid)
+        process.wait()
 
 
 def _written(item: Item, record: Record) -> Record:

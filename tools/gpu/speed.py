@@ -27,8 +27,7 @@ from megatron_coca import methods
 from megatron_coca.attention.build import BACKENDS
 from megatron_coca.attention.inputs import AttentionInputs, Segment, documents_from_ids
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.subject import backend_record
-from megatron_coca.evaluation.tasks.speed import WORKLOADS, interleaved, measured_peak, share_weights
+from megatron_coca.evaluation.tasks.speed import WORKLOADS, backend_of, interleaved, measured_peak, share_weights
 from megatron_coca.model import GPT, build_model
 from tools.gpu.cases import run_cases
 from tools.records import compared
@@ -84,7 +83,7 @@ class Setting:
         if self.first is None:
             self.first = model
         share_weights(model, self.first)
-        return model, backend_record(model, config, self.device)
+        return model, backend_of(model, config, self.device, kind)
 
 
 def pair(

@@ -5,7 +5,7 @@ computed with dense scores, one query block at a time.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -213,20 +213,22 @@ CUDA_KERNELS = ("PyTorch's operations", "FlashAttention-2", "memory-efficient at
 """Names of the kernels of `scaled_dot_product_attention`, in the order of PyTorch's numbers for them."""
 
 
-def cuda_kernel(heads: int, kv_heads: int, length: int, head_dim: int, dtype: torch.dtype, trains: bool) -> str:
-    """Return the name of the kernel that PyTorch chooses on the current GPU for causal attention without a cache, and
-    the version of cuDNN.
+def cuda_kernel(
+    heads: int, kv_heads: int, length: int, head_dim: int, dtype: torch.dtype, trains: bool, decodes: bool = False
+) -> str:
+    """Return the name of the kernel that PyTorch chooses on the current GPU for causal attention, and the version of
+    cuDNN. With `decodes` it is the kernel of one query after a cache of `length` keys.
 
     PyTorch does not report its choice. If a library path contains another cuDNN that is too old, PyTorch silently runs
     FlashAttention-2.
     """
     query, key, value = (
-        torch.empty(1, count, length, head_dim, dtype=dtype, device="cuda").requires_grad_(trains)
-        for count in (heads, kv_heads, kv_heads)
+        torch.empty(1, count, rows, head_dim, dtype=dtype, device="cuda").requires_grad_(trains)
+        for count, rows in ((heads, 1 if decodes else length), (kv_heads, length), (kv_heads, length))
     )
     options = {"enable_gqa": True} if heads > kv_heads else {}
-    with torch.set_grad_enabled(trains):
-        number = torch._fused_sdp_choice(query, key, value, None, 0.0, True, **options)
+    with torch.set_grad_enabled(trains), without_cudnn() if decodes and GROUPED else nullcontext():
+        number = torch._fused_sdp_choice(query, key, value, None, 0.0, not decodes, **options)
     kernel, version = CUDA_KERNELS[number], cudnn_version()
     return version if kernel == "cuDNN" else f"{kernel}, with {version}"
 

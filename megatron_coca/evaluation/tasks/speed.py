@@ -133,12 +133,11 @@ def bytes_text(count: float) -> str:
 
 @dataclass(frozen=True)
 class TimedMethod:
-    """A position method, its model, and the name of the model's attention backend."""
+    """A position method and its model."""
 
     label: str
     config: Config
     model: GPT
-    backend: str
 
     @property
     def is_plain_rope(self) -> bool:
@@ -173,7 +172,7 @@ def build_methods(
             return
         if built:
             share_weights(model, built[0].model)
-        built.append(TimedMethod(label, config, model, backend_record(model, config, device)))
+        built.append(TimedMethod(label, config, model))
 
     for name in methods:
         add(name, {"pos_emb": name})
@@ -310,6 +309,11 @@ def measured_peak(call: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
+def backend_of(model: GPT, config: Config, device: str, kind: str) -> str:
+    """Return the attention backend of a kind of work and, for `sdpa` on a GPU, its kernel."""
+    return backend_record(model, config, device, trains="backward" in kind, decodes=kind == "decode")
+
+
 def try_once(method: TimedMethod, kind: KindOfWork, length: int, batch: int) -> tuple[Workload, int] | Missing:
     """Run one kind of work once. Return the workload and its peak memory in bytes, or the reason why it failed."""
     device = first_layer(method.model).dense.weight.device
@@ -399,7 +403,7 @@ def measure(
             what=kind,
             length=length,
             method=method.label,
-            backend=method.backend,
+            backend=backend_of(method.model, method.config, str(device), kind),
             seconds=middle,
             quartiles=(low, high),
             rounds=rounds,

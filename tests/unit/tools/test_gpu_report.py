@@ -1,7 +1,9 @@
 """The plan of the first measurements on a GPU: limits, kills and continuation, reuse, and the page after every part."""
 
+import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_coca.support.atomic_write import exclusive_lock
 from tests.documents import ROOT
 from tools import gpu_report
 from tools.gpu import page as pages
@@ -123,6 +126,82 @@ def test_a_call_ends_in_time_and_the_next_one_continues(
     assert "no kernel" in text and "driver_version 580.1" in text and "| smoke.one | failed |" in text
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of one short process for `gpu_report.main`, on a machine that is said to have a GPU."""
+    from tools import records
+
+    monkeypatch.setattr(records, "machine", lambda: HERE)
+    monkeypatch.setattr(gpu_report, "unusable", lambda *arguments: None)
+    monkeypatch.setitem(PLANS, 1, plan_of({"step": shown("done")}))
+
+
+@pytest.mark.usefixtures("short")
+def test_the_first_check_counts_as_time_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(gpu_report, "unusable", lambda *arguments: now.__setitem__(0, 20.0))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert gpu_report.main(["--output", str(tmp_path), "--minutes", "0.5"]) == gpu_report.LEFT, "20 + 20 s > 30 s"
+
+
+@pytest.mark.usefixtures("short")
+def test_two_calls_at_once_do_not_disturb_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one would end the process of the first as one that a kill left behind."""
+    with exclusive_lock(tmp_path / ".lock", OSError, None):
+        assert gpu_report.main(["--output", str(tmp_path)]) == 2
+    assert f"{tmp_path}: another call" in capsys.readouterr().err
+    assert gpu_report.main(["--output", str(tmp_path)]) == 0
+
+
+@pytest.mark.usefixtures("short")
+def test_a_folder_that_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk, the process of the part ends too."""
+    (tmp_path / "file").touch()
+    assert gpu_report.main(["--output", str(tmp_path / "file")]) == 2
+    assert f"{tmp_path / 'file'}: File exists; " in capsys.readouterr().err
+    processes, start = [], subprocess.Popen
+
+    def full(path: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setitem(PLANS, 1, plan_of({"step": "-c 'import time; time.sleep(60)'"}))
+    monkeypatch.setattr(runner, "write_file", full)
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **options: processes.append(start(*a, **options)) or processes[0]
+    )
+    assert gpu_report.main(["--output", str(tmp_path)]) == 2
+    assert "step.one.json: No space left on device; free some space" in capsys.readouterr().err
+    assert processes[0].poll() == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("short")
+def test_an_interruption_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "execute", interrupted)
+    assert gpu_report.main(["--output", str(tmp_path)]) == 130
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+def test_a_case_that_crashes_the_process_stops_no_other(cores: int, tmp_path: Path) -> None:
+    """In one process, and in one of several that share the cases."""
+    script = tmp_path / "cases.py"
+    script.write_text(
+        "import os, sys\nfrom pathlib import Path\nfrom tools.gpu.cases import run_in_parallel\n"
+        f"os.sched_getaffinity = lambda _: range({cores})\n"
+        "cases = dict.fromkeys('abcdef', lambda: None) | {'c': os.abort}\n"
+        "share = sys.argv[-1] if '--share' in sys.argv else None\n"
+        "sys.exit(run_in_parallel(cases, Path(sys.argv[1]), share))\n"
+    )
+    (item,) = items(plan_of({"smoke": f"{script} FILE"}), tmp_path)
+    assert execute(item, HERE)["status"] == FAILED
+    ended = {line["case"]: line["status"] for line in read_lines(item.results) if line["status"] != "started"}
+    assert ended == dict.fromkeys("abcdef", "ok") | {"c": "failed"}
+
+
 def test_a_process_ends_at_its_limit_with_its_children(tmp_path: Path) -> None:
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     plan = plan_of({"step": f'-c "print(1, flush=True); {child}"'}, seconds=1)
@@ -166,6 +245,13 @@ def test_parts_read_what_they_run() -> None:
     kernel = ROOT / "megatron_coca/kernels/operands.py"
     assert all(kernel in files for name, files in read.items() if name != "resume")
     assert report not in read["smoke"] | read["parity"]
+    assert not any(file.suffix == ".yaml" for file in closure([ROOT / "configs/cluster/gpu1.yml"])), (
+        "only next to modules"
+    )
+    model = "configs/350M/roformer_coca.yml"
+    for plan in PLANS.values():
+        for name in plan.keys() - {"smoke", "parity", "tests"}:
+            assert all(model in (*shlex.split(run.command), *run.reads) for run in plan[name].runs.values()), name
 
 
 def test_a_part_without_its_packages_is_named_and_the_others_run(tmp_path: Path) -> None:
@@ -245,6 +331,11 @@ def test_a_reader_sees_what_is_known_so_far(tmp_path: Path) -> None:
     assert "so far: roformer with micro-batch 16: 100,000 tokens/s, MFU 41.0%" in text
     assert "coca with micro-batch 16: 98,000 tokens/s, 0.98 of RoFormer's, MFU unknown" in text
     assert "llama with micro-batch 16: out of memory" in text
+    forward = "model forward+backward, 32768"
+    finish("inference.memory", {"case": f"{forward}, rotary", "status": "ok", "peak_mib": 12345})
+    finish("inference.memory", {"case": f"{forward}, coca", "status": "out of memory", "error": "CUDA out of memory"})
+    text = pages.page(ONE_GPU, found, HERE)
+    assert f"so far: {forward}, rotary: 12,345 MiB; {forward}, coca: out of memory" in text
 
 
 def test_a_killed_test_run_names_its_failures(tmp_path: Path) -> None:
@@ -259,6 +350,9 @@ def test_a_killed_test_run_names_its_failures(tmp_path: Path) -> None:
         '<testcase name="three"><skipped/></testcase></testsuite></testsuites>'
     )
     (line,) = pages.results_of(item)
+    kept = item.results.read_text()
+    item.results.write_text(kept[:60])  # by a kill
+    assert pages.results_of(item)[0]["error"] == "tests/gpu/a.py::two", "as the log says"
     assert (line["passed"], line["failure"], line["skipped"], line["error"]) == (1, 1, 1, "two")
 
 
@@ -273,6 +367,9 @@ def test_what_is_missing_is_said_first(
     assert gpu_report.main(["--output", str(tmp_path / "none")]) == 2
     said = capsys.readouterr().err
     assert "nvidia-smi" in said and "too old for CUDA 13.0" in said and not (tmp_path / "none").exists()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "has no CUDA; on a machine with a GPU, remove .venv" in (gpu_report.unusable() or "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert "this machine has 2" in (gpu_report.unusable(8) or "")
@@ -293,9 +390,24 @@ def test_a_dry_run_prints_the_selected_parts(capsys: pytest.CaptureFixture[str])
     assert gpu_report.main(["--dry-run", "--skip", "smoke", "tests"]) == 0
     names = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "]
     assert names == [name for name in ONE_GPU if name not in ("smoke", "tests")]
-    for arguments in (["--only", "smoke", "--skip", "smoke"], ["--minutes", "1"], ["--only", "speed"]):
-        with pytest.raises(SystemExit):
-            gpu_report.main(["--dry-run", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--only smoke --skip smoke", "select no part"),
+        ("--minutes 1", "a part has a limit of"),
+        ("--only smoke speed", "speed: not in the plan --gpus 1"),
+        ("--gpus 8 --skip smoke", "smoke: not in the plan --gpus 8"),
+        ("--limits 0", "must be a positive number"),
+        ("--limits nan", "must be a positive number"),
+        ("--minutes inf", "must be a positive number"),
+    ],
+)
+def test_wrong_options(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        gpu_report.main(["--dry-run", *arguments.split()])
+    assert error.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_plan_and_help_need_no_pytorch() -> None:

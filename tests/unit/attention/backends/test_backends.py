@@ -394,3 +394,19 @@ def test_the_kernel_is_named(number: int, shown: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *operands, **options: number)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
     assert sdpa.cuda_kernel(4, 2, 16, 8, torch.bfloat16, trains=True) == shown
+
+
+def test_the_kernel_of_decoding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding runs without cuDNN, so the kernel of a whole window is another one."""
+    empty, asked = torch.empty, []
+
+    def choose(query: Tensor, key: Tensor, *operands: object, **options: object) -> int:
+        asked.append((query.shape[2], key.shape[2], operands[-1], torch.backends.cuda.cudnn_sdp_enabled()))
+        return 3 if torch.backends.cuda.cudnn_sdp_enabled() else 1
+
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    kernels = [sdpa.cuda_kernel(4, 2, 16, 8, torch.bfloat16, trains=False, decodes=each) for each in (False, True)]
+    assert kernels == ["cuDNN 9.10.2", "FlashAttention-2, with cuDNN 9.10.2"]
+    assert asked == [(16, 16, True, True), (1, 16, False, False)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_coca.config import Config, load_config
+from megatron_coca.evaluation import subject
 from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.options import KINDS_OF_WORK, KindOfWork, Variant, add_speed_options
 from megatron_coca.evaluation.results import EvaluationError, Missing, Store, read_record
@@ -64,7 +65,8 @@ def test_all_models_have_one_set_of_weights() -> None:
 
 def test_plain_rope_is_added_where_it_is_missing() -> None:
     built, _ = build(config(), ["coca"], REROPE)
-    assert [(each.label, each.backend) for each in built] == [("coca", "sdpa"), ("rerope", "merge"), ("rotary", "sdpa")]
+    kernels = [(each.label, speed.backend_of(each.model, each.config, "cpu", "decode")) for each in built]
+    assert kernels == [("coca", "sdpa"), ("rerope", "merge"), ("rotary", "sdpa")]
     assert [each.label for each in build(config(), ["rotary", "coca"])[0]] == ["rotary", "coca"]
 
 
@@ -203,3 +205,17 @@ def test_without_a_time_of_rope_there_is_no_ratio(monkeypatch: pytest.MonkeyPatc
     measure(built, "layer forward", 8, 1, 2, store)
     assert [(cell.method, cell.to_rope) for cell in store.result.results] == [("coca", None)]
     assert store.result.missing == [slow]
+
+
+@pytest.mark.parametrize(
+    ("kind", "trains", "decodes"),
+    [("model forward", False, False), ("layer forward+backward", True, False), ("decode", False, True)],
+)
+def test_the_recorded_kernel_is_that_of_the_work(
+    kind: KindOfWork, trains: bool, decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN computes whole windows, but does not decode."""
+    monkeypatch.setattr(subject, "cuda_kernel", lambda *given: f"trains {given[-2]}, decodes {given[-1]}")
+    (method, *_), _ = build(config(), ["rotary"])
+    shown = speed.backend_of(method.model, method.config, "cuda", kind)
+    assert shown == f"sdpa (trains {trains}, decodes {decodes})"
