@@ -88,11 +88,10 @@ class Case:
         def uniform(low: float, high: float, *shape: int) -> Tensor:
             return (low + (high - low) * torch.rand(shape, generator=generator)).double()
 
-        half = self.rotary_dim // 2
         offsets = self.method.layer_offsets()
-        if offsets is not None:
-            return {"offset": uniform(-3, 0, *offsets.bias.shape)}
-        return {
+        angles = {} if offsets is None else {"offset": uniform(-3, 0, *offsets.bias.shape)}
+        half = self.frequency_dim // 2
+        return angles | {
             "kerple_log": lambda: {"p": uniform(0.1, 2, HEADS), "a": uniform(0.05, 1, HEADS)},
             "kerple_power": lambda: {"p": uniform(0.1, 1.5, HEADS), "a": uniform(0.05, 1, HEADS)},
             "rpe": lambda: {"table": uniform(-0.5, 0.5, 32, HEADS)},
