@@ -7,13 +7,14 @@ rotates the query and the key with the model's own position method.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_coca import methods
 from megatron_coca.attention.context import mapped
-from megatron_coca.attention.inputs import Band, DistanceBias, bias_of_pairs
+from megatron_coca.attention.inputs import Band, DistanceBias, bias_of_pairs, expanded
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.evaluation.attention_maps import in_band
 from megatron_coca.model.layers import soft_capped
@@ -121,9 +122,8 @@ class DistanceSweep:
         """
         q, k = q.double(), k.double()
         everywhere = k[:, :, None].expand(-1, -1, len(self.keys), -1)
-        inputs = self.method.prepare(
-            q[:, :, None], everywhere, everywhere, self.frame, bias=bias, factor=factor, offset=offset
-        )
+        of_layer: dict[str, Any] = {"bias": bias, "factor": factor, "offset": offset}
+        inputs = expanded(self.method.prepare(q[:, :, None], everywhere, everywhere, self.frame, **of_layer))
         width = self.method.form.operand_features * self.method.rotary_dim or self.method.head_dim
         scores = torch.full((*inputs.key.shape[:3],), math.nan, dtype=torch.float64, device=self.keys.device)
         visible = torch.zeros(len(self.keys), dtype=torch.bool, device=self.keys.device)

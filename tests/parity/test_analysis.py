@@ -176,7 +176,8 @@ def test_constant_angles_are_in_angles_and_scores(name: str, monkeypatch: pytest
             seen = torch.tensor(angles[0][layer, :, number]).double()
             turned = torch.polar(torch.ones_like(offset), -offset)
             known = ~seen.isnan()
-            torch.testing.assert_close(torch.polar(torch.ones_like(seen), seen)[known], turned[known], atol=1e-6, rtol=0)
+            turns = (torch.polar(torch.ones_like(seen), seen)[known], turned[known])
+            torch.testing.assert_close(*turns, atol=1e-6, rtol=0)
             assert known.any() and angles[0].shape[-1] == terms
 
 
