@@ -15,9 +15,24 @@ from megatron_coca.attention.positions.bias import DistanceBias as DistanceBias
 from megatron_coca.attention.positions.bias import bias_of_pairs as bias_of_pairs
 from megatron_coca.attention.positions.distance_maps import CAUSAL as CAUSAL
 from megatron_coca.attention.positions.distance_maps import Band as Band
+from megatron_coca.attention.positions.forms import RotaryTables, expand
 from megatron_coca.support.errors import InputError
 
 Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Angles of a polar form, by which its magnitudes become Q' and K'.
+
+    Attributes:
+        query, key: cos and sin for the queries and the keys, with one column per magnitude.
+        offset: constant angles that are subtracted from those of the queries, [heads, number of magnitudes], or None.
+    """
+
+    query: RotaryTables
+    key: RotaryTables
+    offset: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -29,11 +44,15 @@ class Segment:
         key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`, and query head h reads key
             head h // (heads / kv_heads).
         band: the distances of the pairs that the segment scores.
+        turns: None, or the angles if `query` and `key` are magnitudes m followed by unrotated features, instead of Q'
+            and K'. Q' and K' are then (m cos, m sin) followed by the unrotated features. Only backends with `expands`
+            receive such segments; other code calls `expanded`.
     """
 
     query: Tensor
     key: Tensor
     band: Band = CAUSAL
+    turns: Turns | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +125,19 @@ class AttentionInputs:
         return replace(self, **changes)
 
 
+def expanded(inputs: AttentionInputs) -> AttentionInputs:
+    """Return the inputs with Q' and K' in place of magnitudes."""
+
+    def of(segment: Segment) -> Segment:
+        turns = segment.turns
+        if turns is None:
+            return segment
+        query = expand(segment.query, turns.query, turns.offset)
+        return Segment(query, expand(segment.key, turns.key), segment.band)
+
+    return inputs.replace(segments=tuple(map(of, inputs.segments)))
+
+
 @dataclass(frozen=True)
 class Needs:
     """The model's requirements on its backend, known when the model is built.
@@ -138,7 +170,9 @@ class Needs:
 
 
 class Backend(Protocol):
-    """Computes attention from its inputs."""
+    """Computes attention from its inputs. A backend with the attribute `expands` set to True accepts magnitudes instead
+    of Q' and K' (`Segment.turns`) if there is a single segment without forgetting gates.
+    """
 
     def supports(self, needs: Needs) -> str | None:
         """Return None, or the reason why a model with these needs is not supported."""

@@ -20,11 +20,13 @@ from megatron_coca.attention.context import (
 )
 from megatron_coca.attention.inputs import (
     AttentionInputs,
+    Backend,
     BackendError,
     DistanceBias,
     Needs,
     PackedDocuments,
     Segment,
+    Turns,
     gate_features,
     in_chunks,
     made_once,
@@ -32,13 +34,18 @@ from megatron_coca.attention.inputs import (
 from megatron_coca.attention.positions.bias import BiasSource, HeadWeights, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import UNMAPPED, Band
-from megatron_coca.attention.positions.forms import LogitScaling, ScoreForm
+from megatron_coca.attention.positions.forms import LogitScaling, ScoreForm, magnitude_tables
 from megatron_coca.attention.positions.frequencies import Rotary
 from megatron_coca.attention.positions.gates import HeadGates
 from megatron_coca.attention.positions.offsets import HeadOffsets
 from megatron_coca.kernels import missing_triton
 
 Tables = tuple[SegmentTables, ...]
+
+WIDEST_MAGNITUDES = 64
+"""The largest number of magnitudes per head from which the Triton kernels compute Q' and K'. More would not fit in the
+registers.
+"""
 
 
 class OperandMaker(Protocol):
@@ -152,6 +159,7 @@ class PositionMethod:
         offsets: function that builds a layer's module of constant angles, or None.
         queries_per_key: number of query heads per key head.
         norms_rotated: whether layers normalise Q' and K'.
+        magnitudes: whether the backend receives magnitudes instead of Q' and K' (see `with_backend`).
     """
 
     name: str
@@ -177,6 +185,13 @@ class PositionMethod:
     offsets: Callable[[], HeadOffsets] | None = None
     queries_per_key: int = 1
     norms_rotated: bool = False
+    magnitudes: bool = False
+
+    def with_backend(self, backend: Backend) -> "PositionMethod":
+        """Return the method for a model with this backend: polar forms pass magnitudes to backends that expand them."""
+        possible = self.form.by_magnitudes and self.gates is None and self.operands is not with_triton
+        single = len(self.bands) == len(self.trained_bands) == 1 and self.head_dim <= WIDEST_MAGNITUDES
+        return replace(self, magnitudes=possible and single and getattr(backend, "expands", False))
 
     @property
     def scale(self) -> float:
@@ -195,10 +210,11 @@ class PositionMethod:
 
     def keys_stay(self, length: int | None) -> bool:
         """Return whether a token's K' stays the same while the sequence grows, so that K' can be cached. `length` is
-        the fixed length for length-dependent frequencies, or None if the length grows with the sequence.
+        the fixed length for length-dependent frequencies, or None if the length grows with the sequence. Magnitudes are
+        cached without their angles.
         """
         by_length = self.clex is not None or (self.rotary is not None and self.rotary.depends_on_length)
-        return not self.form.decay and (length is not None or not by_length)
+        return not self.form.decay and not self.magnitudes and (length is not None or not by_length)
 
     @property
     def switch(self) -> int | None:
@@ -263,17 +279,19 @@ class PositionMethod:
         gates: Tensor | None = None,
         offset: Tensor | None = None,
         norms: tuple[nn.Module, nn.Module] | None = None,
+        seen: Tensor | None = None,
     ) -> AttentionInputs:
         """Compute backend inputs from q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim].
 
         The layer's own parameters, if any, are `bias`, `factor` (the factor on the logits, [heads], or with its bias
         [heads, 2]), `sinks` [heads], `gates` (the log gates of the keys, [batch, heads, length]) and `offset`
-        (constant angles, [heads, number of magnitudes]). `norms` are applied to Q' and K', [..., head_dim].
+        (constant angles, [heads, number of magnitudes]). `norms` are applied to Q' and K', [..., head_dim]. `seen` has the
+        magnitudes of all keys if they are cached.
         """
-        made = iter(self.operands(self.form, q, k, context.segments, context.query_factor, offset))
+        segments = self._segments(q, k, context, offset, seen)
         if norms is not None:
-            made = iter([norms[number % 2](operand) for number, operand in enumerate(made)])
-        segments = tuple(Segment(next(made), next(made), tables.band) for tables in context.segments)
+            of_query, of_key = norms
+            segments = tuple(replace(each, query=of_query(each.query), key=of_key(each.key)) for each in segments)
         if factor is not None:
             # Applied to Q', not to q, because the scores of CoCA are quadratic in q.
             scaled = factor.to(torch.promote_types(q.dtype, torch.float32))[:, None, None]
@@ -282,6 +300,27 @@ class PositionMethod:
             segments = tuple(replace(each, query=(each.query * scaled).to(each.query.dtype)) for each in segments)
         bias = context.bias if bias is None else bias
         return AttentionInputs(segments, v, self.scale, bias, dropout, context.documents, self.softcap, sinks, gates)
+
+    def _segments(
+        self, q: Tensor, k: Tensor, context: PositionContext, offset: Tensor | None, seen: Tensor | None = None
+    ) -> tuple[Segment, ...]:
+        """Compute the operands of every segment. `seen` has the magnitudes of all keys if they are cached."""
+        if not self._as_magnitudes(context):
+            made = iter(self.operands(self.form, q, k, context.segments, context.query_factor, offset))
+            return tuple(Segment(next(made), next(made), tables.band) for tables in context.segments)
+        (tables,), form = context.segments, self.form
+        assert tables.query is not None and tables.key is not None
+        query = form.query_magnitudes(q, tables.query, context.query_factor)
+        key = form.key_magnitudes(k, tables.key) if seen is None else seen
+        turns = Turns(magnitude_tables(form, tables.query), magnitude_tables(form, tables.key), offset)
+        return (Segment(query, key, tables.band, turns),)
+
+    def _as_magnitudes(self, context: PositionContext) -> bool:
+        """Return whether the backend receives magnitudes. The kernel has no gradients of the tables, and no float64."""
+        table = context.segments[0].query
+        return (
+            self.magnitudes and table is not None and table.cos.dtype == torch.float32 and not table.cos.requires_grad
+        )
 
     def prepare_cached(
         self,
@@ -296,11 +335,16 @@ class PositionMethod:
         """Like `prepare`, but for tokens that follow cached tokens.
 
         `append` adds tensors of the new tokens to the cache and returns the tensors of all cached tokens. The tensors
-        are K' of every segment (or k, if the context has the tables of all keys), v, and log gates. `of_layer` are
-        `bias`, `factor`, `sinks`, `offset` and `norms`.
+        are K' of every segment (or k or its magnitudes, if the context has the tables of all keys), v, and log gates.
+        `of_layer` are `bias`, `factor`, `sinks`, `offset` and `norms`.
         """
         new = [] if gates is None else [gates[..., None]]
-        if not context.of_new_keys:
+        if self._as_magnitudes(context):
+            (tables,) = context.segments
+            assert tables.key is not None
+            keys, values, *seen = append(self.form.key_magnitudes(k, tables.key), v)
+            inputs = self.prepare(q, k, values, context, seen=keys, **of_layer)
+        elif not context.of_new_keys:
             keys, values, *seen = append(k, v, *new)
             inputs = self.prepare(q, keys, values, context, **of_layer)
         else:

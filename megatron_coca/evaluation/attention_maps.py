@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from megatron_coca.attention.backends.reference import gate_bias, with_sinks
-from megatron_coca.attention.inputs import AttentionInputs, Band, bias_of_pairs
+from megatron_coca.attention.inputs import AttentionInputs, Band, bias_of_pairs, expanded
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.model.layers import soft_capped
@@ -35,7 +35,7 @@ def observed(model: nn.Module, visit: Visit, of: PositionMethod | None = None) -
     def observing(method: PositionMethod) -> Any:
         def prepare(q: Tensor, k: Tensor, *rest: Any, **of_layer: Any) -> AttentionInputs:
             inputs = method.prepare(q, k, *rest, **of_layer)
-            visit(q, k, inputs)
+            visit(q, k, expanded(inputs))
             return inputs
 
         return SimpleNamespace(prepare=prepare)

@@ -7,13 +7,14 @@ rotates the query and the key with the model's own position method.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_coca import methods
 from megatron_coca.attention.context import mapped
-from megatron_coca.attention.inputs import Band, DistanceBias, bias_of_pairs
+from megatron_coca.attention.inputs import Band, DistanceBias, bias_of_pairs, expanded
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.evaluation.attention_maps import in_band
 from megatron_coca.model.layers import soft_capped
@@ -27,11 +28,11 @@ def planar(method: PositionMethod, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor
 
     Feature i is the real part and feature i + d/2 the imaginary part. For CoCA k is the T projection t, and
     k_j = q_j * u_j, where u_j comes from t (the paper's equations 6 and 7). For other polar forms, both are their real
-    magnitudes; constant angles are not included.
+    magnitudes, one for each term of the score; constant angles are not included.
     """
     if method.name in POLAR and method.form.magnitude is not None:
         rotated = q[..., : method.rotary_dim].double(), k[..., : method.rotary_dim].double()
-        m, u = method.form.magnitude(rotated[0]), method.form.kept(rotated[1])
+        m, u = (_terms(x, method) for x in (method.form.magnitude(rotated[0]), method.form.kept(rotated[1])))
         return torch.complex(m, torch.zeros_like(m)), torch.complex(u, torch.zeros_like(u))
 
     def complex_pairs(x: Tensor) -> Tensor:
@@ -45,15 +46,29 @@ def planar(method: PositionMethod, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor
     return queries, torch.complex(queries.real * u, queries.imag * u)
 
 
-def initial_angles(method: PositionMethod, q: Tensor, k: Tensor) -> Tensor:
+def _terms(x: Tensor, method: PositionMethod) -> Tensor:
+    """Repeat magnitudes that two frequencies share, so that there is one for each term of the score."""
+    frequencies = method.rotary.dim // 2 if method.rotary is not None else 0
+    return torch.cat((x, x), dim=-1) if x.shape[-1] < frequencies else x
+
+
+def initial_angles(method: PositionMethod, q: Tensor, k: Tensor, offset: Tensor | None = None) -> Tensor:
     """Return the initial angles Theta_j of token pairs, [..., d/2] float64 in (-pi, pi]; NaN if q_j or k_j is zero.
 
-    Takes the same arguments as `planar`.
+    `q` and `k` are as in `planar`, [..., heads, pairs, head_dim]. Constant angles are included: those of the form, and
+    the layer's `offset` [heads, number of magnitudes].
     """
     queries, keys = planar(method, q, k)
     product = queries * keys.conj()
-    angle = torch.where(product.real.eq(0) & product.imag.eq(0), math.nan, product.angle())
+    constant: Tensor | float = method.form.angle if offset is None else -offset.double()[:, None]
+    turned = product.angle() if isinstance(constant, float) and not constant else _wrapped(product.angle() + constant)
+    angle = torch.where(product.real.eq(0) & product.imag.eq(0), math.nan, turned)
     return torch.where(angle.le(-math.pi), math.pi, angle)
+
+
+def _wrapped(angle: Tensor) -> Tensor:
+    """Return the same angles in [-pi, pi)."""
+    return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
 
 
 def rotary_frequencies(encoding: PositionEncoding, length: int) -> Tensor:
@@ -91,15 +106,24 @@ class DistanceSweep:
         self.last = torch.tensor([distances[-1]], device=device)  # the position of the query
         self.frame = encoding(self.last, length, torch.float64, key_positions=self.keys)
 
-    def scores(self, q: Tensor, k: Tensor, bias: DistanceBias | None, factor: Tensor | None = None) -> SweptScores:
+    def scores(
+        self,
+        q: Tensor,
+        k: Tensor,
+        bias: DistanceBias | None,
+        factor: Tensor | None = None,
+        offset: Tensor | None = None,
+    ) -> SweptScores:
         """Return the scores of unrotated q and k [pairs, heads, head_dim].
 
-        Scores include the layer's bias and its learned `factor` [heads] or [heads, 2]. They do not include forgetting
-        gates, which depend on the tokens between the query and the key.
+        Scores include the layer's bias, its learned `factor` [heads] or [heads, 2] and its constant angles `offset`
+        [heads, number of magnitudes]. They do not include forgetting gates, which depend on the tokens between the
+        query and the key.
         """
         q, k = q.double(), k.double()
         everywhere = k[:, :, None].expand(-1, -1, len(self.keys), -1)
-        inputs = self.method.prepare(q[:, :, None], everywhere, everywhere, self.frame, bias=bias, factor=factor)
+        of_layer: dict[str, Any] = {"bias": bias, "factor": factor, "offset": offset}
+        inputs = expanded(self.method.prepare(q[:, :, None], everywhere, everywhere, self.frame, **of_layer))
         width = self.method.form.operand_features * self.method.rotary_dim or self.method.head_dim
         scores = torch.full((*inputs.key.shape[:3],), math.nan, dtype=torch.float64, device=self.keys.device)
         visible = torch.zeros(len(self.keys), dtype=torch.bool, device=self.keys.device)

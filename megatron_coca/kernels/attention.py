@@ -1,5 +1,6 @@
 """Flash attention with distance bands and bias formulas, as a differentiable function."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from megatron_coca.kernels.attention_backward import backward
 from megatron_coca.kernels.custom_op import operation
-from megatron_coca.kernels.launch_constants import WIDEST, Operands, Plan, blocks_for
+from megatron_coca.kernels.launch_constants import WIDEST, WIDEST_EXPANDED, Operands, Plan, blocks_for, operand_columns
 from megatron_coca.kernels.tiles import (
     block_and_head,
     constant_rows,
@@ -22,6 +23,7 @@ from megatron_coca.kernels.tiles import (
     plane,
     start_of_document,
     store_tile,
+    turns_of,
     unit_stride,
     zero_tile,
 )
@@ -43,6 +45,7 @@ def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
             lse,
             operands.filled(operands.coefficients),
             operands.filled(operands.starts),
+            operands.turns,
             operands.sizes,
             plan.limits,
             plan.scale,
@@ -60,7 +63,7 @@ def empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _attend(tensors, out, lse, coefficients, starts, sizes, limits, scale, KIND: tl.constexpr):
+def _attend(tensors, out, lse, coefficients, starts, turns, sizes, limits, scale, KIND: tl.constexpr):
     """Run one program per query block and head. The last blocks start first, because they see the most keys."""
     query, key, far_query, far_key, value = tensors
     heads, group, query_length, key_length = sizes
@@ -69,9 +72,11 @@ def _attend(tensors, out, lse, coefficients, starts, sizes, limits, scale, KIND:
     rows = row + tl.arange(0, KIND.rows)
     m = key_length - query_length + rows
     planes = (plane(query, batch, head), plane(far_query, batch, head))
-    held = load_two(planes[0], planes[1], row, query_length, True, KIND.far, KIND.rows, KIND)
+    of_query = turns_of(turns[0], turns[2], batch, head, KIND)
+    held = load_two(planes[0], planes[1], of_query, row, query_length, KIND.offset, True, KIND.far, KIND.rows, KIND)
     kv_head = head // group
-    keys = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head), key_length)
+    tiles = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head))
+    keys = (tiles[0], tiles[1], turns_of(turns[1], turns[2], batch, 0, KIND), tiles[2], key_length)
     start = start_of_document(starts, batch, m, key_length, KIND)[:, None]
     scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
     # The initial peak is finite: a tile without visible keys does not change it, and -inf - -inf never occurs.
@@ -107,11 +112,11 @@ def _tiles(
 ):
     """Add the key tiles `begin` to `end` to (accumulator, largest unscaled score, sum of weights)."""
     acc, peak, total = state
-    near, far, values, key_length = keys
+    near, far, turns, values, key_length = keys
     limits, bias, scale = scoring
     for tile in range(begin, end):
         n = tile * KIND.keys + tl.arange(0, KIND.keys)[None, :]
-        loaded = load_two(near, far, tile * KIND.keys, key_length, NEAR, FAR, KIND.keys, KIND)
+        loaded = load_two(near, far, turns, tile * KIND.keys, key_length, False, NEAR, FAR, KIND.keys, KIND)
         v = load_tile(values, tile * KIND.keys, key_length, KIND.value_width, KIND.keys, KIND.value_columns)
         scores = logits(held, loaded, m[:, None], n, start, limits, bias, NEAR, FAR, MASKED or KIND.documents, KIND)
         higher = tl.maximum(peak, tl.max(scores, 1))
@@ -140,6 +145,8 @@ def flash_attention(
     formula: str | None = None,
     coefficients: Tensor | None = None,
     starts: Tensor | None = None,
+    tables: Sequence[Tensor] = (),
+    offset: Tensor | None = None,
 ) -> Tensor:
     """Compute causal softmax(scale * Q' K'^T + bias) V, [batch, heads, query_length, width of V] in the query's dtype.
 
@@ -158,6 +165,10 @@ def flash_attention(
         coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]. Gradients are computed if they require them.
         starts: int64 [batch, key_length], non-decreasing: the index of the first token of each token's document. Keys
             before it are masked.
+        tables: if given, `query` and `key` are magnitudes m, of which the kernel computes (m cos, m sin) tile by tile:
+            cos and sin of the queries, float32 [query_length, rotated] or [batch or 1, 1, query_length, rotated], and
+            then those of the keys in the corresponding shape. The features after the rotated ones have the angle 0.
+        offset: with `tables`, constant angles that are subtracted from those of the queries, [heads, rotated].
 
     The softmax is computed in float32, and products of float32 operands are not rounded to TF32. Gradients are bitwise
     reproducible.
@@ -165,22 +176,26 @@ def flash_attention(
     Raises:
         ValueError: the shapes are inconsistent, or the head_dim, dtype or formula is not supported.
     """
-    _check_operands(query, key, value)
+    _check_operands(query, key, value, bool(tables))
+    if tables and far_query is not None:
+        raise ValueError("flash_attention: magnitudes are not supported with two segments")
     if formula is not None and formula not in FORMULAS:
         raise ValueError(f"flash_attention: formula must be one of {FORMULAS}, not {formula!r}")
     tensors = [x if x is None else unit_stride(x) for x in (query, key, far_query, far_key, value)]
     table = None if coefficients is None else _two_columns(coefficients)
     documents = None if starts is None else starts.contiguous()
-    return _attention(*tensors, table, documents, scale, window, first_keys, formula or "none")[0]
+    angles = None if offset is None else offset.float().contiguous()
+    return _attention(*tensors, table, documents, angles, list(tables), scale, window, first_keys, formula or "none")[0]
 
 
-def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_operands(query: Tensor, key: Tensor, value: Tensor, magnitudes: bool) -> None:
     heads, query_length, head_dim = query.shape[1:]
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         dtypes = [x.dtype for x in (query, key, value)]
         raise ValueError(f"flash_attention: query, key and value must all be the same of {DTYPES}, not {dtypes}")
-    if head_dim > WIDEST:
-        raise ValueError(f"flash_attention: head_dim {head_dim} is not supported; use up to {WIDEST}")
+    if operand_columns(head_dim, magnitudes) > (WIDEST_EXPANDED if magnitudes else WIDEST):
+        widest = WIDEST_EXPANDED // 2 if magnitudes else WIDEST
+        raise ValueError(f"flash_attention: head_dim {head_dim} is not supported; use up to {widest}")
     if key.shape[:3] != value.shape[:3] or value.shape[3] > head_dim or key.shape[::3] != query.shape[::3]:
         shapes = [tuple(x.shape) for x in (query, key, value)]
         raise ValueError(f"flash_attention: query, key and value must have matching shapes, not {shapes}")
@@ -203,13 +218,15 @@ def _run(
     value: Tensor,
     coefficients: Tensor | None,
     starts: Tensor | None,
+    offset: Tensor | None,
+    tables: list[Tensor],
     scale: float,
     window: int | None,
     first_keys: int | None,
     formula: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp to base 2."""
-    operands = Operands(query, key, far_query, far_key, value, coefficients, starts)
+    operands = Operands(query, key, far_query, far_key, value, coefficients, starts, tuple(tables), offset)
     return forward(operands, _plan(operands, scale, window, first_keys, formula))
 
 
@@ -225,22 +242,26 @@ def _run_gradients(
     value: Tensor,
     coefficients: Tensor | None,
     starts: Tensor | None,
+    offset: Tensor | None,
+    tables: list[Tensor],
     scale: float,
     window: int | None,
     first_keys: int | None,
     formula: str,
 ) -> list[Tensor]:
-    """Return the gradients of query, key, value, far query, far key and, if they are `learned`, the coefficients."""
-    operands = Operands(query, key, far_query, far_key, value, coefficients, starts)
+    """Return the gradients of query, key, value, far query, far key, the coefficients if they are `learned`, and the
+    constant angles.
+    """
+    operands = Operands(query, key, far_query, far_key, value, coefficients, starts, tuple(tables), offset)
     plan = _plan(operands, scale, window, first_keys, formula)
     grads, table = backward(operands, plan, out, lse, unit_stride(grad), learned)
-    found = (grads.query, grads.key, grads.value, grads.far_query, grads.far_key, table)
+    found = (grads.query, grads.key, grads.value, grads.far_query, grads.far_key, table, grads.offset)
     return [x for x in found if x is not None]
 
 
 def _plan(operands: Operands, scale: float, window: int | None, first_keys: int | None, formula: str) -> Plan:
     segments = 1 if operands.far_query is None else 2
-    return Plan(scale, window, first_keys, formula, blocks_for(operands.query, segments))
+    return Plan(scale, window, first_keys, formula, blocks_for(operands.query, segments, bool(operands.tables)))
 
 
 def _fake(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -248,28 +269,31 @@ def _fake(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_gradients(grad: Tensor, out: Tensor, lse: Tensor, learned: bool, *inputs: Any) -> list[Tensor]:
-    query, key, far_query, far_key, value, coefficients = inputs[:6]
-    found = (query, key, value, far_query, far_key, coefficients if learned else None)
+    query, key, far_query, far_key, value, coefficients, _, offset = inputs[:8]
+    found = (query, key, value, far_query, far_key, coefficients if learned else None, offset)
     return [torch.empty_like(x) for x in found if x is not None]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:7])
-    ctx.options = inputs[7:]
+    ctx.save_for_backward(*output, *inputs[:8], *inputs[8])
+    ctx.options = inputs[9:]
 
 
 def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Tensor | None, ...]:
-    out, lse, *inputs = ctx.saved_tensors
+    out, lse, *saved = ctx.saved_tensors
+    inputs, tables = saved[:8], saved[8:]
     learned = ctx.needs_input_grad[5]
-    query, key, value, *rest = _attention_gradients(grad, out, lse, learned, *inputs, *ctx.options)
+    query, key, value, *rest = _attention_gradients(grad, out, lse, learned, *inputs, tables, *ctx.options)
+    offset = rest.pop() if inputs[7] is not None else None
     far_query, far_key = rest[:2] if inputs[2] is not None else (None, None)
     table = rest[-1] if learned else None
-    return query, key, far_query, far_key, value, table, None, *(None for _ in ctx.options)
+    of_tables = [None for _ in tables]
+    return query, key, far_query, far_key, value, table, None, offset, of_tables, *(None for _ in ctx.options)
 
 
 _GIVEN = (
     "Tensor query, Tensor key, Tensor? far_query, Tensor? far_key, Tensor value, Tensor? coefficients, Tensor? starts, "
-    "float scale, int? window, int? first_keys, str formula"
+    "Tensor? offset, Tensor[] tables, float scale, int? window, int? first_keys, str formula"
 )
 _attention = operation(
     "flash_attention", f"({_GIVEN}) -> (Tensor, Tensor)", _run, _fake, keep=_keep, backward=_backward

@@ -21,7 +21,9 @@ from megatron_coca.kernels.tiles import (
     dot,
     key_phases,
     load_coefficients,
+    load_operand,
     load_tile,
+    load_turns,
     load_two,
     logits,
     operand,
@@ -29,7 +31,10 @@ from megatron_coca.kernels.tiles import (
     plane,
     query_phases,
     start_of_document,
+    store_gradient,
     store_tile,
+    turns_of,
+    two_halves,
     visible,
     zero_tile,
 )
@@ -69,6 +74,7 @@ def _launch(
         tuple(map(operand, (*segment[:2], operands.value, grad))),
         tuple(map(operand, (segment[2], *values))),
         *rows,
+        operands.turns,
         operands.filled(operands.coefficients),
         operands.filled(operands.starts),
         operands.filled(None if operands.starts is None else _stops(operands.starts)),
@@ -92,6 +98,7 @@ def _key_gradients(
     outputs,
     lse,
     delta,
+    turns,
     coefficients,
     starts,
     stops,
@@ -109,7 +116,8 @@ def _key_gradients(
     heads, group, query_length, key_length = sizes
     block, _, _, batch, kv_head = block_and_head(key_length, heads // group, KIND.keys)
     row = block * KIND.keys
-    held = load_tile(plane(key, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
+    of_key = turns_of(turns[1], turns[2], batch, 0, KIND)
+    held = load_operand(plane(key, batch, kv_head), of_key, row, key_length, False, KIND.keys, KIND)
     v = load_tile(plane(value, batch, kv_head), row, key_length, KIND.value_width, KIND.keys, KIND.value_columns)
     n = row + tl.arange(0, KIND.keys)[:, None]
     # A query sees only keys of its own document: keys with a document that has not ended before the query. The bounds
@@ -128,7 +136,8 @@ def _key_gradients(
     for member in range(0, group):
         head = kv_head * group + member
         offset = (batch * heads + head).to(tl.int64) * query_length
-        queries = (plane(query, batch, head), query_length, key_length)
+        of_query = turns_of(turns[0], turns[2], batch, head, KIND)
+        queries = (plane(query, batch, head), of_query, query_length, key_length)
         above = (plane(grad, batch, head), lse + offset, delta + offset)
         scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
         if not BEYOND and (KIND.documents or KIND.window):
@@ -141,7 +150,8 @@ def _key_gradients(
         else:
             sums = _tiles(sums, edge, far_begin, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
             sums = _tiles(sums, far_begin, end, held, v, queries, above, n, document, scoring, BEYOND, False, KIND)
-    store_tile(sums[0] * scale, plane(key_out, batch, kv_head), row, key_length, KIND.width)
+    place = plane(key_out, batch, kv_head)
+    store_gradient(sums[0] * scale, place, of_key, row, key_length, False, KIND.keys, KIND)
     store_tile(sums[1], plane(value_out, batch, kv_head), row, key_length, KIND.value_width)
 
 
@@ -165,12 +175,12 @@ def _tiles(
     matrix has to be transposed.
     """
     key_sum, value_sum = sums
-    query, query_length, key_length = queries
+    query, of_query, query_length, key_length = queries
     limits, bias, scale = scoring
     for tile in range(begin, end):
         rows = tile * KIND.rows + tl.arange(0, KIND.rows)
         m = (key_length - query_length + rows)[None, :]
-        loaded = load_tile(query, tile * KIND.rows, query_length, KIND.width, KIND.rows, KIND.columns)
+        loaded = load_operand(query, of_query, tile * KIND.rows, query_length, KIND.offset, KIND.rows, KIND)
         grad = load_tile(above[0], tile * KIND.rows, query_length, KIND.value_width, KIND.rows, KIND.value_columns)
         # Rows beyond the last query get an infinite sum of weights, so that their weights are 0.
         lse = tl.load(above[1] + rows, mask=rows < query_length, other=float("inf"))
@@ -191,7 +201,8 @@ def _tiles(
 def query_gradients(
     operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor], with_coefficients: bool
 ) -> Tensor | None:
-    """Fill `results.query` and `results.far_query`, and return the coefficient gradients [heads, 2] if requested.
+    """Fill `results.query`, `results.far_query` and `results.offset`, and return the gradients of the coefficients,
+    [heads, 2], if requested.
 
     `saved` is (gradient of the output, log-sum-exp to base 2, rowsum(dO * O)).
     """
@@ -201,12 +212,18 @@ def query_gradients(
     partial = None
     if with_coefficients:
         partial = torch.empty((batch, heads, blocks, 2), dtype=torch.float32, device=operands.query.device)
+    angles = None
+    if results.offset is not None:
+        shape = (batch, heads, blocks, results.offset.shape[1])
+        angles = torch.empty(shape, dtype=torch.float32, device=operands.query.device)
     grad, *rows = saved
     _query_gradients[(blocks * batch * heads,)](
         operands.tuples,
         operand(grad),
         (operand(results.query), operand(operands.filled(results.far_query)), operands.filled(partial)),
+        operands.filled(angles),
         *rows,
+        operands.turns,
         operands.filled(operands.coefficients),
         operands.filled(operands.starts),
         operands.sizes,
@@ -215,6 +232,8 @@ def query_gradients(
         BIAS=with_coefficients,
         **plan.options(launch, operands),
     )
+    if results.offset is not None and angles is not None:
+        results.offset.copy_(angles.sum((0, 2), dtype=torch.float64))
     return None if partial is None else partial.sum((0, 2), dtype=torch.float64).float()
 
 
@@ -223,8 +242,10 @@ def _query_gradients(
     tensors,
     grad,
     outputs,
+    angles_out,
     lse,
     delta,
+    turns,
     coefficients,
     starts,
     sizes,
@@ -243,9 +264,11 @@ def _query_gradients(
     rows = row + tl.arange(0, KIND.rows)
     m = key_length - query_length + rows
     planes = (plane(query, batch, head), plane(far_query, batch, head))
-    held = load_two(planes[0], planes[1], row, query_length, True, KIND.far, KIND.rows, KIND)
+    of_query = turns_of(turns[0], turns[2], batch, head, KIND)
+    held = load_two(planes[0], planes[1], of_query, row, query_length, KIND.offset, True, KIND.far, KIND.rows, KIND)
     kv_head = head // group
-    keys = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head), key_length)
+    tiles = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head))
+    keys = (tiles[0], tiles[1], turns_of(turns[1], turns[2], batch, 0, KIND), tiles[2], key_length)
     seat = place.to(tl.int64) * query_length + rows
     # Rows beyond the last query get an infinite sum of weights, so that their weights are 0.
     above = (
@@ -268,7 +291,11 @@ def _query_gradients(
         sums = _query_tiles(sums, edge, full, held, keys, above, m, start, scoring, True, KIND.far, True, BIAS, KIND)
     sums = _query_tiles(sums, full, diagonal, held, keys, above, m, start, scoring, True, False, False, BIAS, KIND)
     sums = _query_tiles(sums, diagonal, end, held, keys, above, m, start, scoring, True, False, True, BIAS, KIND)
-    store_tile(sums[0] * scale, plane(query_out, batch, head), row, query_length, KIND.width)
+    place_out = plane(query_out, batch, head)
+    store_gradient(sums[0] * scale, place_out, of_query, row, query_length, KIND.offset, KIND.rows, KIND)
+    if KIND.offset:
+        part_out = angles_out + (place.to(tl.int64) * blocks + block) * KIND.frequencies
+        _store_angles(sums[0] * scale, planes[0], of_query, part_out, row, query_length, KIND)
     if KIND.far:
         store_tile(sums[1] * scale, plane(far_query_out, batch, head), row, query_length, KIND.width)
     if BIAS:
@@ -276,6 +303,18 @@ def _query_gradients(
         # Each row of dS sums to 0 up to the rounding error of D. Subtract that error, which would add up over queries.
         tl.store(pair, tl.sum(sums[3] - sums[2] * sums[5], 0))
         tl.store(pair + 1, tl.load(coefficients + 2 * head) * tl.sum(sums[4] - sums[2] * sums[6], 0))
+
+
+@triton.jit
+def _store_angles(tile, magnitudes, turns, out, start, length, KIND: tl.constexpr):
+    """Store the gradient of the head's constant angles from the gradient of Q' in one block of queries: the sum over
+    queries of m (first sin - second cos), because d cos(a - delta) / d delta = sin(a - delta).
+    """
+    first, second = two_halves(tile, KIND.rows, KIND.columns)
+    cos, sin = load_turns(turns, start, length, KIND.offset, KIND.rows, KIND)
+    m = load_tile(magnitudes, start, length, KIND.width, KIND.rows, KIND.magnitudes).to(tl.float32)
+    columns = tl.arange(0, KIND.magnitudes)
+    tl.store(out + columns, tl.sum(m * (first * sin - second * cos), 0), mask=columns < KIND.frequencies)
 
 
 @triton.jit
@@ -299,12 +338,12 @@ def _query_tiles(
     c0, P * db/dc0 and P * db/dc1 / c0, where b is the bias.
     """
     near_sum, far_sum, slope_sum, first_sum, second_sum, first_mean, second_mean = sums
-    near, far, values, key_length = keys
+    near, far, turns, values, key_length = keys
     grad, lse, delta = above
     limits, bias, scale = scoring
     for tile in range(begin, end):
         n = tile * KIND.keys + tl.arange(0, KIND.keys)[None, :]
-        loaded = load_two(near, far, tile * KIND.keys, key_length, NEAR, FAR, KIND.keys, KIND)
+        loaded = load_two(near, far, turns, tile * KIND.keys, key_length, False, NEAR, FAR, KIND.keys, KIND)
         v = load_tile(values, tile * KIND.keys, key_length, KIND.value_width, KIND.keys, KIND.value_columns)
         scores = logits(held, loaded, m[:, None], n, start, limits, bias, NEAR, FAR, MASKED or KIND.documents, KIND)
         weights = tl.exp2(scores * scale - lse[:, None])
@@ -342,6 +381,7 @@ def backward(
         value=torch.empty_like(operands.value),
         coefficients=None,
         starts=None,
+        offset=None if operands.offset is None else torch.empty_like(operands.offset),
     )
     with torch.cuda.device_of(grad):
         saved = grad, lse, _output_products(out, grad)

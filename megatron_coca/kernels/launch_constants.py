@@ -7,10 +7,12 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_coca.kernels.tiles import OPTIONS, operand
+from megatron_coca.kernels.tiles import OPTIONS, operand, table
 
 WIDEST = 256
 """The largest head_dim in CONFIGS."""
+WIDEST_EXPANDED = 128
+"""The largest number of columns of Q' and K' that the kernels compute from magnitudes without spilling registers."""
 
 
 class Launch(NamedTuple):
@@ -79,6 +81,14 @@ benchmarks/kernels/budgets.json) so that registers do not spill and loads are pi
 """
 
 
+_MAGNITUDES_80 = Blocks(Launch(128, 64, 8, 2), Launch(32, 32, 8, 1), Launch(64, 32, 8, 2))
+_MAGNITUDES_90 = Blocks(Launch(128, 64, 8, 2), Launch(32, 32, 8, 2), Launch(64, 32, 8, 2))
+MAGNITUDES: dict[int, Blocks] = {80: _MAGNITUDES_80, 90: _MAGNITUDES_90, 100: _MAGNITUDES_90}
+"""Block sizes for operands that are given as magnitudes, by architecture, for 16-bit operands of 128 features. Float32
+operands use the launches for twice as many features. Chosen like CONFIGS.
+"""
+
+
 def architecture(capability: tuple[int, int]) -> int:
     """Return the key in CONFIGS for a compute capability. The launches for 8.0 also fit in the 99 KiB of shared memory
     that 8.6, 8.9 and 12.0 have.
@@ -91,27 +101,43 @@ def padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def row_class(query: Tensor) -> int:
+def operand_columns(width: int, magnitudes: bool) -> int:
+    """Return the number of columns of a tile of Q' and K', two for each magnitude."""
+    return 2 * padded(width) if magnitudes else padded(width)
+
+
+def row_class(query: Tensor, magnitudes: bool = False) -> int:
     """Return the class of the operands' rows, a key of `CONFIGS`: the number of bytes in a padded row.
 
     This number is doubled for float32, because float32 products do not use tensor cores and need more registers. 1,024
     bytes are in the class 512.
     """
     factor = 2 if query.dtype == torch.float32 else 1
-    size = padded(query.shape[-1]) * query.element_size() * factor
+    size = operand_columns(query.shape[-1], magnitudes) * query.element_size() * factor
     return 512 if size == 1024 else size
 
 
-def blocks_for(query: Tensor, segments: int) -> Blocks:
+def blocks_for(query: Tensor, segments: int, magnitudes: bool = False) -> Blocks:
     """Return the entry of CONFIGS for these operands or, on the CPU (in the interpreter), SMALL."""
     if query.device.type == "cpu":
         return SMALL
-    return CONFIGS[architecture(torch.cuda.get_device_capability(query.device))][segments, row_class(query)]
+    return launches(architecture(torch.cuda.get_device_capability(query.device)), query, segments, magnitudes)
+
+
+def launches(number: int, query: Tensor, segments: int, magnitudes: bool) -> Blocks:
+    """Return the launch parameters on an architecture, a key of `CONFIGS`."""
+    row = row_class(query, magnitudes)
+    if magnitudes:
+        return MAGNITUDES[number] if row <= 256 else CONFIGS[number][1, 2048]
+    return CONFIGS[number][segments, row]
 
 
 class Kind(NamedTuple):
     """Compile-time constants of a kernel: whether there is a far segment, a window, `first_keys` and documents; the
-    bias formula; the width of Q' and K' and its padded value; the same for V; the queries and keys per tile.
+    bias formula; the width of Q' and K' and the columns of their tiles; the width of V and its padded value; the
+    queries and keys per tile. For operands that are given as magnitudes, the width is theirs, and `magnitudes` is its
+    padded value; `frequencies` is the number of rotated ones (0: operands are given as they are), and `offset` whether
+    heads have constant angles.
     """
 
     far: bool
@@ -125,6 +151,9 @@ class Kind(NamedTuple):
     value_columns: int
     rows: int
     keys: int
+    magnitudes: int
+    frequencies: int
+    offset: bool
 
 
 @dataclass(frozen=True)
@@ -160,11 +189,14 @@ class Plan:
             documents=operands.starts is not None,
             formula=self.formula,
             width=width,
-            columns=padded(width),
+            columns=operand_columns(width, bool(operands.tables)),
             value_width=value_width,
             value_columns=padded(value_width),
             rows=launch.rows,
             keys=launch.keys,
+            magnitudes=padded(width),
+            frequencies=operands.tables[0].shape[-1] if operands.tables else 0,
+            offset=operands.offset is not None,
         )
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **OPTIONS}
         return {"KIND": kind, **options} | ({"maxnreg": launch.maxnreg} if launch.maxnreg else {})
@@ -181,6 +213,8 @@ class Operands:
         value: [batch, kv_heads, key_length, width of V].
         coefficients: coefficients of the bias, float32 [heads, 2], or None.
         starts: index of the first token of each token's document, int64 [batch, key_length], or None.
+        tables: empty, or cos and sin of the queries and of the keys, if `query` and `key` are magnitudes.
+        offset: constant angles that are subtracted from those of the queries, float32 [heads, frequencies], or None.
     """
 
     query: Tensor
@@ -190,6 +224,21 @@ class Operands:
     value: Tensor
     coefficients: Tensor | None
     starts: Tensor | None
+    tables: tuple[Tensor, ...] = ()
+    offset: Tensor | None = None
+
+    @property
+    def turns(self) -> tuple[Any, ...]:
+        """Return the tables of the queries and of the keys, and cos and sin of the constant angles, as kernel
+        arguments.
+        """
+        if not self.tables:
+            unused = (self.value, self.value, 0, 0)
+            return unused, unused, self.value
+        query_cos, query_sin, key_cos, key_sin = self.tables
+        batch = self.query.shape[0]
+        angles = None if self.offset is None else torch.cat((self.offset.cos(), self.offset.sin()), dim=-1)
+        return table(query_cos, query_sin, batch), table(key_cos, key_sin, batch), self.filled(angles)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

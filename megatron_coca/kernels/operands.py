@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_coca.kernels.custom_op import operation
-from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane, store_tile, unit_stride
+from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane, store_tile, table, unit_stride
 
 
 class Layout(NamedTuple):
@@ -285,7 +285,7 @@ def _launch(
     half, longest = tables[0].shape[-1], max(query_length, key_length)
     layout = _layout(form, len(tables) // 4, head_dim, half, longest)
     # The tables of each segment: cos and sin of the queries, then cos and sin of the keys.
-    pairs = [_table(*pair, batch) for pair in zip(tables[::2], tables[1::2], strict=True)]
+    pairs = [table(*pair, batch) for pair in zip(tables[::2], tables[1::2], strict=True)]
     with torch.cuda.device_of(query[0]):
         kernel[(heads + kv_heads, triton.cdiv(longest, layout.rows), batch)](
             tuple(operand(x) for x in query),
@@ -308,10 +308,3 @@ def _layout(form: str, segments: int, head_dim: int, half: int, longest: int) ->
     fitting = 1 << ((ELEMENTS // (2 * half_block + tail_block)).bit_length() - 1)
     rows = min(fitting, triton.next_power_of_2(longest))
     return Layout(form, segments, half, tail, rows, half_block, tail_block)
-
-
-def _table(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, int, int]:
-    """Return (cos, sin, batch stride, row stride); the batch stride is 0 if the whole batch shares one table."""
-    cos, sin = cos.contiguous(), sin.contiguous()
-    own = cos.dim() == 4 and cos.shape[0] == batch
-    return cos, sin, cos.stride(0) if own else 0, cos.stride(-2)

@@ -17,6 +17,13 @@ def operand(x: Tensor) -> tuple[Tensor, int, int, int]:
     return x, x.stride(0), x.stride(1), x.stride(2)
 
 
+def table(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, int, int]:
+    """Return (cos, sin, batch stride, row stride); the batch stride is 0 if the whole batch shares one table."""
+    cos, sin = cos.contiguous(), sin.contiguous()
+    own = cos.dim() == 4 and cos.shape[0] == batch
+    return cos, sin, cos.stride(0) if own else 0, cos.stride(-2)
+
+
 def unit_stride(x: Tensor) -> Tensor:
     """Return `x`, or a copy if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -51,10 +58,86 @@ def store_tile(tile, x, start, length, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_two(near, far, start, length, NEAR: tl.constexpr, FAR: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr):
+def turns_of(table, offset, batch, head, KIND: tl.constexpr):
+    """Return (pointer to cos, pointer to sin, row stride, pointer to the constant angles of the head)."""
+    skipped = tl.cast(batch, tl.int64) * table[2]
+    return table[0] + skipped, table[1] + skipped, table[3], offset + 2 * KIND.frequencies * head
+
+
+@triton.jit
+def load_turns(turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """Load cos and sin of the angles of each magnitude, [ROWS, columns of magnitudes]. Features that are not rotated
+    have the angle 0. With TURNED, the head's constant angles are subtracted.
+    """
+    columns = tl.arange(0, KIND.magnitudes)
+    cos = load_tile((turns[0], turns[2]), start, length, KIND.frequencies, ROWS, KIND.magnitudes)
+    sin = load_tile((turns[1], turns[2]), start, length, KIND.frequencies, ROWS, KIND.magnitudes)
+    if TURNED:
+        rotated = columns < KIND.frequencies
+        by_cos = tl.load(turns[3] + columns, mask=rotated, other=1.0)[None, :]
+        by_sin = tl.load(turns[3] + KIND.frequencies + columns, mask=rotated, other=0.0)[None, :]
+        turned = cos * by_cos + sin * by_sin
+        sin = sin * by_cos - cos * by_sin
+        cos = turned
+    if KIND.frequencies < KIND.width:
+        cos = tl.where((columns < KIND.frequencies)[None, :], cos, 1.0)
+    return cos, sin
+
+
+@triton.jit
+def load_operand(x, turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """Load a tile of Q' or K', or compute it from magnitudes: (m cos, m sin), rounded once."""
+    if KIND.frequencies == 0:
+        return load_tile(x, start, length, KIND.width, ROWS, KIND.columns)
+    else:
+        m = load_tile(x, start, length, KIND.width, ROWS, KIND.magnitudes)
+        cos, sin = load_turns(turns, start, length, TURNED, ROWS, KIND)
+        wide = m.to(tl.float32)
+        both = tl.join((wide * cos).to(m.dtype), (wide * sin).to(m.dtype))
+        return in_halves(both, ROWS, KIND.columns)
+
+
+@triton.jit
+def in_halves(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Reorder [ROWS, COLUMNS / 2, 2] to [ROWS, COLUMNS]."""
+    return tl.reshape(tl.permute(both, (0, 2, 1)), [ROWS, COLUMNS])
+
+
+@triton.jit
+def two_halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the two halves of the columns."""
+    return tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def store_gradient(tile, x, turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """Store the gradient of Q' or K', or that of the magnitudes: the gradient of m cos times cos, plus that of m sin
+    times sin.
+    """
+    if KIND.frequencies == 0:
+        store_tile(tile, x, start, length, KIND.width)
+    else:
+        first, second = two_halves(tile, ROWS, KIND.columns)
+        cos, sin = load_turns(turns, start, length, TURNED, ROWS, KIND)
+        store_tile(first * cos + second * sin, x, start, length, KIND.width)
+
+
+@triton.jit
+def load_two(
+    near,
+    far,
+    turns,
+    start,
+    length,
+    TURNED: tl.constexpr,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
+):
     """Load the tiles at row `start` of the segments in use. An unused segment gets the other segment's tile."""
     if NEAR:
-        near_tile = load_tile(near, start, length, KIND.width, ROWS, KIND.columns)
+        near_tile = load_operand(near, turns, start, length, TURNED, ROWS, KIND)
     if FAR:
         far_tile = load_tile(far, start, length, KIND.width, ROWS, KIND.columns)
     if not NEAR:

@@ -190,6 +190,7 @@ class Attention(nn.Module):
         check_kernel("operand_kernel", position.operand_kernel, torch.device(device).type)
         needs = backend_needs(config, method, torch.device(device).type, training)
         _, backend = select_backend(position.attention_backend, needs)
+        method = method.with_backend(backend)
         self.encoding, self.attention = PositionEncoding(method), build_attention(config.model, method, backend, name)
         initialize(self, config.model, int(torch.randint(2**62, ())))
         self.to(device)
@@ -220,6 +221,7 @@ def _compose(config: Config, device: str, training: bool) -> GPT:
     for name, position in config.layer_types.items():
         needs = backend_needs(config, methods[name], device_type, training)
         _, backends[name] = select_backend(position.attention_backend, needs)
+        methods[name] = methods[name].with_backend(backends[name])
     return GPT(config.model, methods, backends)
 
 

@@ -30,9 +30,10 @@ class PluginAttention:
     def __init__(self, config: Config, device_type: str) -> None:
         """Raises BackendError if the configured backend is not available."""
         check_kernel("operand_kernel", config.position.operand_kernel, device_type)
-        self._method = build_method(config.position, config.model)
-        needs = self._method.needs(device_type, config.model.attention_dropout)
+        method = build_method(config.position, config.model)
+        needs = method.needs(device_type, config.model.attention_dropout)
         _, self._backend = select_backend(config.position.attention_backend, needs)
+        self._method = method.with_backend(self._backend)
         self._encoding = PositionEncoding(self._method)
         self._contexts: dict[tuple[Any, ...], PositionContext] = {}
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +80,20 @@ class Case:
     documents: bool = False
     first_keys: int | None = None
     dtype: str = "bfloat16"
+    magnitudes: bool = False
 
     def __str__(self) -> str:
         told = [self.dtype, f"d{self.head_dim}", "two segments" * self.two, self.formula or ""]
-        told += ["documents" * self.documents, f"first {self.first_keys}" if self.first_keys else ""]
+        told += [
+            "magnitudes" * self.magnitudes,
+            "documents" * self.documents,
+            f"first {self.first_keys}" if self.first_keys else "",
+        ]
         return " ".join(filter(None, told))
 
     def call(self, capability: int) -> None:
         """With grouped heads and the launches of the table, which tensors on the CPU would not take."""
-        blocks = launch_constants.CONFIGS[capability]
-        attention.blocks_for = lambda query, segments: blocks[segments, launch_constants.row_class(query)]
+        attention.blocks_for = partial(launch_constants.launches, capability)
         dtype = getattr(torch, self.dtype)
         query, key = (torch.zeros(2, n, LENGTH, self.head_dim, dtype=dtype, requires_grad=True) for n in (4, 2))
         learned = self.formula in ("log", "power")
@@ -104,9 +109,13 @@ class Case:
             formula=self.formula,
             coefficients=torch.ones(4, 2, requires_grad=learned) if self.formula else None,
             starts=torch.zeros(2, LENGTH, dtype=torch.int64) if self.documents else None,
+            tables=[torch.zeros(LENGTH, self.head_dim)] * 4 if self.magnitudes else (),
+            offset=torch.zeros(4, self.head_dim, requires_grad=True) if self.magnitudes else None,
         ).sum().backward()
 
 
+MAGNITUDES = Case(64, magnitudes=True)
+"""Must not spill registers."""
 RULED = [
     case
     for head_dim in (64, 128)
@@ -126,6 +135,7 @@ OTHERS = [
     *(Case(256, two=two) for two in (False, True)),
     *(Case(head_dim, dtype="float32") for head_dim in (64, 256)),
     Case(80, formula="log"),
+    Case(64, dtype="float32", magnitudes=True),
 ]
 
 
@@ -161,8 +171,8 @@ def measure(compiled: Any, capability: int) -> Figures:
     return Figures(registers, stack, shared, blocks, **counts)
 
 
-def compile_all(capability: int) -> Iterator[tuple[str, Figures, bool]]:
-    """(what was compiled, its figures, whether the rules hold for it)."""
+def compile_all(capability: int) -> Iterator[tuple[str, Figures, str]]:
+    """(what was compiled, its figures, the rules that hold for it: all, spills or none)."""
     triton.runtime.driver.set_active(AbsentGpu(capability))
     compiled: list[tuple[str, Figures]] = []
 
@@ -175,15 +185,16 @@ def compile_all(capability: int) -> Iterator[tuple[str, Figures, bool]]:
         return compiling
 
     JITFunction.__getitem__ = compile_instead  # type: ignore[method-assign]
-    for case in RULED + OTHERS:
+    for case in [*RULED, MAGNITUDES, *OTHERS]:
         case.call(capability)
         for kernel, figures in compiled:
-            yield f"{kernel} {case}", figures, case in RULED and kernel != "delta"
+            rules = "none" if kernel == "delta" or case in OTHERS else "spills" if case is MAGNITUDES else "all"
+            yield f"{kernel} {case}", figures, rules
         compiled.clear()
     for form, rotated, head_dim, segments in OPERANDS:
         _operands(form, rotated, head_dim, segments)
         for kernel, figures in compiled:
-            yield f"{kernel} {form} {rotated} of {head_dim}{' two segments' * (segments - 1)}", figures, False
+            yield f"{kernel} {form} {rotated} of {head_dim}{' two segments' * (segments - 1)}", figures, "none"
         compiled.clear()
 
 
@@ -195,13 +206,14 @@ def _operands(form: Any, rotated: int, head_dim: int, segments: int) -> None:
     sum(x.sum() for x in operands.fused_operands(q, k, tables, form)).backward()  # type: ignore[union-attr]
 
 
-def broken_rules(figures: Figures, capability: int, ruled: bool) -> list[str]:
+def broken_rules(figures: Figures, capability: int, ruled: str) -> list[str]:
     """What no kernel may do, and what attention at head_dim 64 and 128 must."""
     largest = SMALLEST if capability == 80 else SHARED[capability] - 1
     rules = {f"more than {largest} KiB of shared memory": figures.shared > largest * 1024}
-    if ruled:
+    if ruled != "none":
+        rules["spills registers"] = figures.stack > 0
+    if ruled == "all":
         rules |= {
-            "spills registers": figures.stack > 0,
             "no asynchronous copy": figures.cp_async + figures.tma == 0,
             "no wgmma": capability == 90 and figures.wgmma == 0,
             "no product on tensor cores": figures.mma + figures.wgmma + figures.tcgen05 == 0,

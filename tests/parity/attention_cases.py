@@ -88,23 +88,25 @@ class Case:
         def uniform(low: float, high: float, *shape: int) -> Tensor:
             return (low + (high - low) * torch.rand(shape, generator=generator)).double()
 
-        half = self.rotary_dim // 2
         offsets = self.method.layer_offsets()
-        if offsets is not None:
-            return {"offset": uniform(-3, 0, *offsets.bias.shape)}
-        return {
-            "kerple_log": lambda: {"p": uniform(0.1, 2, HEADS), "a": uniform(0.05, 1, HEADS)},
-            "kerple_power": lambda: {"p": uniform(0.1, 1.5, HEADS), "a": uniform(0.05, 1, HEADS)},
-            "rpe": lambda: {"table": uniform(-0.5, 0.5, 32, HEADS)},
-            "fire": lambda: {
-                "hidden_weight": uniform(-3, 3, 32),
-                "hidden_bias": uniform(-1, 1, 32),
-                "output_weight": uniform(-0.5, 0.5, HEADS, 32),
-                "c": uniform(0.1, 0.5, 1),
-                "a": uniform(0.04, 0.08, 1),  # 20 to 40 tokens
-            },
-            "clex": lambda: {"up": uniform(-0.3, 0.3, half, 2 * half), "down": uniform(-0.2, 0.2, 2 * half, half)},
-        }.get(self.scaling.get("rope_type", self.pos_emb), dict)()
+        angles = {} if offsets is None else {"offset": uniform(-3, 0, *offsets.bias.shape)}
+        half = self.frequency_dim // 2
+        return (
+            angles
+            | {
+                "kerple_log": lambda: {"p": uniform(0.1, 2, HEADS), "a": uniform(0.05, 1, HEADS)},
+                "kerple_power": lambda: {"p": uniform(0.1, 1.5, HEADS), "a": uniform(0.05, 1, HEADS)},
+                "rpe": lambda: {"table": uniform(-0.5, 0.5, 32, HEADS)},
+                "fire": lambda: {
+                    "hidden_weight": uniform(-3, 3, 32),
+                    "hidden_bias": uniform(-1, 1, 32),
+                    "output_weight": uniform(-0.5, 0.5, HEADS, 32),
+                    "c": uniform(0.1, 0.5, 1),
+                    "a": uniform(0.04, 0.08, 1),  # 20 to 40 tokens
+                },
+                "clex": lambda: {"up": uniform(-0.3, 0.3, half, 2 * half), "down": uniform(-0.2, 0.2, 2 * half, half)},
+            }.get(self.scaling.get("rope_type", self.pos_emb), dict)()
+        )
 
     def theta(self, length: int, learned: Mapping[str, Tensor]) -> Tensor:
         """The frequencies that the oracle uses at `length`."""

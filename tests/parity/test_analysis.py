@@ -137,6 +137,50 @@ def test_the_angles_of_coca_come_out_as_zero(pos_emb: str) -> None:
     assert cell.borders.k.beyond_training == 0
 
 
+POLAR = {
+    "pope": ("pope", {"pos_emb_options": {"offset": "uniform"}}),
+    "shared magnitudes": ("polar", {"pos_emb_options": {"magnitude": "relu_mean", "power": 2, "offset": "uniform"}}),
+    "shared frequencies": ("polar", {"pos_emb_options": {"frequencies": "pair"}}),
+    "constant angle": ("coca_strict", {"pos_emb_options": {"initial_angle": -0.5}}),
+    "random angles": ("coca_strict", {"pos_emb_options": {"initial_angle": "random"}}),
+}
+
+
+@pytest.mark.parametrize("name", POLAR)
+def test_constant_angles_are_in_angles_and_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle scores a pair at all distances: its query and key stand at the ends of a sequence of that length."""
+    pos_emb, keys = POLAR[name]
+    model, options = build(pos_emb, **keys), keys["pos_emb_options"]
+    pairs, swept, angles = draw_pairs(LENGTH, 3, 9), [], []
+    of_sweep, of_angles = length_analysis.summarise_decay, length_analysis.summarise_angles
+    monkeypatch.setattr(length_analysis, "summarise_decay", lambda d, parts: swept.extend(parts) or of_sweep(d, parts))
+    monkeypatch.setattr(length_analysis, "summarise_angles", lambda t, *rest: angles.append(t) or of_angles(t, *rest))
+    found = analyse(model, documents(1), LENGTH, AnalysisProtocol(text="", pairs=3, queries=3, seed=9))
+    by_feature = pos_emb == "pope" or options.get("frequencies", "pair" if pos_emb == "coca_strict" else "feature")
+    by_feature = by_feature in (True, "feature")
+    softplus = pos_emb != "coca_strict" and options.get("magnitude") != "relu_mean"
+    power = options.get("power", 2 if pos_emb == "coca_strict" else 1)
+    speeds = frequencies(2 * HEAD if by_feature else HEAD, length=LENGTH, training_length=TRAINED)
+    terms = HEAD if softplus or by_feature else HEAD // 2
+    for layer, (block, (q, k)) in enumerate(zip(model.blocks, projections(model, documents(1)[0]), strict=True)):
+        drawn = block.attention.position_offsets
+        constant = torch.full((HEADS, terms), -options.get("initial_angle", 0) if drawn is None else 0.0).double()
+        offset = constant if drawn is None else drawn().detach().double()
+        polar = dense.Polar(softplus, power, by_feature, offset)
+        layout = dense.lay_out(torch.arange(LENGTH, dtype=torch.float64)[None], LENGTH, dense.Setting())
+        for number, (m, n) in enumerate(zip(*pairs, strict=True)):
+            ends = q[:, m][:, None].expand(-1, LENGTH, -1), k[:, n][:, None].expand(-1, LENGTH, -1)
+            expected = dense._polar_scores(ends[0][None], ends[1][None], speeds, layout, 1.0, polar)[0, :, -1]
+            expected = expected.flip(-1)[:, found.decay.distances] / math.sqrt(HEAD)
+            torch.testing.assert_close(swept[layer].scores[number], expected, atol=1e-9, rtol=0)
+            seen = torch.tensor(angles[0][layer, :, number]).double()
+            turned = torch.polar(torch.ones_like(offset), -offset)
+            known = ~seen.isnan()
+            turns = (torch.polar(torch.ones_like(seen), seen)[known], turned[known])
+            torch.testing.assert_close(*turns, atol=1e-6, rtol=0)
+            assert known.any() and angles[0].shape[-1] == terms
+
+
 def scores_by_oracle(pos_emb: str, keys: dict[str, Any], model: GPT, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Scores [heads, length, length] as softmax takes them, and which pairs are visible, by the oracle's formulas."""
     given = keys.get("relative_positions")

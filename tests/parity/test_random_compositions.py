@@ -28,6 +28,12 @@ from test_attention_extensions import EXTENSIONS
 from megatron_coca.config import ConfigError
 
 DRAWS, MORE_DRAWS = 30, 1000
+POLAR = {
+    "power": (1, 2),
+    "frequencies": ("feature", "pair"),
+    "magnitude": ("softplus", "relu_mean"),
+    "offset": ("none", "uniform"),
+}
 SCALINGS = ("none", "none", "log_n", "log_n_trained", {"type": "temperature", "period": 16, "strength": 0.4})
 
 
@@ -39,13 +45,15 @@ def pick(draw: random.Random, choices: Sequence, chance: float):
 def drawn_case(draw: random.Random) -> Case:
     """A method; what has no meaning together is drawn again."""
     while True:
-        form = draw.choice([*ROTATED, *ROTATED, "xpos", "none", *BIASED])
-        rotates = form in (*ROTATED, "xpos")
+        form = draw.choice([*ROTATED, *ROTATED, "xpos", "polar", "polar", "none", *BIASED])
+        rotates = form in (*ROTATED, "xpos", "polar")
         extension = (rotates and pick(draw, [*EXTENSIONS.values()], 0.6)) or {}
         relative = pick(draw, [each for each in _MAPS.values() if each["type"] != "inv_leaky_rerope"], 0.4) or {}
         case = Case(form, extension, relative, draw.choice(SCALINGS), draw.choice((1.0, 1.0, 0.5)))
         if rotates and draw.random() < 0.25:
             case = replace(case, rope_id=draw.choice(({}, {"turns": 1.0, "period": 3.0})))
+        if form == "polar":
+            case = replace(case, options={name: draw.choice(values) for name, values in POLAR.items()})
         if relative:
             case = with_window(case, draw.choice((5, 8, 21, 40)))
         try:

@@ -46,6 +46,12 @@ CASES = [
     # Values narrower than the operands.
     Case(63, head_dim=64, value_dim=32, formula="log", documents=3),
     Case(97, head_dim=48, value_dim=24, window=16, far=True, heads=4, kv_heads=2),
+    # Operands that the kernels compute from magnitudes.
+    Case(63, rotated=16),
+    Case(97, rotated=16, angles=True, heads=4, kv_heads=2, formula="log", documents=3),
+    Case(97, queries=40, head_dim=24, rotated=12, angles=True, window=16),
+    Case(70, queries=1, head_dim=32, rotated=32, own_tables=True),
+    Case(63, head_dim=64, rotated=48, angles=True, own_tables=True, value_dim=32),
 ]
 
 CHOICES: tuple[tuple[Any, ...], ...] = (

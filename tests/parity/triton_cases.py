@@ -1,6 +1,6 @@
 """What the tests of the Triton kernels share: cases of the contract, and the rule by which their errors count."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import torch
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.triton import TritonBackend
-from megatron_coca.attention.inputs import AttentionInputs, Backend, Band, PackedDocuments, Segment
+from megatron_coca.attention.inputs import AttentionInputs, Backend, Band, PackedDocuments, Segment, Turns
+from megatron_coca.attention.positions.forms import RotaryTables
 
 EPSILONS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """What an error may be where a plain run has none, for operands of unit variance: gradients that cancel to 0."""
@@ -39,7 +40,10 @@ class FormulaBias:
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and bands of one call. `far`: a second segment serves what lies beyond the window."""
+    """Shapes and bands of one call. `far`: a second segment serves what lies beyond the window. `rotated`: operands are
+    magnitudes, of which the first are rotated. `angles`: heads have constant angles. `own_tables`: each row has its
+    own positions.
+    """
 
     length: int
     queries: int | None = None
@@ -53,6 +57,9 @@ class Case:
     head_dim: int = 16
     batch: int = 2
     value_dim: int | None = None
+    rotated: int | None = None
+    angles: bool = False
+    own_tables: bool = False
 
     def __str__(self) -> str:
         told = [(x.name, getattr(self, x.name)) for x in fields(self) if getattr(self, x.name) != x.default]
@@ -77,10 +84,41 @@ class Case:
         operands = [normal(self.kv_heads, self.length, self.value_dim or self.head_dim)]
         for _ in self.bands:
             operands += [normal(self.heads, queries), normal(self.kv_heads, self.length)]
+        if self.angles and self.rotated:
+            operands.append(torch.randn(self.heads, self.rotated, generator=generator, dtype=torch.float64))
         if self.formula is not None:
             columns = 1 if self.formula == "linear" else 2
             operands.append(0.2 + torch.rand(self.heads, columns, generator=generator, dtype=torch.float64))
         return operands
+
+    def tables(self, count: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for the last `count` tokens, float64, with an amplitude."""
+        assert self.rotated is not None
+        places = torch.arange(self.length, dtype=torch.float64)[-count:]
+        if self.own_tables:
+            places = (places + torch.arange(self.batch)[:, None] * 3)[:, None]
+        phases = places[..., None] * 50.0 ** -torch.linspace(0, 1, self.rotated, dtype=torch.float64)
+        return 1.2 * phases.cos(), 1.2 * phases.sin()
+
+    def turns(self, dtype: torch.dtype, device: str, offset: Tensor | None) -> Turns:
+        """As the contract has them."""
+        queries = self.length if self.queries is None else self.queries
+        of = [
+            RotaryTables(*(x.to(device, torch.promote_types(dtype, torch.float32)) for x in self.tables(count)))
+            for count in (queries, self.length)
+        ]
+        return Turns(*of, offset)
+
+    def by_hand(self, x: Tensor, offset: Tensor | None) -> Tensor:
+        """Q' or K' from magnitudes."""
+        m, rest = x[..., : self.rotated], x[..., self.rotated :]
+        cos, sin = (
+            table.to(x.device, torch.promote_types(x.dtype, torch.float32)) for table in self.tables(x.shape[2])
+        )
+        if offset is not None:
+            by_cos, by_sin = offset.cos()[:, None], offset.sin()[:, None]
+            cos, sin = cos * by_cos + sin * by_sin, sin * by_cos - cos * by_sin
+        return torch.cat([(m * cos).to(x.dtype), (m * sin).to(x.dtype), rest], -1)
 
     def packed(self) -> PackedDocuments | None:
         """Documents cut at random, differently in each row."""
@@ -103,6 +141,14 @@ def run(case: Case, backend: Backend, dtype: torch.dtype, device: str = "cpu", d
     leaves = [x.detach().requires_grad_() for x in leaves]
     value, *rest = leaves
     segments = tuple(Segment(rest[2 * i], rest[2 * i + 1], band) for i, band in enumerate(case.bands))
+    if case.rotated is not None:
+        (segment,), offset = segments, rest[2] if case.angles else None
+        if getattr(backend, "expands", False):
+            segment = replace(segment, turns=case.turns(dtype, device, offset))
+        else:
+            query, key = case.by_hand(segment.query, offset), case.by_hand(segment.key, None)
+            segment = replace(segment, query=query, key=key)
+        segments = (segment,)
     packed = case.packed()
     if packed is not None:
         packed = PackedDocuments(packed.starts.to(device), packed.spans)
@@ -116,10 +162,10 @@ def run(case: Case, backend: Backend, dtype: torch.dtype, device: str = "cpu", d
 def check(case: Case, dtype: torch.dtype, device: str = "cpu", backend: Backend = TRITON) -> None:
     """Output and gradients are at most twice as far from float64 as a plain PyTorch run in `dtype`.
 
-    A coefficient's gradient is one sum over all pairs, too few numbers to measure an error by: the plain run's is the
-    largest of several draws there.
+    The gradient of a coefficient or of a constant angle is one sum over all pairs, too few numbers to measure an error
+    by: the plain run's is the largest of several draws there.
     """
-    draws = range(DRAWS if case.formula else 1)
+    draws = range(DRAWS if case.formula or case.angles else 1)
     exact = [run(case, ReferenceBackend(), torch.float64, device, draw) for draw in draws]
     plain = [run(case, ReferenceBackend(), dtype, device, draw) for draw in draws]
     got = run(case, backend, dtype, device)

@@ -120,8 +120,8 @@ def _interpolated(e: Extension, j: int) -> float:
         turns = e.training_length * e.theta(j) / (2 * math.pi)
         return 1 - min(max((turns - e.beta_slow) / (e.beta_fast - e.beta_slow), 0.0), 1.0)
     low, high = _dimension_of(e, e.beta_fast), _dimension_of(e, e.beta_slow)
-    if e.truncate:
-        low, high = math.floor(low), math.ceil(high)
+    if e.truncate:  # a dimension that is whole up to rounding errors is whole
+        low, high = math.floor(low + 1e-8), math.ceil(high - 1e-8)
     low, high = max(low, 0), min(high, e.dim - 1)
     if low == high:
         high += 0.001  # a step, as in the authors' code

@@ -16,6 +16,8 @@ class TritonBackend:
     On the CPU they run only in Triton's interpreter, which is slow and meant for tests.
     """
 
+    expands = True
+
     def supports(self, needs: Needs) -> str | None:
         """Return None, or the reason why the model is not supported."""
         if needs.dropout > 0:
@@ -42,6 +44,7 @@ class TritonBackend:
         if inputs.gates is not None:
             return attend_gated(self.attend, inputs)
         near, *far = inputs.segments
+        turns = near.turns
         return flash_attention(
             near.query,
             near.key,
@@ -54,6 +57,8 @@ class TritonBackend:
             formula=None if inputs.bias is None else inputs.bias.formula,
             coefficients=None if inputs.bias is None else inputs.bias.coefficients,
             starts=None if inputs.documents is None else inputs.documents.starts,
+            tables=() if turns is None else (*turns.query, *turns.key),
+            offset=None if turns is None else turns.offset,
         )
 
 

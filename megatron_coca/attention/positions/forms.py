@@ -319,6 +319,47 @@ class ScoreForm:
         rotated = self.key(self.kept(block), tables)
         return (torch.cat((rotated, self.key_rest(rest)), dim=-1) if rest.shape[-1] else rotated).to(k.dtype)
 
+    @property
+    def by_magnitudes(self) -> bool:
+        """Whether Q' and K' have two features for each magnitude, so that a kernel saves memory if it computes them."""
+        return self.operand_features == 2 and self.magnitude is not None
+
+    def query_magnitudes(self, q: Tensor, tables: RotaryTables, factor: Tensor | None = None) -> Tensor:
+        """Return the magnitudes of q, followed by its unrotated features multiplied by `factor`, in q's shape."""
+        assert self.magnitude is not None
+        return self._magnitudes(q, self.magnitude, self.query_rest, tables, factor)
+
+    def key_magnitudes(self, k: Tensor, tables: RotaryTables) -> Tensor:
+        """Return the magnitudes of k, followed by its unrotated features, in k's shape."""
+        return self._magnitudes(k, self.kept, self.key_rest, tables)
+
+    def _magnitudes(
+        self, x: Tensor, of: Magnitude, of_rest: Magnitude, tables: RotaryTables, factor: Tensor | None = None
+    ) -> Tensor:
+        width, wide = self.features * tables.cos.shape[-1], tables.cos.dtype
+        # Softplus saves its result, which attention saves too, so it is computed in x's dtype.
+        block = of(x[..., :width] if of is softplus else x[..., :width].to(wide)).to(x.dtype)
+        m, _ = _matched(block, tables)
+        if width == x.shape[-1]:
+            return m
+        rest = of_rest(x[..., width:].to(wide))
+        return torch.cat((m, (rest if factor is None else rest * factor).to(x.dtype)), dim=-1)
+
+
+def magnitude_tables(form: ScoreForm, tables: RotaryTables) -> RotaryTables:
+    """Return tables with one column for each magnitude, for forms in which two magnitudes share a frequency."""
+    return RotaryTables(*(torch.cat((x, x), dim=-1) for x in tables)) if form.features == 2 else tables
+
+
+def expand(x: Tensor, tables: RotaryTables, offset: Tensor | None = None) -> Tensor:
+    """Return (m cos, m sin) for the magnitudes m in x [..., heads, length, features], followed by the other features.
+
+    `offset` [heads, number of magnitudes] is subtracted from the angles.
+    """
+    m, rest = _split(x, tables.cos.shape[-1], tables.cos.dtype)
+    turned = along(m, tables) if offset is None else _turned_along(m, offset, tables)
+    return torch.cat((turned, rest), dim=-1).to(x.dtype)
+
 
 def _split(x: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x = x.to(dtype)

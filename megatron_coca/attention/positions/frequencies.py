@@ -41,8 +41,8 @@ def kept_by_dimension(theta: Tensor, rotary: "Rotary", ramp: Ramp) -> Tensor:
     low, high = (
         dim * math.log(length / (2 * math.pi * turns)) / (2 * math.log(rotary.base)) for turns in (ramp.fast, ramp.slow)
     )
-    if ramp.truncate:
-        low, high = math.floor(low), math.ceil(high)
+    if ramp.truncate:  # frequencies may be chosen so that a pair rotates exactly `slow` times
+        low, high = math.floor(round(low, 9)), math.ceil(round(high, 9))
     low, high = max(low, 0), min(high, dim - 1)
     index = torch.arange(dim // 2, dtype=theta.dtype, device=theta.device)
     return 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)  # a ramp of width 0 is a step

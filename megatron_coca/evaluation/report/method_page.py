@@ -203,8 +203,12 @@ def _scores(shown: ShownMethod) -> Curves:
     sweep = DistanceSweep(shown.encoding, distances, shown.length, torch.device("cpu"))
     drawn = torch.randn(PAIRS, 1, model.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     token, bias = drawn.expand(-1, model.num_attention_heads, -1), _bias(shown)
-    learned = shown.method.layer_factor()
-    swept = sweep.scores(token, token, bias, None if learned is None else learned().double())
+    factor = shown.method.layer_factor()
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)  # of the initial angles
+        offset = shown.method.layer_offsets()
+    learned = (None if module is None else module().detach().double() for module in (factor, offset))
+    swept = sweep.scores(token, token, bias, *learned)
     scores = swept.scores - (_bias_at(bias, distances) if bias is not None else 0.0)
     return {shown.variant: (distances, scores.mean(dim=(0, 1)).where(swept.visible, torch.tensor(math.nan)))}
 

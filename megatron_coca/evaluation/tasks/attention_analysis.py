@@ -176,16 +176,18 @@ def analyse(
     swept: list[SweptScores] = []
 
     def visit(q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
-        learned = layers[len(entropies) % len(layers)].position_factor  # the layers are visited in order, per document
+        layer = layers[len(entropies) % len(layers)]  # the layers are visited in order, per document
+        factor = None if layer.position_factor is None else layer.position_factor().double()
+        offset = None if layer.position_offsets is None else layer.position_offsets().double()
         entropies.append(row_entropies(inputs, positions).double().cpu().numpy())
         q, k = q[0][:, m], k[0][:, n]
         k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
         if method.name in distance_sweep.ROTATED_FORMS:
-            angles.append(distance_sweep.initial_angles(method, q, k).float().cpu().numpy())
+            angles.append(distance_sweep.initial_angles(method, q, k, offset).float().cpu().numpy())
         q, k = (x[:, : protocol.queries].transpose(0, 1) for x in (q, k))
         chunk = max(1, SWEPT_AT_ONCE // (q.shape[1] * q.shape[2] * len(distances)))
         for queries, keys in zip(q.split(chunk), k.split(chunk), strict=True):
-            swept.append(sweep.scores(queries, keys, inputs.bias, None if learned is None else learned().double()))
+            swept.append(sweep.scores(queries, keys, inputs.bias, factor, offset))
 
     with torch.no_grad(), observed(model, visit, method):
         for number, tokens in enumerate(track(documents, f"length {length}", len(documents), "documents")):
@@ -235,6 +237,8 @@ def summarise_angles(theta: np.ndarray, frequencies: np.ndarray, training_length
         ],
         largest=float(np.nanmax(np.abs(theta))) if defined.any() else None,
     )
+    # Magnitudes j and j + d/2 may share a frequency.
+    frequencies = np.tile(frequencies, theta.shape[-1] // len(frequencies))
     beyond = anomalous & (-theta.astype(np.float64) / frequencies > training_length)
     return angles, Borders(k=Border(beyond_training=_share(beyond, defined)))
 

@@ -175,11 +175,12 @@ def build_methods(
         built.append(TimedMethod(label, config, model))
 
     for name in methods:
-        add(name, {"pos_emb": name})
+        own = {} if name == base.position.pos_emb else {"pos_emb_options": None}  # options belong to one method
+        add(name, {"pos_emb": name, **own})
     for variant in variants:
         add(variant.label, variant.overrides, variant.files)
     if built and not any(method.is_plain_rope for method in built):
-        add("plain rotary" if "rotary" in labels else "rotary", {"pos_emb": "rotary", **PLAIN})
+        add("plain rotary" if "rotary" in labels else "rotary", {"pos_emb": "rotary", "pos_emb_options": None, **PLAIN})
     return built, unsupported
 
 

@@ -70,6 +70,13 @@ def test_plain_rope_is_added_where_it_is_missing() -> None:
     assert [each.label for each in build(config(), ["rotary", "coca"])[0]] == ["rotary", "coca"]
 
 
+def test_options_of_a_method_are_not_passed_to_others() -> None:
+    base = config(pos_emb="pope", pos_emb_options={"offset": "uniform"})
+    built, left_out = build(base, ["pope", "coca"])
+    assert not left_out and [each.label for each in built] == ["pope", "coca", "rotary"]
+    assert built[0].config.position.pos_emb_options == {"offset": "uniform"}
+
+
 def test_methods_that_cannot_be_built_are_noted_and_the_others_stay() -> None:
     base = config(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     wrong = Variant("wrong", (), ("no_such_key=1",))
