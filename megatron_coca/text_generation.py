@@ -172,7 +172,10 @@ class TextGenerator:
 def collect(
     rows: Sequence[Continuation], steps: Iterator[Tensor], pushed: Callable[[Continuation], None] | None = None
 ) -> None:
-    """Add the tokens of each step to their rows, until the steps or all rows end. `pushed` gets a row after its token."""
+    """Add the tokens of each step to their rows, until the steps or all rows end.
+
+    `pushed` is called with a row after each of its tokens.
+    """
     for new in steps:
         for row, token in zip(rows, new.tolist(), strict=True):
             if row.finish == "length":
