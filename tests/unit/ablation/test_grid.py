@@ -51,6 +51,14 @@ def cells_of(file: Path) -> list[Cell]:
     return expand(read_ablation(file), "cpu")
 
 
+def test_one_text_stands_for_a_list(write: Write, tmp_path: Path) -> None:
+    base, ntk = str(tmp_path / "base.json"), str(tmp_path / "ntk.yml")
+    lists = {"A": {"set": ["train_iters=6"], "variants": {"": [], "+ NTK": [ntk]}}, "B": ["train_iters=6"]}
+    texts = {"A": {"set": "train_iters=6", "variants": {"": None, "+ NTK": ntk}}, "B": "train_iters=6"}
+    first = cells_of(write(base=[base], models=lists, baseline="A"))
+    assert [cell.name for cell in cells_of(write(base=base, models=texts, baseline="A"))] == [c.name for c in first]
+
+
 def test_a_cell_for_each_model_and_seed(write: Write, tmp_path: Path) -> None:
     cells = cells_of(write())
     assert [(cell.model, cell.seed) for cell in cells] == [
