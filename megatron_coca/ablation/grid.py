@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
 from megatron_coca.ablation.inputs import Inputs
+from megatron_coca.ablation.prompt_lengths import PromptLengths
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import check_same_model
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
@@ -32,8 +33,6 @@ from megatron_coca.evaluation.suite import (
     task_parser,
     task_variants,
 )
-from megatron_coca.evaluation.tasks.prompts import LengthError
-from megatron_coca.evaluation.tasks.retrieval import ENTRIES, check_lengths
 from megatron_coca.model.cost import ParameterCount, parameter_count
 from megatron_coca.training.corpus import open_corpus
 from megatron_coca.training.launch.start import configured_ranks
@@ -236,7 +235,7 @@ def expand(
     cells: list[Cell] = []
     known, inputs = dict(recorded or {}), None if recorded is not None else Inputs()
     tokenizers: dict[str, Tokenizer | None] = {}
-    checked: dict[str, str | None] = {}
+    prompts = PromptLengths()
     for label, entry in file.models.items():
         try:
             config = configured(base, entry)
@@ -247,7 +246,8 @@ def expand(
             weights = None if faults else _initial_weights(config)
             data = _data_of(config, known, tokenizers)
             if not faults and (tokenizer := tokenizers.get(data.chosen_by)) is not None:
-                faults = _check_lengths(file, plan, tokenizer, Path(config.data.data_root), checked)
+                commands = plan(file.tasks, Path("run"), RESULTS)
+                faults = prompts.faults(commands, tokenizer, Path(config.data.data_root))
                 problems += faults
             config = config if data.vocab_size is None else config.override({"vocab_size": data.vocab_size})
             if not faults:
@@ -418,28 +418,6 @@ def _check_tasks(
         except (EvaluationError, DataError) as error:
             problems.append(str(error) if str(error).startswith("tasks.") else f"tasks.{name}: {error}")
     return found, problems
-
-
-def _check_lengths(
-    file: AblationFile, plan: Plan, tokenizer: Tokenizer, data_root: Path, checked: dict[str, str | None]
-) -> list[str]:
-    """Return a line for each task with a length that cannot hold its prompt; `checked` caches it over the models."""
-    problems = []
-    for name, options in file.tasks.items():
-        for command in plan({name: options}, Path("run"), RESULTS):
-            args: Namespace = task_parser(command.arguments[0]).parse_args(command.arguments[1:])
-            args.task = command.arguments[0]
-            if args.task not in ENTRIES:
-                continue
-            key = json.dumps([name, args.lengths, tokenizer.fingerprint])
-            if key not in checked:
-                checked[key] = None
-                try:
-                    check_lengths(args, tokenizer, data_root)
-                except LengthError as error:
-                    checked[key] = f"tasks.{name}: {error}"
-            problems += [line for line in [checked[key]] if line is not None]
-    return problems
 
 
 def _check_arguments(command: Command, config: Config, inputs: Inputs | None) -> str | None:

@@ -197,8 +197,8 @@ def test_choices_are_those_of_the_libraries() -> None:
     ("line", "remedy"),
     [
         ("generate --checkpoint x --promt y", "did you mean `--prompt`?"),
-        ("evaluate perplexity --checkpoint x --window 4", "did you mean `--windows`?"),
-        ("evaluate report x --part 1/2", "--part was removed: use --jobs N"),
+        ("evaluate passkey --checkpoint x --length 4", "did you mean `--lengths`?"),
+        ("evaluate report x --output y --part 1/2", "--part was removed: use --jobs N"),
         ("prepare r.yml --engine=ray", "--engine was removed: run one --part I/N on each host"),
         ("ablate a.yml --slurm", "--slurm was removed: run the cells of each job with --only"),
         ("train-tokenizer", "was removed; use prepare --train-tokenizer"),
