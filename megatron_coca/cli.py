@@ -33,6 +33,9 @@ COMMANDS = {
 }
 """The module that contains `main`, and the help text, of each subcommand."""
 
+REMOVED = {"train-tokenizer": "use prepare --train-tokenizer VOCAB_SIZE"}
+"""Removed subcommands, with the replacement."""
+
 RESUMABLE = ("prepare", "ablate", "stretch")
 
 EPILOG = """for example:
@@ -89,6 +92,8 @@ def command(arguments: Sequence[str]) -> str:
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         from megatron_coca.config.base import nearest
 
+        if arguments[0] in REMOVED:
+            parser.error(f"{arguments[0]!r} was removed; {REMOVED[arguments[0]]}")
         hint = nearest(arguments[0], COMMANDS) or f"; use one of {', '.join(COMMANDS)}"
         parser.error(f"{arguments[0]!r} is not a command{hint}")
     return str(parser.parse_args(arguments).command)

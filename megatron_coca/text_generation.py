@@ -1,7 +1,7 @@
 """Generation of text: prompts and continuations as strings, chats, and stop strings."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +65,23 @@ class Continuation:
         text = self._decoded()
         return text[: min((begin for stop in self._stops if (begin := text.find(stop)) >= 0), default=len(text))]
 
+    @property
+    def settled(self) -> str:
+        """The part of the text that later tokens will not change.
+
+        It ends before an incomplete character and before characters that may be the start of a stop string.
+        """
+        text = self.text
+        if self.finish == "length":
+            text = text.rstrip("\ufffd")
+            starts = (stop[:size] for stop in self._stops for size in range(len(stop) - 1, 0, -1))
+            held = max((len(start) for start in starts if text.endswith(start)), default=0)
+            text = text[: len(text) - held]
+        return text
+
+    def __repr__(self) -> str:
+        return f"Continuation({self.text!r}, finish={self.finish!r}, tokens={len(self.tokens)})"
+
     def _decoded(self) -> str:
         new = self.tokens[:-1] if self.finish == "eod" else self.tokens
         return self._tokenizer.decode([*self._context, *new])[self._before :]
@@ -98,7 +115,8 @@ class TextGenerator:
 
         Args:
             options: `tokens_per_batch`, the most tokens of a batch of prompts of one length (one prompt at least), by
-                default 16384; `progress`, which shows it; `dynamic_length` as in `generate_tokens`.
+                default 16384; `progress`, which shows it; `pushed`, a function that is called with a continuation after
+                each of its tokens; `dynamic_length` as in `generate_tokens`.
         """
         start = [] if self.start is None else [self.start]
         encoded = [self.tokenizer.encode_prompt(prompt) for prompt in prompts]
@@ -134,6 +152,7 @@ class TextGenerator:
         sampling: Sampling,
         tokens_per_batch: int = 16384,
         progress: bool = False,
+        pushed: Callable[[Continuation], None] | None = None,
         **options: Any,
     ) -> list[Continuation]:
         seeds, device = row_seeds(ids, sampling.seed), next(self.model.parameters()).device
@@ -145,17 +164,24 @@ class TextGenerator:
                 steps = generate_tokens(
                     self.model, prompts, max_new_tokens, sampling=sampling, seeds=own_seeds, **options
                 )
-                collect([rows[index] for index in batch], steps)
+                collect([rows[index] for index in batch], steps, pushed)
                 bar.advance(len(batch))
         return rows
 
 
-def collect(rows: Sequence[Continuation], steps: Iterator[Tensor]) -> None:
-    """Add the tokens of each step to their rows, until the steps or all rows end."""
+def collect(
+    rows: Sequence[Continuation], steps: Iterator[Tensor], pushed: Callable[[Continuation], None] | None = None
+) -> None:
+    """Add the tokens of each step to their rows, until the steps or all rows end.
+
+    `pushed` is called with a row after each of its tokens.
+    """
     for new in steps:
         for row, token in zip(rows, new.tolist(), strict=True):
             if row.finish == "length":
                 row.push(token)
+                if pushed is not None:
+                    pushed(row)
         if all(row.finish != "length" for row in rows):
             return
 

@@ -1,15 +1,19 @@
 """Run a command on a pseudo-terminal, and read what a person would see."""
 
 import fcntl
+import io
 import os
 import pty
 import re
 import struct
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 TOKEN = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)")
 HIDDEN_CURSOR = "\x1b[?25l"
@@ -23,10 +27,12 @@ def on_terminal(
     stdout: int | None = None,
     during: Callable[[subprocess.Popen[bytes], str], None] | None = None,
     seconds: float = 60,
+    typed: tuple[str, Sequence[bytes]] = ("", ()),
 ) -> tuple[int, str]:
     """Return the exit status of a command on a terminal of so many columns, and all that it wrote there.
 
-    `stdout` goes elsewhere if given. `during` gets the process and the text so far, whenever there is more.
+    `stdout` goes elsewhere if given. `during` gets the process and the text so far, whenever there is more. `typed` has
+    the prompt of the command and keys; the next keys are pressed whenever the command shows its prompt.
     """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -40,6 +46,7 @@ def on_terminal(
         env=variables | {"TERM": "xterm-256color"},
     )
     os.close(slave)
+    keys, prompt = list(typed[1]), typed[0].encode()
     written, end = b"", time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -49,6 +56,8 @@ def on_terminal(
         if not block:
             break
         written += block
+        for _ in range(block.count(prompt) if keys else 0):
+            os.write(master, keys.pop(0) if keys else b"")
         if during is not None:
             during(process, written.decode(errors="replace"))
     os.close(master)
@@ -78,3 +87,23 @@ def screen(written: str, columns: int) -> list[str]:
             lines[row] = lines[row][:column].ljust(column) + character + lines[row][column + 1 :]
             column += 1
     return [line.rstrip() for line in lines]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    """Replace standard input and output by terminals, and type lines there. Ctrl-D follows them."""
+    left = iter(lines)
+
+    def read(sign: str) -> str:
+        line = next(left, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr("builtins.input", read)

@@ -8,6 +8,7 @@ curve, and all measured numbers by seed, document and length.
 import json
 import logging
 import math
+import re
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -17,7 +18,15 @@ import zstandard
 
 from megatron_coca.ablation.grid import Cell, DataRecord
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.evaluation.report.curves import CURVE, Curve, TrainedStage, metrics, run_curve, trained_stages
+from megatron_coca.evaluation.report.curves import (
+    CURVE,
+    METRICS,
+    Curve,
+    TrainedStage,
+    metrics,
+    run_curve,
+    trained_stages,
+)
 from megatron_coca.evaluation.results import (
     EvaluationError,
     Record,
@@ -32,6 +41,8 @@ from megatron_coca.support.markdown_tables import format_table
 logger = logging.getLogger(__name__)
 
 RECORD = "cell.json"
+METRICS_TAIL = 20_000
+"""Bytes at the end of a run's metrics in which `last_step` looks."""
 
 
 class CellRecord(Record):
@@ -174,6 +185,17 @@ def training_seconds(run: Path, until: int | None = None) -> float:
         seconds += report["step_seconds"] * (report["step"] - before) / max(1e-9, 1.0 - other)
         before = report["step"]
     return seconds
+
+
+def last_step(run: Path) -> int:
+    """Return the last step in the end of a run's metrics, which is read often; 0 if there is none."""
+    path = run / METRICS
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - METRICS_TAIL))
+        steps = re.findall(rb'"step": (\d+)', file.read())
+    return int(steps[-1]) if steps else 0
 
 
 def evaluation_seconds(cell: Cell) -> float:

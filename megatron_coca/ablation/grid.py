@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
 from megatron_coca.ablation.inputs import Inputs
+from megatron_coca.ablation.prompt_lengths import PromptLengths
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import check_same_model
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
 from megatron_coca.config.schema import default_of
-from megatron_coca.data import DataError
+from megatron_coca.data import DataError, Tokenizer
 from megatron_coca.evaluation.documents import find_sources
 from megatron_coca.evaluation.multiples import changes_in_tokens
 from megatron_coca.evaluation.options import full_label, slug, subject_options
@@ -25,6 +26,7 @@ from megatron_coca.evaluation.suite import (
     CheckpointEntry,
     Command,
     SuiteFile,
+    TextList,
     check_variants,
     option_arguments,
     plan_commands,
@@ -54,8 +56,8 @@ SHARED_PATHS = ("log_dir", "tensorboard_dir")
 class ModelEntry(Record):
     """A model in the file: YAML files and keys that are applied after those of `base`, and the variants to evaluate."""
 
-    set: list[str] = []
-    variants: dict[str, list[str] | None] = {"": None}
+    set: TextList = []
+    variants: dict[str, TextList | None] = {"": None}
 
 
 class DataRecord(Record):
@@ -109,7 +111,7 @@ class AblationFile(Record):
     """
 
     title: str
-    base: list[str] = Field(min_length=1)
+    base: TextList = Field(min_length=1)
     seeds: list[int] = Field(min_length=1)
     baseline: str | None = None
     results: HomePath
@@ -130,7 +132,7 @@ class AblationFile(Record):
     def _lists(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        return {name: {"set": entry} if isinstance(entry, list) else entry or {} for name, entry in given.items()}
+        return {name: {"set": entry} if isinstance(entry, list | str) else entry or {} for name, entry in given.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,6 +234,8 @@ def expand(
         raise EvaluationError("\n".join([*problems, *(f"base: {line}" for line in error.problems)])) from error
     cells: list[Cell] = []
     known, inputs = dict(recorded or {}), None if recorded is not None else Inputs()
+    tokenizers: dict[str, Tokenizer | None] = {}
+    prompts = PromptLengths()
     for label, entry in file.models.items():
         try:
             config = configured(base, entry)
@@ -240,7 +244,11 @@ def expand(
             measured, faults = _check_tasks(file, entry, model, dtype, plan, inputs)
             problems += faults
             weights = None if faults else _initial_weights(config)
-            data = _data_of(config, known)
+            data = _data_of(config, known, tokenizers)
+            if not faults and (tokenizer := tokenizers.get(data.chosen_by)) is not None:
+                commands = plan(file.tasks, Path("run"), RESULTS)
+                faults = prompts.faults(commands, tokenizer, Path(config.data.data_root))
+                problems += faults
             config = config if data.vocab_size is None else config.override({"vocab_size": data.vocab_size})
             if not faults:
                 cells += [_cell(file, label, config, seed, data, plan, measured, weights) for seed in file.seeds]
@@ -357,14 +365,15 @@ LATER = frozenset({"pack_impl", "allow_chopped"})
 """Data keys that older records lack. They are left out at their defaults, so that older records still match."""
 
 
-def _data_of(config: Config, known: dict[str, DataRecord]) -> DataRecord:
-    """Return the record of the training data. `known` caches the records by `chosen_by`."""
+def _data_of(config: Config, known: dict[str, DataRecord], tokenizers: dict[str, Tokenizer | None]) -> DataRecord:
+    """Return the record of the training data. `known` and `tokenizers` cache records and tokenizers by `chosen_by`."""
     flat = config.flat()
     named = [key for key, (group, _) in KEYS.items() if group == "data" and flat[key] is not None]
     keys = {key: flat[key] for key in named if key not in LATER or flat[key] != default_of(key, flat)}
     chosen_by = json.dumps(keys | {key: flat[key] for key in ("vocab_size", "seq_length")}, sort_keys=True)
     if chosen_by not in known:
         corpus = open_corpus(config)
+        tokenizers[chosen_by] = corpus.tokenizer
         vocab_size, identity = corpus.config.model.vocab_size, dict(corpus.identity)
         known[chosen_by] = DataRecord(chosen_by=chosen_by, vocab_size=vocab_size, identity=identity)
     return known[chosen_by]

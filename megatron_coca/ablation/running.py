@@ -27,6 +27,10 @@ from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
 TRAIN, EVALUATE = (*PROGRAM, "train"), (*PROGRAM, "evaluate")
 LOG, CONFIG = "log.txt", "ablation.yml"
 POLL_SECONDS = 0.2
+PROGRESS_SECONDS = 2.0
+"""Seconds between two looks at the progress within the running cells, which reads their metrics."""
+TRAINING_SHARE = 0.8
+"""The share of a cell's time that its training is assumed to take, for the time left."""
 LOG_TAIL = 20_000
 ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 """Matches the start of the error line in a traceback. Notes and warnings may follow that line."""
@@ -112,6 +116,27 @@ class Job:
                     return True
         self._write("failed" if self.problems else "done")
         return False
+
+    @property
+    def step(self) -> int:
+        """The last step of the training that was reported."""
+        return files.last_step(self.cell.run)
+
+    @property
+    def fraction(self) -> float:
+        """The finished share of the cell, for estimates of the time left."""
+        if self._command is None and not files.is_trained(self.cell):
+            return TRAINING_SHARE * min(1.0, self.step / self.cell.steps)
+        missing = len(files.missing_commands(self.cell, self._record))
+        return TRAINING_SHARE + (1 - TRAINING_SHARE) * (1 - missing / max(1, len(self.cell.commands)))
+
+    @property
+    def position(self) -> str:
+        """The progress within the current phase, as text."""
+        if self._command is None:
+            return f"{self.cell.name}: step {self.step} of {self.cell.steps}"
+        number = self.cell.commands.index(self._command) + 1
+        return f"{self.cell.name}: {self._command.task} ({number} of {len(self.cell.commands)} tasks)"
 
     @property
     def activity(self) -> str:
@@ -240,7 +265,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
     seeds = list(dict.fromkeys(cell.seed for cell in cells))
     missing.sort(key=lambda cell: seeds.index(cell.seed))  # if this call ends early, all models have the same seeds
     waiting, status = deque(missing), StatusLines(len(cells), len(cells) - len(missing))
-    with locked(missing), CaughtSignals(FORWARDED) as signals:
+    with locked(missing), CaughtSignals(FORWARDED) as signals, status.progress:
         running: dict[int, Job] = {}
         problems: list[str] = []
         while waiting or running:
@@ -279,19 +304,31 @@ def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
 
 
 class StatusLines:
-    """Prints a line for each change of a cell's phase. The log in the run's folder has the details."""
+    """Prints a line for each change of a cell's phase, and the progress of the grid with the time left.
+
+    The log in the run's folder has the details.
+    """
 
     def __init__(self, total: int, done: int) -> None:
-        self._total, self._done = total, done
+        self.progress = console.Progress("ablation", total, "cells", done, show=done < total)
+        self._total, self._done, self._ended = total, done, done
         self._shown: dict[str, str] = {}
+        self._due = 0.0
 
     def show(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             if self._shown.get(job.cell.name) != job.activity:
                 console.write(f"{job.cell.name}: {job.activity}")
         self._shown = {job.cell.name: job.activity for job in jobs}
+        if (now := time.monotonic()) >= self._due:
+            self._due = now + PROGRESS_SECONDS
+            self.progress.details = [job.position for job in jobs]
+            self.progress.done = self._ended + sum(job.fraction for job in jobs)
+            self.progress.advance(0)
 
     def ended(self, job: Job) -> None:
         self._done += not job.problems
+        self._ended += 1
+        self._due = 0.0
         text = f"failed: {'; '.join(job.problems)}" if job.problems else f"done, {self._done} of {self._total}"
         console.write(f"{job.cell.name}: {text}")

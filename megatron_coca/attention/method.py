@@ -285,8 +285,8 @@ class PositionMethod:
 
         The layer's own parameters, if any, are `bias`, `factor` (the factor on the logits, [heads], or with its bias
         [heads, 2]), `sinks` [heads], `gates` (the log gates of the keys, [batch, heads, length]) and `offset`
-        (constant angles, [heads, number of magnitudes]). `norms` are applied to Q' and K', [..., head_dim]. `seen` has the
-        magnitudes of all keys if they are cached.
+        (constant angles, [heads, number of magnitudes]). `norms` are applied to Q' and K', [..., head_dim]. `seen` has
+        the magnitudes of all keys if they are cached.
         """
         segments = self._segments(q, k, context, offset, seen)
         if norms is not None:

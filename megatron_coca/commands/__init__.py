@@ -5,10 +5,12 @@
 
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 
+from megatron_coca.support.arguments import HintingParser
+
 
 def command_parser(name: str, description: str | None, epilog: str | None = None) -> ArgumentParser:
     """Return a parser for `megatron-coca NAME`. Its help keeps the line breaks of `description` and `epilog`."""
-    return ArgumentParser(
+    return HintingParser(
         prog=f"megatron-coca {name}",
         description=description,
         epilog=epilog,

@@ -21,9 +21,11 @@ from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.blocks import TokenizerSource
 from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
-from megatron_coca.data.preparation.preparation_plan import SPLITS, Execution, training_texts
+from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource, Execution, training_texts
 from megatron_coca.data.preparation.recipe import MAX_VOCAB_SIZE, Recipe, read_recipe, resolve_recipe
 from megatron_coca.data.preparation.run import prepare, prepare_part
+from megatron_coca.data.readers import READERS
+from megatron_coca.data.readers.folders import REPOSITORIES, holds_repository
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer, train_sentencepiece
 from megatron_coca.data.tokenizers.chat import with_source
 from megatron_coca.data.tokenizers.kinds import Tokenizer
@@ -36,7 +38,7 @@ MOST_WORKERS = 1024
 
 _TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "start_token", "end_token", "accept_tokenizer")
 _RECIPE_KEYS = (*_TOKENIZER_KEYS, "chat_template", "chat_time", "valid_fraction", "test_fraction")
-_SOURCE_KEYS = ("messages", "documents", "max_record_mib", "max_faulty", "duplicates")
+_SOURCE_KEYS = ("reader", "messages", "documents", "max_record_mib", "max_faulty", "duplicates")
 _OF_INPUT = (*_RECIPE_KEYS, "train_tokenizer", "text_field", *_SOURCE_KEYS)
 
 
@@ -79,6 +81,8 @@ def parser() -> argparse.ArgumentParser:
     plain.add_argument("--end-token", metavar="TOKEN", help=end)
     accept = "continue even if a decoded sample shows that the tokenizer loses text"
     plain.add_argument("--accept-tokenizer", action="store_true", help=accept)
+    reader = "how the input is read: as files, as source code in repositories, or as data sets of Hugging Face (files)"
+    plain.add_argument("--reader", choices=list(READERS), help=reader)
     plain.add_argument("--text-field", help="record field that contains the text (text)")
     chats = "records are chats; compute the loss on all answers, on the last answer, or on all tokens"
     plain.add_argument("--messages", choices=["answers", "last", "all"], help=chats)
@@ -172,7 +176,7 @@ def _run(arguments: argparse.Namespace) -> str:
     if arguments.part:
         part, parts = arguments.part
         return prepare_part(recipe.sources, output, source, part, parts, rules, execution, notes)
-    return _summary(prepare(recipe.sources, output, source, rules, execution, notes))
+    return _summary(prepare(recipe.sources, output, source, rules, execution, notes), recipe.sources)
 
 
 def _tokenizer_source(recipe: Recipe) -> TokenizerSource:
@@ -207,7 +211,7 @@ def _beginning(tokenizer: Tokenizer, symbol: str | None) -> Tokenizer:
     return tokenizer
 
 
-def _summary(path: Path) -> str:
+def _summary(path: Path, sources: Sequence[CorpusSource] = ()) -> str:
     record = read_manifest(path)
     lines = [f"{path}"]
     for entry in record["sources"]:
@@ -221,11 +225,13 @@ def _summary(path: Path) -> str:
         lines += [f"  {name} FAULTY: {count:,} x {kind}" for kind, count in source["problems"].items()]
         lines += [f"    {line}" for line in source["problems_named"][:10]]
         lines += [f"  {name}: NO DOCUMENT of the set {missing!r}" for missing in source["sets_missing"]]
+    for spec in (source.spec for source in sources if source.spec.reader == "files"):
+        lines += [f"  {spec.name}: {each}: {REPOSITORIES}" for each in spec.paths if holds_repository(each)]
     config = path.parent / RUN_CONFIG
     if config.exists():
         splits = {split for split in SPLITS for entry in record["sources"] if entry[split]["documents"]}
         if "train" in splits:
-            lines += empty_splits(record["sources"])
+            lines += empty_splits(record["sources"], sources)
             lines.append(f"Train with: megatron-coca train configs/350M/roformer_coca.yml {config}")
         else:
             lines.append(f"there are only {', '.join(sorted(splits))} documents; training needs training documents")

@@ -9,6 +9,7 @@ from importlib import import_module
 
 from megatron_coca.evaluation import options
 from megatron_coca.evaluation.results import Result
+from megatron_coca.support.arguments import HintingParser
 from megatron_coca.support.errors import InputError, report
 from megatron_coca.support.plain_text import plain
 
@@ -137,7 +138,7 @@ def example(*tasks: str) -> str:
 
 def parser() -> ArgumentParser:
     """Return the parser of the command line."""
-    parser = ArgumentParser(
+    parser = HintingParser(
         prog="megatron-coca evaluate",
         description="Evaluate a checkpoint of a training run or from Hugging Face.",
         epilog=example(*TASKS),

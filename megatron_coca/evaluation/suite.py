@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.config import ConfigError, split_inputs
@@ -31,6 +31,7 @@ from megatron_coca.evaluation.results import (
 from megatron_coca.support.console import write
 from megatron_coca.support.plain_text import plain
 from megatron_coca.support.processes import PROGRAM
+from megatron_coca.support.safe_yaml import as_list
 
 SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype", "jobs")
 """Options that the tasks of a suite must not set, because the suite sets them."""
@@ -39,12 +40,16 @@ ANY = "any"
 """The key in a suite's `checkpoints` with settings that apply to any checkpoint named on the command line."""
 
 
+TextList = Annotated[list[str], BeforeValidator(as_list)]
+"""A list of texts, or only one text."""
+
+
 class CheckpointEntry(Record):
     """A checkpoint: overrides for all variants, and each variant's own changes by variant name."""
 
     path: str | None = None
-    set: list[str] = []
-    variants: dict[str, list[str] | None] = {"": None}
+    set: TextList = []
+    variants: dict[str, TextList | None] = {"": None}
 
 
 class SuiteFile(Record):

@@ -2,11 +2,55 @@
 
 import json
 import os
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+import re
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
+from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 GGUF = ".gguf"
 """End of the name of a file that contains a model in the format of llama.cpp."""
+
+
+SUCCESSORS = {
+    "evaluate --budget-seconds": "name the lengths to measure with --lengths",
+    "generate --config": "name configuration files and KEY=VALUE pairs without an option",
+    "generate --dynamic-length": "set the argument `dynamic_length` in Python (docs/generation.md)",
+    "prepare --engine": "run one --part I/N on each host",
+    "estimate --links": "set --mfu",
+    "evaluate --part": "use --jobs N",
+    "ablate --peak-flops": "set the key peak_theoretical_tflops",
+    "prepare --skip-damaged": "remove damaged files from the input; --max-faulty accepts faulty records",
+    "ablate --slurm": "run the cells of each job with --only",
+    "export --without-padding": "leave it out; exports keep padding rows and never generate them",
+}
+"""Removed options, each after its command, with the replacement."""
+
+
+class HintingParser(ArgumentParser):
+    """A parser that names the closest option, or the replacement of a removed option, in errors about an option."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.fullmatch("unrecognized arguments: (.*)", message, re.DOTALL)
+        names = [word.partition("=")[0] for word in unknown[1].split()] if unknown else []
+        known = [option for option in self._options() if option.startswith("--")]
+        command = " ".join(self.prog.split()[1:2])
+        for name in (name for name in names if name.startswith("-")):
+            near = get_close_matches(name, known, n=1, cutoff=0.7)
+            if successor := SUCCESSORS.get(f"{command} {name}"):
+                message += f"; {name} was removed: {successor}"
+            elif near:
+                message += f"; did you mean `{near[0]}`?"
+        super().error(message)
+
+    def _options(self) -> Iterator[str]:
+        """Yield the options of this parser and its subcommands. argparse has no public API for this."""
+        yield from self._option_string_actions
+        for action in self._actions:
+            if isinstance(action, _SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._option_string_actions
 
 
 def expanded(text: str) -> str:

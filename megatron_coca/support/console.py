@@ -175,7 +175,7 @@ class Progress:
         if self.total is None and not self.done:
             return ""
         amounts = [self.done] if self.total is None else [self.done, self.total]
-        texts = [short(amount) if self.unit in SCALED else f"{amount:.0f}" for amount in amounts]
+        texts = [short(amount) if self.unit in SCALED else str(math.floor(amount)) for amount in amounts]
         return "/".join(texts) + (self.unit if self.unit == "B" else f" {self.unit}" if self.unit else "")
 
     def _time(self) -> str:

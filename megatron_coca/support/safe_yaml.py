@@ -137,3 +137,8 @@ def fault(error: yaml.YAMLError, text: str) -> YamlFault:
 
 def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+def as_list(value: Any) -> Any:
+    """Return a text of a YAML file as a list of this text. Other values are returned unchanged."""
+    return [value] if isinstance(value, str) else value

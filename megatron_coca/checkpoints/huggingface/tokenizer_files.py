@@ -75,8 +75,8 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
         known: number of token ids of the model, without padding.
 
     Raises:
-        CheckpointError: `folder` has no tokenizer, or its tokenizer produces other ids, ends texts with another token,
-            or has ids that the model does not have. Special tokens around or within texts are not compared.
+        CheckpointError: `folder` has no tokenizer, its tokenizer produces other ids, or the model lacks some of its
+            ids. Special tokens around or within texts are not compared.
     """
     theirs, note = read_tokenizer(folder, known)
     if theirs is None:
@@ -99,12 +99,20 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
     given = read_json_if_present(folder / GENERATION).get("eos_token_id")
     ends = {theirs.eod, *token_ids(own.ids.eos), *token_ids(given)}
     if end not in ends:
-        raise CheckpointError(
-            f"{folder}: end-of-text tokens are {sorted(ends)}, but the checkpoint uses {end} "
-            f"({tokenizer.piece(end)!r}); add {end} to eos_token_id in {GENERATION} of a copy of the folder"
-        )
+        return _with_added_end(own, sorted(ends), end, note)
     eos = end if own.ids.eos is None else own.ids.eos
     return own._replace(ids=own.ids._replace(eos=eos), note=note)
+
+
+def _with_added_end(own: TokenizerFiles, ends: list[int], end: int, note: str | None) -> TokenizerFiles:
+    """Add the checkpoint's end-of-text token `end` to the tokens that end a text in the original's files."""
+    files, merged = dict(own.files), [*ends, end]
+    if GENERATION in files:
+        content = json.loads(files[GENERATION]) | {"eos_token_id": merged}
+        files[GENERATION] = (json.dumps(content, indent=1) + "\n").encode()
+    added = f"eos_token_id: is {merged} in {GENERATION}, because the checkpoint ends texts with {end}"
+    note = "; ".join(filter(None, (note, added)))
+    return own._replace(files=files, ids=own.ids._replace(eos=merged), note=note)
 
 
 def suppress_tokens(data: bytes, unused: list[int]) -> bytes:

@@ -169,15 +169,21 @@ def write_run_config(
     files = {name: f"./{saved[name]}" for name in ("vocab_file", "merge_file") if saved.get(name)}
     keys |= {"tokenizer_type": tokenizer.tokenizer_type, **files, "vocab_size": tokenizer.vocab_size}
     header = f"# Written with {final}/{MANIFEST}. Use: megatron-coca train MODEL.yml {final}/{RUN_CONFIG}\n"
-    header += "".join(f"# {line}\n" for line in empty_splits(entries))
+    header += "".join(f"# {line}\n" for line in empty_splits(entries, sources))
     (folder / RUN_CONFIG).write_text(header + yaml.safe_dump(keys, sort_keys=False, width=120))
 
 
-def empty_splits(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a warning for each of the validation and test splits that has no documents."""
+def empty_splits(entries: Sequence[Mapping[str, Any]], sources: Sequence[CorpusSource] = ()) -> list[str]:
+    """Return a warning for each of the validation and test splits that has no documents.
+
+    All files of a repository are in one split, so one repository cannot fill another split.
+    """
+    repositories = any(source.spec.reader == "repositories" for source in sources)
+    more = "add repositories, or a source with `split: {split}` in a recipe" if repositories else "add documents"
     effects = {"valid": "training reports no validation loss", "test": "evaluation requires --data"}
     return [
-        f"{split}_fraction: the {split} split has no documents, so {effect}; increase {split}_fraction or add documents"
+        f"{split}_fraction: the {split} split has no documents, so {effect}; increase {split}_fraction, or "
+        + more.format(split=split)
         for split, effect in effects.items()
         if not any(entry[split]["documents"] for entry in entries)
     ]

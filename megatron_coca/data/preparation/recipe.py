@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.preparation_plan import MAX_RECORD_MIB, CorpusSource, Rules
@@ -27,10 +27,11 @@ from megatron_coca.data.readers.remote import joined, matching
 from megatron_coca.data.readers.source import Filters, SourceSpec
 from megatron_coca.data.tokenizers import TOKENIZERS
 from megatron_coca.support.remote_files import is_url
-from megatron_coca.support.safe_yaml import YamlFault, read_yaml
+from megatron_coca.support.safe_yaml import YamlFault, as_list, read_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+AsList = BeforeValidator(as_list)
 
 
 class _Strict(BaseModel):
@@ -42,11 +43,11 @@ _UNCHANGED = ("reader", "fields", "documents", "filters", "options", "max_record
 
 
 class _Source(_Strict):
-    paths: list[str] = Field(min_length=1)
+    paths: Annotated[list[str], AsList] = Field(min_length=1)
     reader: str = "files"
     fields: dict[str, str] = {}
     documents: Literal["file", "line"] = "file"
-    sets: list[str] | dict[str, Positive] = []
+    sets: Annotated[list[str] | dict[str, Positive], AsList] = []
     filters: Filters = Filters()
     metadata: str | None = None
     options: dict[str, str] = {}

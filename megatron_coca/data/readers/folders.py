@@ -35,6 +35,7 @@ _DESCRIPTION = re.compile(
     r"readme\.md|dataset_dict\.json|dataset_infos?\.json|state\.json|(.*[-_.])?(md5|sha\d+)sums?\.txt"
 )
 _MISNAMED = "name that is not UTF-8"
+REPOSITORIES = "to read the source code in Git repositories, use --reader repositories (`reader` of a recipe's source)"
 _STATE = "state.json"
 _SAVED = {_STATE, "dataset_info.json"}
 _SPLITS = "dataset_dict.json"
@@ -124,6 +125,13 @@ def is_saved_dataset(folder: Path) -> bool:
     return all((folder / name).is_file() for name in _SAVED)
 
 
+def holds_repository(path: Path | str) -> bool:
+    """Return True if a local folder is a Git repository, or if one of its subfolders is."""
+    if is_url(path) or not Path(path).is_dir():
+        return False
+    return any((folder / ".git").exists() for folder in (Path(path), *Path(path).glob("*/")))
+
+
 def saved_splits(folder: Path) -> list[str]:
     """Return the splits that `datasets` saved in this folder, or an empty list if it saved no `DatasetDict` there."""
     listing = folder / _SPLITS
@@ -188,7 +196,8 @@ def _listing(path: Path) -> tuple[list[Path], Counter[str]]:
     if not files:
         most = sorted(unread.items(), key=lambda counted: (-counted[1], counted[0]))[:3]
         skipped = "".join(f"; {count} {reason}" for reason, count in most)
-        raise DataError(f"{path}: no readable file ({READABLE}) in this folder{skipped}; check the path")
+        remedy = f"{REPOSITORIES}, or check the path" if holds_repository(path) else "check the path"
+        raise DataError(f"{path}: no readable file ({READABLE}) in this folder{skipped}; {remedy}")
     return sorted(files), unread
 
 

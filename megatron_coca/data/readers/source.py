@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.support.plain_text import plain
+from megatron_coca.support.safe_yaml import as_list
 
 NAMED_PROBLEMS = 1000  # limits the memory if all lines of a corpus are faulty
 
@@ -129,7 +130,7 @@ class Filters:
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     min_stars: Annotated[int, Field(ge=0)] = 0
-    languages: tuple[str, ...] = ()
+    languages: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
     max_bytes: Annotated[int, Field(gt=0)] | None = None
     generated: bool = True
     minified: bool = True

@@ -226,6 +226,22 @@ class Fitted(NamedTuple):
     units: int
 
 
+def shortest(draft: Draft, form: Form, length: int, stub: str = "") -> Fitted:
+    """Return the prompt without filler. Raises LengthError if it has more than `length` tokens."""
+    fitted = _fitted(draft, form, 0, stub)
+    if len(fitted.ids) > length:
+        raise LengthError(
+            f"length {length}: the prompt has {len(fitted.ids)} tokens even without filler; use a greater length"
+        )
+    return fitted
+
+
+def _fitted(draft: Draft, form: Form, units: int, stub: str) -> Fitted:
+    text = draft.build(units)
+    text = form.framed(text, stub) if isinstance(form, PromptForm) else text
+    return Fitted(text, form.encode(text.text), units)
+
+
 def fit(draft: Draft, form: Form, length: int, stub: str = "") -> Fitted:
     """Return the prompt with as many units as fit into `length` tokens, tokenized as a single text.
 
@@ -238,15 +254,9 @@ def fit(draft: Draft, form: Form, length: int, stub: str = "") -> Fitted:
     """
 
     def attempt(units: int) -> Fitted:
-        text = draft.build(units)
-        text = form.framed(text, stub) if isinstance(form, PromptForm) else text
-        return Fitted(text, form.encode(text.text), units)
+        return _fitted(draft, form, units, stub)
 
-    best, other = attempt(0), attempt(FIRST_TRY)
-    if len(best.ids) > length:
-        raise LengthError(
-            f"length {length}: the prompt has {len(best.ids)} tokens even without filler; use a greater length"
-        )
+    best, other = shortest(draft, form, length, stub), attempt(FIRST_TRY)
     if len(other.ids) <= length:
         best, other = other, best
     too_many = other.units if other.units > best.units else None

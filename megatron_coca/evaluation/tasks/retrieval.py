@@ -226,6 +226,25 @@ def ruler(args: Namespace, show: Show) -> int:
     return measure(evaluation, units, protocol, RulerResult)
 
 
+def check_lengths(args: Namespace, tokenizer: Tokenizer, data_root: Path) -> None:
+    """Raise LengthError if prompts of passkey, needle or ruler do not fit into a length of `args`, the parsed options.
+
+    This needs no model. Also raises the errors of `load_haystack`.
+    """
+    haystack = FILLER_BLOCKS if args.task == "passkey" else load_haystack(args.haystack, data_root)
+    kinds = {
+        "passkey": lambda: [tasks.passkey(args.answer_stub)],
+        "needle": lambda: [tasks.needle(args.depths[0], haystack, args.answer_stub)],  # all depths have equal texts
+        "ruler": lambda: [tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks],
+    }
+    chat = tokenizer.chat if args.apply_chat_template else None
+    start = None if args.start_token is None or chat is not None else tokenizer.token(args.start_token)
+    form = PromptForm(tokenizer, start, chat, args.system_instruction)
+    for task in kinds[args.task]():
+        for length in sorted(set(args.lengths)):
+            task.check_length(form, length, args.cases, args.seed)
+
+
 def evaluation_in_haystack(args: Namespace, task: str, show: Show) -> tuple[Evaluation, Haystack]:
     """Open the checkpoint and read `--haystack`. Raises the errors of `Evaluation` and `load_haystack`."""
     evaluation = Evaluation(subject_options(args), task, show)

@@ -115,15 +115,25 @@ class RetrievalTask:
         form = PromptForm(form) if isinstance(form, Tokenizer) else form
         cases = []
         for number in range(count):
-            random = Random(f"{self.name}/{seed}/{length}/{number}")
-            puzzle = self.puzzle(random, length)
-            first = 0 if self.haystack.restarts else random.randrange(len(self.haystack.sentences))
-            draft = Draft(puzzle.description, self.haystack, puzzle.hidden, puzzle.question, first, puzzle.in_lines)
+            puzzle, draft = self._draft(length, number, seed)
             stub = puzzle.stub if self.answer_stub else ""
             fitted = prompts.fit(draft, form, length, stub)
             ids = np.array(fitted.ids, dtype=np.int32)
             cases.append(Case(number, ids, puzzle.expected, prompts.facts_of(fitted, form), stub))
         return cases
+
+    def check_length(self, form: PromptForm, length: int, count: int, seed: int) -> None:
+        """Raise LengthError if `length` is too short for one of the cases that `make_cases` would make."""
+        for number in range(count):
+            puzzle, draft = self._draft(length, number, seed)
+            prompts.shortest(draft, form, length, puzzle.stub if self.answer_stub else "")
+
+    def _draft(self, length: int, number: int, seed: int) -> tuple[Puzzle, Draft]:
+        random = Random(f"{self.name}/{seed}/{length}/{number}")
+        puzzle = self.puzzle(random, length)
+        first = 0 if self.haystack.restarts else random.randrange(len(self.haystack.sentences))
+        hidden, question = puzzle.hidden, puzzle.question
+        return puzzle, Draft(puzzle.description, self.haystack, hidden, question, first, puzzle.in_lines)
 
 
 def passkey(answer_stub: bool = False) -> RetrievalTask:

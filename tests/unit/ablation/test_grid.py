@@ -51,6 +51,25 @@ def cells_of(file: Path) -> list[Cell]:
     return expand(read_ablation(file), "cpu")
 
 
+def test_one_text_stands_for_a_list(write: Write, tmp_path: Path) -> None:
+    base, ntk = str(tmp_path / "base.json"), str(tmp_path / "ntk.yml")
+    lists = {"A": {"set": ["train_iters=6"], "variants": {"": [], "+ NTK": [ntk]}}, "B": ["train_iters=6"]}
+    texts = {"A": {"set": "train_iters=6", "variants": {"": None, "+ NTK": ntk}}, "B": "train_iters=6"}
+    first = cells_of(write(base=[base], models=lists, baseline="A"))
+    assert [cell.name for cell in cells_of(write(base=base, models=texts, baseline="A"))] == [c.name for c in first]
+
+
+@pytest.mark.parametrize("task", ["passkey", "needle", "ruler"])
+def test_a_length_without_room_for_a_prompt_is_found_before_training(task: str, write: Write) -> None:
+    tokenizer = {"tokenizer_type": "CharLevelTokenizer"}
+    others = {"needle": {"depths": [50]}, "ruler": {"tasks": ["multi_key"]}}.get(task, {})
+    tasks = {task: {"lengths": [1024, "1L"], "cases": 2, **others}}
+    with pytest.raises(EvaluationError, match=rf"^tasks\.{task}: length 32: the prompt has \d+ tokens even without"):
+        cells_of(write(tokenizer, tasks=tasks))
+    tasks[task]["lengths"] = [1024]
+    assert len(cells_of(write(tokenizer, tasks=tasks))) == 4
+
+
 def test_a_cell_for_each_model_and_seed(write: Write, tmp_path: Path) -> None:
     cells = cells_of(write())
     assert [(cell.model, cell.seed) for cell in cells] == [
@@ -98,7 +117,7 @@ def test_names_change_with_the_inputs_of_the_weights(write: Write, tmp_path: Pat
         name({"weight_decay": 0.1}),  # the default
         name({"attention_backend": "sdpa"}),
         name(runs=str(tmp_path / "other"), title="Other", seeds=[1]),
-        name(tasks={"passkey": {"lengths": ["1L"]}}),
+        name(tasks={"passkey": {"lengths": ["32L"]}}),
     ]
     assert set(same) == {plain}
     others = [name({"train_batch_size": 8}), name({"weight_decay": 0.2}), name({"seq_length": 16}), name(seeds=[3])]

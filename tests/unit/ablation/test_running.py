@@ -1,6 +1,7 @@
 """States of cells on disk, dividing a machine, and running cells with quick stand-ins for training and evaluation."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.report.curves import CurvePoint, thinned
 from megatron_coca.evaluation.results import read_record
 from megatron_coca.evaluation.suite import Command
+from megatron_coca.support import console
 from megatron_coca.training.exit_status import Preempted
 
 DATA = DataRecord(chosen_by="{}", vocab_size=512, identity={"sha256": ["5e"]})
@@ -208,6 +210,27 @@ def test_curves_are_thinned_evenly_and_keep_validations() -> None:
     points[98] = points[98].model_copy(update={"validation_loss": 2.0})
     assert [point.step for point in thinned(points, 3)] == [99, 500, 1000]
     assert thinned(points[:3], 3) == points[:3]
+
+
+def test_the_progress_within_a_cell_and_the_time_left(
+    tmp_path: Path, small: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "FIRST_GAP", 0.0)
+    monkeypatch.setattr(running, "PROGRESS_SECONDS", 0.0)
+    one = cell(tmp_path, small, "none", ("perplexity", "passkey"))  # its training writes six steps, and then waits
+
+    def end() -> None:
+        while not (one.run / "metrics.jsonl").is_file():
+            time.sleep(0.01)
+        time.sleep(1)  # the step has been shown by then
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end).start()
+    with pytest.raises(Preempted):
+        run_cells([one], MACHINE, 1)
+    shown = capsys.readouterr().err
+    assert "ablation: 0/1 cells" in shown and f"{one.name}: step 6 of 6" in shown
+    assert re.search(r"ablation: 0/1 cells, 0:00:\d\d left, none", shown)
 
 
 def test_the_overview_has_states_and_sizes(tmp_path: Path, small: dict[str, Any]) -> None:

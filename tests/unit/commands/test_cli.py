@@ -191,3 +191,22 @@ def test_configs_are_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_choices_are_those_of_the_libraries() -> None:
     assert tuple(DTYPES) == options.DTYPES
     assert options.DYNAMIC_LENGTHS.keys() == DYNAMIC_LENGTHS.keys() and options.DYNAMIC_LENGTH == DYNAMIC_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("generate --checkpoint x --promt y", "did you mean `--prompt`?"),
+        ("evaluate passkey --checkpoint x --length 4", "did you mean `--lengths`?"),
+        ("evaluate report x --output y --part 1/2", "--part was removed: use --jobs N"),
+        ("prepare r.yml --engine=ray", "--engine was removed: run one --part I/N on each host"),
+        ("ablate a.yml --slurm", "--slurm was removed: run the cells of each job with --only"),
+        ("train-tokenizer", "was removed; use prepare --train-tokenizer"),
+    ],
+)
+def test_misspelt_and_removed_options_name_the_option_to_use(
+    line: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(line.split())
+    assert ended.value.code == 2 and remedy in capsys.readouterr().err

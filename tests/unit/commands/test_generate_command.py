@@ -11,12 +11,13 @@ import pytest
 
 from megatron_coca import cli
 from megatron_coca.commands import generate
-from megatron_coca.config import load_config
+from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data import DataError
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.model import Sampling
-from megatron_coca.text_generation import load_generator
+from megatron_coca.text_generation import Continuation, TextGenerator, load_generator
 from tests.checkpoint_files import TINY, beginning_tokenizer, talkative_model, write_checkpoint
+from tests.terminal import Terminal, type_lines
 
 ROOT = Path(__file__).parents[3]
 KEYS = TINY | {"max_position_embeddings": 40}
@@ -75,6 +76,77 @@ def test_standard_input_is_one_prompt(
     monkeypatch.setattr(sys, "stdin", io.StringIO("the sea\nwas calm\n"))
     assert generate.main(["--checkpoint", checkpoint, *TEN]) == 0
     assert capsys.readouterr().out == expected(checkpoint, "the sea\nwas calm") + "\n"
+
+
+def test_typed_prompts_are_continued_one_by_one(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_lines(monkeypatch, "the sea", "", "the sea")
+    assert generate.main(["--checkpoint", checkpoint, "--temperature", "1", "--seed", "3", *TEN]) == 0
+    first, again = (expected(checkpoint, "the sea", Sampling(1.0, seed=seed)) for seed in (3, 4))
+    assert isinstance(sys.stdout, Terminal) and first != again
+    assert sys.stdout.getvalue() == f"{first}\n{again}\n\n"
+
+
+def test_ctrl_c_stops_only_a_continuation(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_lines(monkeypatch, "the sea", KeyboardInterrupt)
+    pushed, push = [], Continuation.push
+
+    def interrupted(row: Continuation, token: int) -> None:
+        push(row, token)
+        pushed.append(token)
+        if len(pushed) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Continuation, "push", interrupted)
+    with pytest.raises(KeyboardInterrupt):  # the second one, at the prompt
+        generate.main(["--checkpoint", checkpoint, *TEN])
+    assert isinstance(sys.stdout, Terminal) and sys.stdout.getvalue().endswith(" [stopped]\n") and len(pushed) == 4
+
+
+def test_a_typed_prompt_has_one_continuation(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_lines(monkeypatch)
+    with pytest.raises(EvaluationError, match="--num-samples: .*typed prompts; give the prompt with --prompt"):
+        generate.main(["--checkpoint", checkpoint, "--num-samples", "2"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "found"),
+    [
+        ({"text-gen-type": "interactive", "num-samples": 10, "sample-output-file": "o"}, [], ["the sea"]),
+        ({"text-gen-type": "unconditional", "num-samples": 2}, [], ["", ""]),
+        ({"text-gen-type": "input-file", "sample-input-file": "prompts.txt"}, [], ["a", "b"]),
+        ({"text-gen-type": "unconditional"}, ["--prompt", "c"], ["c"]),
+        ({"text-gen-type": "precompute"}, [], "text_gen_type: `precompute` is not supported"),
+        ({"maximum_tokens": 0}, [], "maximum_tokens: not a valid value"),
+    ],
+)
+def test_generation_keys_of_gpt_neox(
+    checkpoint: str,
+    keys: dict[str, Any],
+    options: list[str],
+    found: list[str] | str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("a\nb\n")
+    Path("neox.yml").write_text(json.dumps({"maximum_tokens": 3, "top_p": 0.0, "recompute": False} | keys))
+    type_lines(monkeypatch, "the sea")
+    asked: list[str] = []
+    complete = TextGenerator.complete
+
+    def noting(self: TextGenerator, prompts: list[str], *args: Any, **options: Any) -> list[Continuation]:
+        asked.extend(prompts)
+        rows = complete(self, prompts, *args, **options)
+        assert [len(row.tokens) for row in rows] == [3] * len(prompts)
+        return rows
+
+    monkeypatch.setattr(TextGenerator, "complete", noting)
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=found):
+            generate.main(["--checkpoint", checkpoint, "neox.yml"])
+    else:
+        assert generate.main(["--checkpoint", checkpoint, "neox.yml", *options]) == 0
+        assert asked == found and not Path("o").exists()
 
 
 def test_extensions_as_files_and_keys(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

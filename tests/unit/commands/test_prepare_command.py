@@ -331,3 +331,19 @@ def test_a_tokenizer_that_loses_text_stops_early(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("megatron_coca.data.preparation.run._write_shards", lambda *_: pytest.fail("all was read"))
     with pytest.raises(DataError, match="loses text"):
         prepare.main(options(tmp_path, write_texts(tmp_path / "s.jsonl", *CODE), *lowercasing(tmp_path)))
+
+
+def test_repositories_suggest_their_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "repository"
+    (folder / ".git").mkdir(parents=True)
+    (folder / "a.py").write_text("print(1)\n")
+    with pytest.raises(DataError, match=r"no readable file .*; to read the source code .*--reader repositories"):
+        prepare.main(options(tmp_path, folder))
+    (folder / "guide.md").write_text("A guide.\n")
+    prepare.main(options(tmp_path, folder))
+    assert f"s: {folder}: to read the source code" in capsys.readouterr().out
+    prepare.main([*options(tmp_path, folder, "--reader", "repositories"), "--output", str(tmp_path / "code")])
+    shown = capsys.readouterr().out
+    assert "s train: 2 documents" in shown and "--reader" not in shown
+    assert "so training reports no validation loss; increase valid_fraction, or add repositories" in shown
+    assert "a source with `split: valid`" in (tmp_path / "code" / "data.yml").read_text()

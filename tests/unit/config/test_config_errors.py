@@ -317,7 +317,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("nonfinite_policy: rollback", "nonfinite_policy: `rollback` is not one of stop | skip"),
         ("torch_compile: tune", "torch_compile: expected true or false or `auto`, got 'tune'"),
         ("launcher: ssh", "launcher: `ssh` is not one of pdsh | slurm"),
-        ("max_rollbacks: 10", "max_rollbacks: unknown key"),
+        ("max_rollbacks: 10", "max_rollbacks: was removed; a run stops at the limit"),
         (
             "pos_emb: rotary\nrope_scaling: {rope_type: linear, factor: 2, beta_fast: 32.0}",
             "rope_scaling: beta_fast has no effect with rope_type linear",

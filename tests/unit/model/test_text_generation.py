@@ -70,6 +70,20 @@ def text_of(tokenizer: Tokenizer, prompt: list[int], ids: list[int], *stops: str
     return row.text, row.finish
 
 
+@pytest.mark.parametrize("stops", [[], ["near", "re\n", "e shor!"]])
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_settled_text_only_grows(text: str, stops: list[str]) -> None:
+    row, shown = Continuation(BYTES, BYTES.encode("the sea"), stops), ""
+    for token in BYTES.encode(text):
+        if row.finish == "length":
+            row.push(token)
+        assert row.settled.startswith(shown) and row.text.startswith(row.settled)
+        shown = row.settled
+    assert "\ufffd" not in shown and not any(stop in shown for stop in stops)
+    assert shown == row.text[: len(shown)] and len(row.text) - len(shown) < 7
+    assert repr(row) == f"Continuation({row.text!r}, finish={row.finish!r}, tokens={len(row.tokens)})"
+
+
 @pytest.mark.parametrize("name", ["bytes", "plain.model", "llama.model", "tokenizer.json", "llama.json"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_text_continues_the_prompt(tokenizers_by_name: dict[str, Tokenizer], name: str, text: str) -> None:

@@ -97,7 +97,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         "has token id 511",
     ),
     "pad outside": (lambda f: changed(f / "config.json", pad_token_id=700), "has token id 700"),
-    "another end": (ending, r"end-of-text tokens are \[3\], but the checkpoint uses 1 \('</s>'\)"),
 }
 
 
@@ -111,6 +110,23 @@ def test_another_tokenizer_is_an_error(name: str, source: Path, tmp_path: Path) 
     with pytest.raises(CheckpointError, match=message):
         export(run, tmp_path / "kept", tokenizer=folder)
     assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize("generation", [True, False], ids=["both files", "config.json"])
+def test_another_end_of_text_is_added(generation: bool, source: Path, tmp_path: Path) -> None:
+    ours = load_tokenizer("HFTokenizer", source, eod="</s>")
+    run = random_checkpoint(tmp_path / "run", tokenizer=ours, **LLAMA)
+    original = shutil.copytree(source, tmp_path / "original")
+    ending(original)
+    if not generation:
+        (original / "generation_config.json").unlink()
+    done = export(run, tmp_path / "kept", tokenizer=original)
+    files = [json.loads((done.folder / name).read_text()) for name in ("config.json", "generation_config.json")]
+    assert [content["eos_token_id"] for content in files] == [[3, 1], [3, 1]]
+    assert done.tokenizer_note is not None and "because the checkpoint ends texts with 1" in done.tokenizer_note
+    opened = open_checkpoint(done.folder)
+    tokenizer, _ = opened.tokenizer()
+    assert tokenizer is not None and set(tokenizer.ends) == {3, 1}
 
 
 def test_nothing_to_compare_with(source: Path, tmp_path: Path) -> None:

@@ -52,6 +52,13 @@ sources:
     assert recipe.training is not None and recipe.training.vocab_size == 500
 
 
+def test_one_text_stands_for_a_list(tmp_path: Path) -> None:
+    text = BASE.replace("[x]", "x\n    sets: ArXiv\n    filters: {languages: Python}")
+    (source,) = read_recipe(write(tmp_path, text), root=tmp_path).sources
+    assert source.spec.paths == [tmp_path / "x"] and source.spec.sets == ("ArXiv",) and not source.spec.divide
+    assert source.spec.filters == Filters(languages=("Python",))
+
+
 def test_another_root_moves_every_path(tmp_path: Path) -> None:
     recipe = read_recipe(write(tmp_path, "root: /nowhere\n" + BASE), root=tmp_path)
     assert recipe.sources[0].spec.paths == [tmp_path / "x"]

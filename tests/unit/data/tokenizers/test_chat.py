@@ -1,6 +1,7 @@
 """Chats: rendered and masked as transformers does, prepared into label shards, and trained on as by a loop by hand."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.text_generation import Continuation, load_generator
 from megatron_coca.training.corpus import open_corpus
 from tests.checkpoint_files import TINY, talkative_model, write_checkpoint
+from tests.terminal import Terminal, type_lines
 
 CHATML = """\
 {{- bos_token }}{% for message in messages %}
@@ -208,6 +210,18 @@ def test_answers_to_several_messages_go_to_a_file(checkpoint: Path, tmp_path: Pa
     answers = generator.answer(chats, 10)
     assert [record["text"] for record in records] == [row.text for row in answers]
     assert answers[0].text == generator.complete(["user:one.assistant:"], 10)[0].text.partition(".")[0]
+
+
+def test_typed_messages_are_one_conversation(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_lines(monkeypatch, "one", "two")
+    given = ["--checkpoint", str(checkpoint), "--chat", "--system", "S", "--max-new-tokens", "10"]
+    assert generate.main(given) == 0
+    chat, generator, shown = [{"role": "system", "content": "S"}], load_generator(checkpoint), ""
+    for text in ("one", "two"):
+        chat.append({"role": "user", "content": text})
+        chat.append({"role": "assistant", "content": generator.answer([chat], 10)[0].text})
+        shown += chat[-1]["content"] + "\n"
+    assert isinstance(sys.stdout, Terminal) and sys.stdout.getvalue() == shown + "\n"
 
 
 def test_a_special_token_ends_an_answer(ours: Tokenizer) -> None:

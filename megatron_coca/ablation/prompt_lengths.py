@@ -1,0 +1,38 @@
+"""Checks before training that the prompts of passkey, needle and ruler fit into their lengths."""
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_coca.data import Tokenizer
+from megatron_coca.evaluation.suite import Command, task_parser
+from megatron_coca.evaluation.tasks.prompts import LengthError
+from megatron_coca.evaluation.tasks.retrieval import ENTRIES, check_lengths
+
+
+class PromptLengths:
+    """Checks of lengths. Each is made once, because a grid evaluates every model with the same prompts."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, str | None] = {}
+
+    def faults(self, commands: Sequence[Command], tokenizer: Tokenizer, data_root: Path) -> list[str]:
+        """Return a line for each command with a length that is too short for a prompt in the model's tokens.
+
+        Raises the errors of `load_haystack`.
+        """
+        lines = [self._fault(command, tokenizer, data_root) for command in commands if command.arguments[0] in ENTRIES]
+        return [line for line in lines if line is not None]
+
+    def _fault(self, command: Command, tokenizer: Tokenizer, data_root: Path) -> str | None:
+        args: Namespace = task_parser(command.arguments[0]).parse_args(command.arguments[1:])
+        args.task = command.arguments[0]
+        key = json.dumps([command.task, args.lengths, tokenizer.fingerprint])
+        if key not in self._known:
+            self._known[key] = None
+            try:
+                check_lengths(args, tokenizer, data_root)
+            except LengthError as error:
+                self._known[key] = f"tasks.{command.task}: {error}"
+        return self._known[key]
