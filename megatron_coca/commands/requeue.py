@@ -1,5 +1,7 @@
 """Decide whether a Slurm job is requeued after its training has ended, and record this in the run's folder.
 
+    megatron-coca requeue --status 137 --errors srun.log configs/350M/roformer_coca.yml configs/cluster/slurm.yml
+
 configs/cluster/slurm.sbatch calls this command with the exit status of srun and the arguments of the training. The
 exit status is 0 if the job is to be requeued, with the nodes to exclude on standard output, and 3 if not.
 """

@@ -21,6 +21,7 @@ from megatron_coca.commands import command_parser
 from megatron_coca.support.console import duration
 from megatron_coca.support.errors import InputError
 from megatron_coca.support.markdown_tables import format_table, in_cell
+from megatron_coca.support.plain_text import plain
 from megatron_coca.support.regular_files import open_regular
 from megatron_coca.training.exit_status import DONE
 from megatron_coca.training.launches import END, LAUNCHES, START, read_launches
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(format_table(HEADER, [each.texts for each in rows.values()]))
     for folder, each in rows.items():
         for reason, number in each.reasons.items():
-            print(f"{folder}: {number} x {in_cell(reason)}")
+            print(f"{folder}: {number} x {plain(in_cell(reason))}")
     return 0
 
 

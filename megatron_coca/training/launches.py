@@ -58,6 +58,8 @@ FAILURES_OF_A_NODE = 2
 """Number of failures after which a job no longer uses a node."""
 _SRUN = re.compile(r"srun: error: (?P<nodes>\S+): tasks? [\d,-]+: (?P<end>.*)")
 _NODE_FAILURE = re.compile(r"srun: error: Node failure on (?P<node>[^\s,\[\]]+)")
+_KILLS = ("srun: First task exited", "srun: Terminating", "srun: Job step aborted", "srun: Force Terminated")
+"""Beginnings of the messages with which srun announces that it kills the remaining tasks."""
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 
 
@@ -163,17 +165,24 @@ class Failure(NamedTuple):
 
 
 def first_failure(errors: str) -> Failure | None:
-    """Return the first failure of a task in the messages of srun. Later ones are usually its consequences."""
+    """Return the failure that ended a step, from the messages of srun.
+
+    It is the first end by a signal, else the first error of a task: the others may report their errors earlier than
+    Slurm reports a kill. Ends after srun began to kill the remaining tasks are left out.
+    """
+    found: list[tuple[bool, Failure]] = []
     for line in errors.splitlines():
+        if line.startswith(_KILLS):
+            break
         if (lost := _NODE_FAILURE.match(line)) is not None:
-            return Failure(f"node failure on {lost['node']}", lost["node"])
-        if (task := _SRUN.match(line)) is None:
-            continue
-        code = _EXIT_CODE.match(task["end"])
-        blamed = code is None or int(code[1]) not in (*FINAL, *UNBLAMED)
-        single = not set("[,") & set(task["nodes"])
-        return Failure(f"{task['nodes']}: {task['end']}", task["nodes"] if blamed and single else None)
-    return None
+            found.append((False, Failure(f"node failure on {lost['node']}", lost["node"])))
+        elif (task := _SRUN.match(line)) is not None:
+            code = _EXIT_CODE.match(task["end"])
+            blamed = code is None or int(code[1]) not in (*FINAL, *UNBLAMED)
+            single = not set("[,") & set(task["nodes"])
+            node = task["nodes"] if blamed and single else None
+            found.append((code is not None, Failure(f"{task['nodes']}: {task['end']}", node)))
+    return min(found, key=lambda each: each[0])[1] if found else None
 
 
 class Decision(NamedTuple):
@@ -192,7 +201,7 @@ def decide(
     if status in FINAL:
         return Decision(False, why)
     own = [line for line in lines if line["event"] == REQUEUED and str(line.get("job")) == job]
-    failures = Counter(line["node"] for line in own if line.get("node"))
+    failures = Counter(str(line["node"]) for line in own if line.get("node"))
     failures.update([failure.node] if failure is not None and failure.node is not None else [])
     excluded = tuple(sorted(node for node, number in failures.items() if number >= FAILURES_OF_A_NODE))
     without_progress = sum(line.get("step") == step for line in own)

@@ -74,10 +74,21 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, ca
         ("srun: error: n1: task 1: Exited with exit code 1", "n1: Exited with exit code 1", "n1"),
         (f"srun: error: n1: task 1: Exited with exit code {HUNG}", f"n1: Exited with exit code {HUNG}", None),
         ("srun: error: n[0-1]: tasks 0-1: Exited with exit code 1", "n[0-1]: Exited with exit code 1", None),
+        (
+            "srun: error: n0: task 0: Exited with exit code 1\nsrun: error: n1: task 1: Killed",
+            "n1: Killed",
+            "n1",
+        ),
+        (
+            "srun: error: n0: task 0: Exited with exit code 1\nsrun: First task exited 60s ago\n"
+            "srun: error: n1: task 1: Killed",
+            "n0: Exited with exit code 1",
+            "n0",
+        ),
         ("srun: error: Node failure on n2", "node failure on n2", "n2"),
     ],
 )
-def test_the_first_message_of_srun_names_the_node(errors: str, text: str | None, node: str | None) -> None:
+def test_the_messages_of_srun_name_the_node(errors: str, text: str | None, node: str | None) -> None:
     found = first_failure(errors)
     assert found == (None if text is None else Failure(text, node))
 

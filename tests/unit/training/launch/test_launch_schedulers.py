@@ -69,7 +69,7 @@ def test_a_node_that_failed_twice_is_excluded_and_restarts_without_progress_end(
     for _ in range(2):
         done = submit(tmp_path, 137, killed, RESTARTS="2")
         assert killed in done.stderr, "the messages stay in the job's log"
-    assert scontrol(tmp_path) == ["requeue 7", "requeue 7", "--oneliner show job 7", "update JobId=7 ExcNodeList=n9,n1"]
+    assert scontrol(tmp_path) == ["requeue 7", "requeue 7", "--oneliner show job 7", "update JobId=7 ExcNodeList=n1,n9"]
     done = submit(tmp_path, 137, killed, RESTARTS="2")
     assert "requeued 2 times without a checkpoint after step 0" in done.stderr
     assert len(scontrol(tmp_path)) == 4
