@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -123,9 +123,9 @@ class Cluster:
     def _states(self) -> list[str]:
         return self.command("sinfo", "--noheader", "--Node", "--format=%t", check=False).split()
 
-    def _wait(self, condition: "object", problem: str) -> None:
+    def _wait(self, condition: Callable[[], bool], problem: str) -> None:
         deadline = time.monotonic() + 30
-        while not condition():  # type: ignore[operator]
+        while not condition():
             ended = [str(daemon.args) for daemon in self._daemons if daemon.poll() is not None]
             if ended or time.monotonic() > deadline:
                 log = (self.folder / "daemons.log").read_text(errors="replace")[-500:]

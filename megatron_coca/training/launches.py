@@ -105,13 +105,6 @@ def append(folder: Path, line: Mapping[str, Any]) -> None:
         file.write(b"\n" * bool(broken) + text.encode() + b"\n")
 
 
-def place(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the job in which this process runs, if a scheduler started it."""
-    names = ("SLURM_JOB_ID", "JOB_COMPLETION_INDEX")
-    job = next((environment[name] for name in names if environment.get(name)), None)
-    return {} if job is None else {"job": job}
-
-
 class LaunchRecord:
     """Context manager that records the start of this launch, when `start` is called, and its end.
 
@@ -152,7 +145,7 @@ class LaunchRecord:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         try:
-            append(self._folder, {**line, **place(os.environ)})
+            append(self._folder, {**line, "job": os.environ.get("SLURM_JOB_ID")})
         except OSError as error:
             logger.warning("%s: cannot be written (%s); the run continues", self._folder / LAUNCHES, error)
 
