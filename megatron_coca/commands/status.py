@@ -75,7 +75,8 @@ def row(folder: Path) -> Row:
         raise InputError(f"{folder}: cannot be read ({error}); check the folder's permissions") from error
     starts = [line for line in launches if line["event"] == START]
     start = starts[-1] if starts else {}
-    state, known = state_of(folder, launches), int(metrics.get("step", 0))
+    save = Path(start["save"]) if isinstance(start.get("save"), str) else folder
+    state, known = state_of(folder, save, launches, start.get("last")), int(metrics.get("step", 0))
     reported = [known] if metrics else []
     step = max([*reported, *([int(start["step"])] if isinstance(start.get("step"), int) else [])], default=None)
     last = start.get("last")
@@ -91,24 +92,28 @@ def row(folder: Path) -> Row:
         state,
         "-" if step is None else f"{step:,}" + (f" of {last:,}" if isinstance(last, int) else ""),
         eta,
-        newest_checkpoint(Path(start["save"]) if isinstance(start.get("save"), str) else folder),
+        newest_checkpoint(save),
         str(len(restarts)),
     )
     return Row(texts, {reason: restarts.count(reason) for reason in dict.fromkeys(restarts)})
 
 
-def state_of(folder: Path, launches: Sequence[Mapping[str, Any]]) -> str:
-    """Return the state in a few words: running, finished, or why the last launch ended."""
+def state_of(folder: Path, save: Path, launches: Sequence[Mapping[str, Any]], steps_of_run: object) -> str:
+    """Return the state in a few words: running, finished, or why the last launch ended.
+
+    A run that was killed after its last checkpoint is finished too, because the next start has nothing to do.
+    """
     if is_locked(folder / LOCK):
         return "running"
     if not launches:
         return "not running"
     last = launches[-1]
-    if last["event"] == START:
-        return "killed"
-    if last["event"] != END:
-        return f"{last['event']}: {last.get('why')}"
-    return "finished" if last.get("status") == DONE else f"ended: {last.get('why')}"
+    if last["event"] == END:
+        return "finished" if last.get("status") == DONE else f"ended: {last.get('why')}"
+    with suppress(CheckpointError):
+        if isinstance(steps_of_run, int) and steps_of_run in steps(save):
+            return "finished"
+    return "killed" if last["event"] == START else f"{last['event']}: {last.get('why')}"
 
 
 def is_locked(lock: Path) -> bool:

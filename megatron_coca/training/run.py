@@ -111,7 +111,8 @@ def _train_stages(config: Config, lock: FolderLock, context: RunContext, record:
     start = 0 if folder is None else int(native.read_meta(folder)["step"])
     last = config.logging.last_step(start, stages[-1].stage.last)
     nodes = dist.gather_texts(os.environ.get("SLURMD_NODENAME") or socket.gethostname())
-    record.start(start, stages[-1].stage.last, nodes, config.checkpoint.save)
+    if start < last:  # otherwise there is nothing to do, and the files stay as they are
+        record.start(start, stages[-1].stage.last, nodes, config.checkpoint.save)
     for opened in stages:
         step = _train_stage(opened, folder, context)
         if step < opened.stage.last or step == last:

@@ -74,6 +74,13 @@ def test_a_run_that_does_not_train(
     assert cells[1:4] == [state, "20 of 100", "-"]
 
 
+def test_a_run_that_was_killed_after_its_last_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path / "run")
+    (run / "global_step15").rename(run / "global_step100")
+    (run / "global_step100" / "manifest.json").write_text("{}")
+    assert table(capsys, run)[0][1] == "finished"
+
+
 def test_a_run_from_before_launches_were_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made(tmp_path / "run")
     (run / "launches.jsonl").unlink()
