@@ -22,6 +22,8 @@ COMMANDS = {
     "evaluate": ("evaluation.cli", "evaluate checkpoints and write reports"),
     "generate": ("commands.generate", "generate continuations of prompts"),
     "prepare": ("commands.prepare", "prepare training data from text files"),
+    "status": ("commands.status", "show the state, progress and restarts of runs"),
+    "requeue": ("commands.requeue", "decide whether a Slurm job is requeued; slurm.sbatch calls it"),
     "inspect": ("commands.inspect", "show and verify prepared data, training samples and checkpoints"),
     "import": ("commands.import_checkpoint", "import Hugging Face and GPT-NeoX models"),
     "export": ("commands.export", "export checkpoints to Hugging Face or GPT-NeoX"),

@@ -43,6 +43,7 @@ RUN = {
     "megatron-coca train configs/finetune": "save=runs/new",
     "megatron-coca train configs/finetune/llama7b_coca.yml": "num_nodes=-1 save=runs/new",
     "megatron-coca estimate": "",
+    "megatron-coca status": "",
     "python tools/gpu_report.py --dry-run": "",
     "megatron-coca generate": "--max-new-tokens 4",
     "megatron-coca prepare --builtin": "--output data/new",

@@ -2,8 +2,9 @@
 
     megatron-coca estimate configs/350M/roformer_coca.yml configs/cluster/a100x8.yml --gpus 8 --gpu A100-80
 
-The command starts nothing and needs no GPU. Times are computed from FLOPs and an assumed utilisation (--mfu); they are
-not measured. The exit status is 1 if the run or one of its stages does not fit, and 2 if the configuration is invalid.
+The command starts nothing and needs no GPU. Times are computed from FLOPs and a utilisation (--mfu), by default that of
+the CoCA paper's own run. Communication between hosts is not counted. The exit status is 1 if the run or one of its
+stages does not fit, and 2 if the configuration is invalid.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 # PyTorch takes seconds to import, so it is imported after the configuration is validated.
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
-DEFAULT_MFU = 0.4
-"""The assumed utilisation if --mfu is not set."""
+DEFAULT_MFU = 0.264
+"""The utilisation if --mfu is not set: 100.0B tokens in 96 hours on 8 A100 in the CoCA paper (docs/training.md)."""
+SOURCE = "the CoCA paper's run on one host with 8 A100"
+GPUS_OF_SOURCE = 8
 
 
 class Gpu(NamedTuple):
@@ -48,7 +51,7 @@ GPUS: dict[str, Gpu] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the estimate, and return the exit status: 0, or 1 if the run does not fit. Raises ConfigError."""
     options = parser().parse_intermixed_args(arguments)
-    if not 0 < options.mfu <= 1:
+    if options.mfu is not None and not 0 < options.mfu <= 1:
         parser().error(f"--mfu {options.mfu}: must be above 0 and at most 1")
     if options.gpus is not None and options.gpus < 1:
         parser().error(f"--gpus {options.gpus}: must be at least 1")
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps = stage.config.schedule.train_iters and stage.last - stage.first
         schedule = stage.config.schedule.model_copy(update={"train_iters": steps})
         own = stage.config.model_copy(update={"schedule": schedule})
-        result = estimate(own, gpus, peak_flops(gpu.device) or 0.0, options.mfu)
+        result = estimate(own, gpus, peak_flops(gpu.device) or 0.0, DEFAULT_MFU if options.mfu is None else options.mfu)
         fit = fits(result.memory, gpu.memory)
         print("\n".join((*_lines(own, result, options), *_verdict(result, gpu.memory, fit))))
         if config.schedule.stages:
@@ -94,9 +97,8 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--mfu",
         type=float,
-        default=DEFAULT_MFU,
         metavar="SHARE",
-        help="assumed fraction of the GPU's peak FLOP/s (default: %(default)s)",
+        help=f"achieved fraction of the GPU's peak FLOP/s (default: {DEFAULT_MFU}, {SOURCE})",
     )
     return parser
 
@@ -134,15 +136,31 @@ def _lines(config: Config, result: "Estimate", options: Namespace) -> Iterator[s
     if memory.host:
         yield f"memory of the host {_gib(memory.host * grid.world_size):>18}   offloaded, all processes"
     yield ""
-    yield f"tokens per second  {result.tokens_per_second:>18,.0f}   at {options.mfu:.1%} MFU, assumed"
+    yield f"tokens per second  {result.tokens_per_second:>18,.0f}   {_utilisation(options)}"
     if result.total_tokens is not None and result.seconds is not None:
         yield f"steps              {config.schedule.train_iters:>18,}"
         yield f"tokens             {result.total_tokens:>18,}"
-        yield f"days               {result.seconds / 86400:>18.2f}"
+        counted = _communication(options, grid.world_size)
+        yield f"days               {result.seconds / 86400:>18.2f}   {counted}".rstrip()
     if config.precision.dtype == "fp32":
         yield "precision fp32: the estimate assumes bfloat16's peak FLOP/s; expect a fraction of this speed"
     if (note := rounded_sum(config, result.sizes)) is not None:
         yield note
+
+
+def _utilisation(options: Namespace) -> str:
+    """Return the utilisation and its source."""
+    if options.mfu is not None:
+        return f"at {options.mfu:.1%} MFU, from --mfu"
+    other = "" if options.gpu.startswith("A100") else f"; not measured on {options.gpu}"
+    return f"at {DEFAULT_MFU:.1%} MFU, {SOURCE}{other}"
+
+
+def _communication(options: Namespace, gpus: int) -> str:
+    """Return which communication the time does not contain."""
+    if options.mfu is not None:
+        return "with the communication that --mfu contains"
+    return "without communication between hosts" if gpus > GPUS_OF_SOURCE else ""
 
 
 def _gib(size: float) -> str:

@@ -37,6 +37,7 @@ from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.engine.state import ADDED_AT
 from megatron_coca.training.exit_status import CaughtSignals, Stopped
+from megatron_coca.training.launches import LaunchRecord
 from megatron_coca.training.opened_stages import OpenedStage, open_stages
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.randomness import compute_deterministically, seed_everything
@@ -75,10 +76,11 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
         config = lock.choose_log_dir(config)
         watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
         answer = "stopping after this step, with a checkpoint if `save` is set; a second Ctrl-C ends the run at once"
-        with CaughtSignals(answer=answer if dist.is_main() else None) as preemption, watchdog, lock:
+        record = LaunchRecord(run_folder(config), dist.is_main())
+        with CaughtSignals(answer=answer if dist.is_main() else None) as preemption, watchdog, lock, record:
             remotes.attend(watchdog.beat, lambda: preemption.requested is not None)
             topology = Topology.of(config.parallel, dist.world_size())
-            _train_stages(config, lock, RunContext(topology, remotes, preemption, watchdog))
+            _train_stages(config, lock, RunContext(topology, remotes, preemption, watchdog), record)
         orderly = True
     except Exception as error:
         orderly = isinstance(error, Stopped)
@@ -108,11 +110,14 @@ def _log_devices(config: Config, without_effect: Sequence[str]) -> None:
         logger.warning(note)
 
 
-def _train_stages(config: Config, lock: FolderLock, context: RunContext) -> None:
+def _train_stages(config: Config, lock: FolderLock, context: RunContext, record: LaunchRecord) -> None:
     """Train the remaining stages of the run, each from the checkpoint of the previous stage."""
     stages, folder = _open_run(config, lock, context)
     start = 0 if folder is None else int(native.read_meta(folder)["step"])
     last = config.logging.last_step(start, stages[-1].stage.last)
+    nodes = dist.gather_texts(os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+    if start < last:  # otherwise there is nothing to do, and the files stay as they are
+        record.start(start, stages[-1].stage.last, nodes, config.checkpoint.save)
     for opened in stages:
         step = _train_stage(opened, folder, context)
         if step < opened.stage.last or step == last:

@@ -363,9 +363,10 @@ class WandB(Sink):
             raise ConfigError(
                 f"use_wandb: wandb_host or a variable WANDB_* is invalid ({reason}); write addresses with https://"
             ) from error
-        except wandb.errors.Error as error:
-            # An unreachable server is not a user error, and a resumed run must not stop because of wandb.
-            if not (resumed or isinstance(error, wandb.errors.CommError)):
+        except (wandb.errors.Error, OSError) as error:
+            # wandb has retried until `init_timeout`. An unreachable server (CommError, OSError) is not
+            # a user error, and a resumed run must not stop because of wandb.
+            if not (resumed or isinstance(error, wandb.errors.CommError | OSError)):
                 raise ConfigError(
                     f"use_wandb: {error}; log in with `wandb login`, or set WANDB_MODE=offline"
                 ) from error

@@ -5,8 +5,10 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,10 +22,14 @@ from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.engine.peers import Peers
 from megatron_coca.training.exit_status import NotJoined
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
 """Timeout of one connection attempt, because a host that is down may not answer at all."""
+NOTICE_SECONDS = 15.0
+"""Seconds of waiting after which a process says what it waits for; the pause doubles after each message."""
 GRACE_SECONDS = 5.0
 """Seconds for which rank 0 keeps the store open, so that the other ranks can read which ranks are missing."""
 
@@ -54,9 +60,16 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     if agent:  # its store outlives the processes, which torchrun may restart
         store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     keys = [f"joined/{other}" for other in range(world_size)]
+
+    def absent() -> str:
+        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        return f"ranks {', '.join(missing)}, which have not joined; their hosts must reach {address}:{port}"
+
     try:
         store.set(keys[rank], socket.gethostname())
-        if _wait_until(lambda: store.check(keys), deadline):
+        with _notices(rank, absent, limit, rank == 0):
+            complete = _wait_until(lambda: store.check(keys), deadline)
+        if complete:
             return store
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         hosts = {store.get(key).decode(errors="replace") for other, key in enumerate(keys) if other not in missing}
@@ -72,6 +85,30 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
         f" Processes on these hosts joined: {', '.join(sorted(hosts))}. Check that the missing processes were started,"
         f" and that their hosts can reach {address}:{port}"
     )
+
+
+@contextmanager
+def _notices(rank: int, awaited: Callable[[], str], limit: str, active: bool) -> Iterator[None]:
+    """While the block waits, say for what. A thread does it, because the lookup of a name may take minutes."""
+    over, started = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        pause = NOTICE_SECONDS
+        while not over.wait(pause):
+            try:
+                text = awaited()
+            except dist.DistError:  # the store has ended, and the main thread reports it
+                return
+            place = f"rank {rank} on {socket.gethostname()}"
+            logger.warning("%s: waiting for %.0f s of %s for %s", place, time.monotonic() - started, limit, text)
+            pause *= 2
+
+    if active:
+        threading.Thread(target=tell, name="notices", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _wait_until(condition: Callable[[], bool], deadline: float) -> bool:
@@ -106,6 +143,10 @@ def _connect(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPSto
     rank, _, address, port, _ = rendezvous
     reason: OSError | None = None
 
+    def unreachable() -> str:
+        problem = reason or f"the name {address} does not resolve yet"
+        return f"rank 0 at {address}:{port} ({problem}); check MASTER_ADDR (`master_addr`) and the host of rank 0"
+
     def reachable() -> bool:
         nonlocal reason
         left = max(0.0, deadline - time.monotonic())
@@ -116,7 +157,10 @@ def _connect(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPSto
             return False
         return True
 
-    if not _wait_until(reachable, deadline):
+    first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
+    with _notices(rank, unreachable, limit, first_of_host):
+        connected = _wait_until(reachable, deadline)
+    if not connected:
         raise NotJoined(
             f"rank {rank} on {socket.gethostname()}: rank 0 did not answer at {address}:{port} within {limit} "
             f"({reason}); check MASTER_ADDR (`master_addr` in a configuration), that rank 0 was started, and that this "

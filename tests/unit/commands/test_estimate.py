@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_coca import cli
-from megatron_coca.commands.estimate import GPUS, main
+from megatron_coca.commands.estimate import DEFAULT_MFU, GPUS, main
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model import build_model
 from megatron_coca.model.cost import parameter_count, peak_flops
@@ -127,7 +127,7 @@ def test_gpus_that_cannot_be_divided_are_errors() -> None:
 def test_the_tool_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(MODEL), str(HOST)]) == 0
     shown = capsys.readouterr().out
-    assert "405,334,016" in shown and "fits:" in shown and "days" in shown and "40.0% MFU" in shown
+    assert "405,334,016" in shown and "fits:" in shown and "26.4% MFU, the CoCA paper's run" in shown
     keys = ["seq_length=4096", "max_position_embeddings=4096"]
     assert main([str(MODEL), "--gpu", "A100-40", "--gpus", "2", *keys]) == 1
     shown = capsys.readouterr().out
@@ -137,6 +137,20 @@ def test_the_tool_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(MODEL), str(HOST), "--mfu", "0.2"]) == 0
     speed = estimate(configured(), 8, 312e12, 0.2).tokens_per_second
     assert f"{speed:,.0f}   at 20.0% MFU" in capsys.readouterr().out
+
+
+def test_the_default_is_the_time_of_the_papers_run(capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimate(configured(), 8, 312e12, DEFAULT_MFU)
+    assert found.seconds == pytest.approx(96 * 3600, rel=0.01), "96 hours on 8 A100 (docs/training.md)"
+    keys = [str(MODEL), "train_micro_batch_size_per_gpu=8", "precision=bfloat16"]
+    ends = [("8", "A100-80", (), "3.99"), ("32", "H100", (), "without communication between hosts")]
+    ends.append(("32", "H100", ("--mfu", "0.3"), "with the communication that --mfu contains"))
+    for gpus, gpu, mfu, end in ends:
+        assert main([*keys, "--gpus", gpus, "--gpu", gpu, *mfu]) == 0
+        shown = capsys.readouterr().out
+        (days,) = [line for line in shown.splitlines() if line.startswith("days")]
+        assert days.endswith(end), shown
+        assert ("not measured on H100" in shown) is (gpu == "H100" and not mfu)
 
 
 def test_the_tool_estimates_every_stage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -370,13 +370,19 @@ def test_a_resumed_run_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("kind", "start", "stops"),
-    [("CommError", 0, False), ("CommError", 5, False), ("Error", 0, True), ("Error", 5, False)],
+    [
+        (FakeWandB.errors.CommError, 0, False),
+        (FakeWandB.errors.CommError, 5, False),
+        (ConnectionResetError, 0, False),  # requests' errors are OSErrors too
+        (FakeWandB.errors.Error, 0, True),
+        (FakeWandB.errors.Error, 5, False),
+    ],
 )
 def test_a_server_that_is_away_does_not_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Any, kind: str, start: int, stops: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Any, kind: type[Exception], start: int, stops: bool
 ) -> None:
     """Only a new run must log in: a resumed one has trained with the same keys."""
-    fake = FakeWandB(getattr(FakeWandB.errors, kind)("it said no"))
+    fake = FakeWandB(kind("it said no"))
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
     config = configured(save=str(tmp_path), use_wandb=True)
     if stops:

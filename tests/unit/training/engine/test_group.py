@@ -126,6 +126,29 @@ def test_an_address_that_does_not_resolve() -> None:
     assert time.monotonic() - began < 10.0 and error.value.status == 79
 
 
+@pytest.mark.parametrize(
+    ("present", "address", "told"),
+    [
+        (
+            Rendezvous(1, 2, "no-such-host.invalid", 29500, False),
+            "no-such-host.invalid",
+            "rank 0 at no-such-host.invalid:29500 (",
+        ),
+        (Rendezvous(0, 3, "127.0.0.1", 0, False), "127.0.0.1", "ranks 1, 2, which have not joined"),
+    ],
+)
+def test_a_process_says_for_which_ranks_it_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, present: Rendezvous, address: str, told: str
+) -> None:
+    monkeypatch.setattr(group, "NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr(group, "GRACE_SECONDS", 0.0)
+    with pytest.raises(NotJoined):
+        join(present._replace(port=present.port or free_port()), 1.0)
+    lines = [line for line in caplog.text.splitlines() if "waiting for" in line]
+    assert 1 <= len(lines) <= 3, "the pause doubles"
+    assert told in lines[0] and address in lines[0] and f"rank {present.rank} on {socket.gethostname()}" in lines[0]
+
+
 def test_an_address_that_resolves_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of a pod may resolve only after its start; rank 0 needs no name for itself."""
     resolve, began = socket.getaddrinfo, time.monotonic()

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import yaml
 
 from megatron_coca.config import load_config
-from megatron_coca.training.exit_status import EXIT_STATUSES, PREEMPTED, UNAVAILABLE
+from megatron_coca.training.exit_status import EXIT_STATUSES, FAILED, HUNG, PREEMPTED, UNAVAILABLE, UNJOINED
 from megatron_coca.training.launch.environment import find_location
 from megatron_coca.training.launch.start import ranks_of_host
+from megatron_coca.training.launches import FINAL, GAVE_UP, REQUEUED, read_launches
 
 ROOT = Path(__file__).parents[4]
 BATCH = ROOT / "configs/cluster/slurm.sbatch"
@@ -23,22 +25,59 @@ def executable(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize(
-    ("status", "requeued"), [(0, False), (1, False), (2, False), (UNAVAILABLE, True), (PREEMPTED, True)]
-)
-def test_the_batch_script_requeues_preempted_jobs(tmp_path: Path, status: int, requeued: bool) -> None:
-    executable(tmp_path / "srun", f'printf "%s\\n" "$@" > "{tmp_path}/arguments"; exit {status}')
-    executable(tmp_path / "scontrol", f'echo "$@" > "{tmp_path}/requeued"')
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "PYTHON": "python3"}
-    done = subprocess.run(
-        ["bash", str(BATCH), "a b.yml", "lr=1"], cwd=ROOT, env=environment, capture_output=True, check=False
+RUN = ["configs/350M/roformer_coca.yml", "wandb_run_name=a b"]
+STARTED_AGAIN = [FAILED, UNAVAILABLE, PREEMPTED, HUNG, UNJOINED, 135, 137, 139]
+
+
+def submit(folder: Path, status: int, errors: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the batch script with stand-ins for Slurm's commands: srun writes `errors` and exits with `status`."""
+    (folder / "errors").write_text(errors)
+    executable(folder / "srun", f'printf "%s\\n" "$@" > "{folder}/arguments"; cat "{folder}/errors" >&2; exit {status}')
+    executable(
+        folder / "scontrol", f'echo "$@" >> "{folder}/scontrol.log"; echo "JobId=7 ExcNodeList=n9 NodeList=n[0-1]"'
     )
-    assert done.returncode == status, done.stderr
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "PYTHON": sys.executable}
+    command = ["bash", str(BATCH), *RUN, f"save={folder}/run"]
+    return subprocess.run(command, cwd=ROOT, env=environment | variables, capture_output=True, text=True, check=False)
+
+
+def scontrol(folder: Path) -> list[str]:
+    log = folder / "scontrol.log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.mark.parametrize("status", [*EXIT_STATUSES, 135, 137, 139])
+def test_the_batch_script_requeues_unless_a_restart_is_useless(tmp_path: Path, status: int) -> None:
+    """Python is missing here, so that the script decides without the run's folder, by the number of restarts."""
+    for restarts, again in (("", True), ("4", True), ("5", False)):
+        done = submit(tmp_path, status, PYTHON="no-such-python", SLURM_RESTART_COUNT=restarts)
+        assert done.returncode == status, done.stderr
+        assert scontrol(tmp_path) == (["requeue 7"] if status in STARTED_AGAIN and again else [])
+        (tmp_path / "scontrol.log").unlink(missing_ok=True)
     arguments = (tmp_path / "arguments").read_text().splitlines()
-    assert arguments[arguments.index("python3") :] == ["python3", "-u", "train.py", "a b.yml", "lr=1", "--auto-resume"]
-    assert (tmp_path / "requeued").exists() is requeued
-    if requeued:
-        assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    program = arguments[arguments.index("no-such-python") :]
+    assert program == ["no-such-python", "-u", "train.py", *RUN, f"save={tmp_path}/run", "--auto-resume"]
+
+
+def test_the_two_lists_of_final_statuses_agree() -> None:
+    assert set(EXIT_STATUSES) - set(STARTED_AGAIN) == set(FINAL)
+    assert f"    {' | '.join(map(str, sorted(FINAL)))}) requeue=no ;;" in BATCH.read_text().splitlines()
+
+
+def test_a_node_that_failed_twice_is_excluded_and_restarts_without_progress_end(tmp_path: Path) -> None:
+    killed = "step 3\nsrun: error: n1: task 1: Killed\nsrun: error: n0: task 0: Exited with exit code 1\n"
+    for _ in range(2):
+        done = submit(tmp_path, 137, killed, RESTARTS="2")
+        assert killed in done.stderr, "the messages stay in the job's log"
+    assert scontrol(tmp_path) == ["requeue 7", "requeue 7", "--oneliner show job 7", "update JobId=7 ExcNodeList=n1,n9"]
+    done = submit(tmp_path, 137, killed, RESTARTS="2")
+    assert "requeued 2 times without a checkpoint after step 0" in done.stderr
+    assert len(scontrol(tmp_path)) == 4
+    lines = read_launches(tmp_path / "run")
+    assert [line["event"] for line in lines] == [REQUEUED, REQUEUED, GAVE_UP]
+    assert {(line["why"], line["node"], line["step"]) for line in lines[:2]} == {
+        ("status 137, SIGKILL (n1: Killed)", "n1", 0)
+    }
 
 
 def test_the_batch_script_asks_for_one_task_for_each_gpu() -> None:

@@ -1,0 +1,162 @@
+"""Show the state of runs: step, remaining time, newest checkpoint, and restarts with their reasons.
+
+    megatron-coca status runs/*
+
+The command only reads, so it can be used while a run trains, on any host that sees the folder.
+"""
+
+import fcntl
+import json
+import os
+import time
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.native.read import LOCK, MANIFEST, step_folder, steps
+from megatron_coca.commands import command_parser
+from megatron_coca.support.console import duration
+from megatron_coca.support.errors import InputError
+from megatron_coca.support.markdown_tables import format_table, in_cell
+from megatron_coca.support.plain_text import plain
+from megatron_coca.support.regular_files import open_regular
+from megatron_coca.training.exit_status import DONE
+from megatron_coca.training.launches import END, LAUNCHES, START, read_launches
+
+METRICS = "metrics.jsonl"
+TAIL = 1 << 18
+"""Bytes at the end of the metrics file that are read. A line has a few hundred bytes."""
+HEADER = ("run", "state", "step", "ETA", "last checkpoint", "restarts")
+
+
+class Row(NamedTuple):
+    """One line of the table, and the reasons of the restarts with their numbers."""
+
+    texts: tuple[str, ...]
+    reasons: dict[str, int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table. Raises InputError if no folder contains a run."""
+    folders = parser().parse_args(arguments).folders
+    rows = {folder: row(folder) for folder in folders if is_run(folder)}
+    if not rows:
+        raise InputError(
+            f"{', '.join(map(str, folders))}: no run; give folders with {METRICS} or checkpoints, such as runs/*"
+        )
+    print(format_table(HEADER, [each.texts for each in rows.values()]))
+    for folder, each in rows.items():
+        for reason, number in each.reasons.items():
+            print(f"{folder}: {number} x {plain(in_cell(reason))}")
+    return 0
+
+
+def parser() -> ArgumentParser:
+    parser = command_parser("status", __doc__)
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="folders of runs (`log_dir` or `save`)")
+    return parser
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder contains launches, metrics or a complete checkpoint."""
+    if not folder.is_dir():
+        return False
+    return any((folder / name).is_file() for name in (LAUNCHES, METRICS)) or bool(steps(folder))
+
+
+def row(folder: Path) -> Row:
+    """Describe one run. Raises InputError if one of its files cannot be read."""
+    try:
+        launches, metrics = read_launches(folder), last_metrics(folder)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read ({error}); check the folder's permissions") from error
+    starts = [line for line in launches if line["event"] == START]
+    start = starts[-1] if starts else {}
+    save = Path(start["save"]) if isinstance(start.get("save"), str) else folder
+    state, known = state_of(folder, save, launches, start.get("last")), int(metrics.get("step", 0))
+    reported = [known] if metrics else []
+    step = max([*reported, *([int(start["step"])] if isinstance(start.get("step"), int) else [])], default=None)
+    last = start.get("last")
+    remaining = metrics.get("eta_seconds")
+    if state == "running" and isinstance(remaining, int | float):
+        age = time.time() - (folder / METRICS).stat().st_mtime
+        eta = duration(max(0.0, remaining - age))
+    else:
+        eta = "-"
+    restarts = [str(line.get("why")) for line in starts[1:]]
+    texts = (
+        str(folder),
+        state,
+        "-" if step is None else f"{step:,}" + (f" of {last:,}" if isinstance(last, int) else ""),
+        eta,
+        newest_checkpoint(save),
+        str(len(restarts)),
+    )
+    return Row(texts, {reason: restarts.count(reason) for reason in dict.fromkeys(restarts)})
+
+
+def state_of(folder: Path, save: Path, launches: Sequence[Mapping[str, Any]], steps_of_run: object) -> str:
+    """Return the state in a few words: running, finished, or why the last launch ended.
+
+    A run that was killed after its last checkpoint is finished too, because the next start has nothing to do.
+    """
+    if is_locked(folder / LOCK):
+        return "running"
+    if not launches:
+        return "not running"
+    last = launches[-1]
+    if last["event"] == END:
+        return "finished" if last.get("status") == DONE else f"ended: {last.get('why')}"
+    with suppress(CheckpointError):
+        if isinstance(steps_of_run, int) and steps_of_run in steps(save):
+            return "finished"
+    return "killed" if last["event"] == START else f"{last['event']}: {last.get('why')}"
+
+
+def is_locked(lock: Path) -> bool:
+    """Return whether a process holds the lock of a run. A run that starts meanwhile waits longer than this takes."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def last_metrics(folder: Path) -> dict[str, Any]:
+    """Return the newest values of the metrics file. A report of a validation has no ETA, so lines are merged."""
+    try:
+        with open_regular(folder / METRICS) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            texts = file.read(TAIL).decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return {}
+    values: dict[str, Any] = {}
+    for text in texts:
+        with suppress(ValueError, RecursionError):  # the first or the last line may be incomplete
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                values |= line
+    return values
+
+
+def newest_checkpoint(save: Path) -> str:
+    """Return the step of the newest complete checkpoint and its age."""
+    try:
+        complete = steps(save)
+        if not complete:
+            return "-"
+        written = (step_folder(save, complete[-1]) / MANIFEST).stat().st_mtime
+    except (CheckpointError, OSError):
+        return "cannot be read"
+    return f"step {complete[-1]:,}, {duration(max(0.0, time.time() - written))} ago"

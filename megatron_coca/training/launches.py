@@ -1,0 +1,203 @@
+"""The launches of a run: `launches.jsonl` in the run's folder has one line for each start, and for each recorded end.
+
+A start names its reason, which is the end of the previous launch. The main rank records the ends that it survives; a
+batch script records the others, because a killed process writes nothing (`megatron-coca requeue`). This module does not
+import PyTorch.
+"""
+
+import json
+import logging
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from megatron_coca.support.errors import UNAVAILABLE, UNUSABLE
+from megatron_coca.support.plain_text import masked
+from megatron_coca.support.regular_files import open_to_append, read_regular
+from megatron_coca.training.exit_status import (
+    DIVERGED,
+    DONE,
+    FAILED,
+    HUNG,
+    INTERRUPTED,
+    PREEMPTED,
+    UNJOINED,
+    UNSAVED,
+)
+
+logger = logging.getLogger(__name__)
+
+LAUNCHES = "launches.jsonl"
+START, END, REQUEUED, GAVE_UP = "start", "end", "requeued", "gave up"
+"""Events: a start of training, an end that the main rank recorded, and the two decisions of a batch script."""
+
+FINAL = (DONE, UNUSABLE, DIVERGED, UNSAVED, INTERRUPTED)
+"""Exit statuses after which a restart does not help: the same command would end in the same way, or a user ended it."""
+UNBLAMED = (UNAVAILABLE, PREEMPTED, HUNG, UNJOINED)
+"""Exit statuses that say nothing about the node of the process: the cause is elsewhere, or all processes end alike."""
+MEANINGS = {
+    DONE: "finished",
+    FAILED: "an error",
+    UNUSABLE: "invalid input, or files cannot be written",
+    UNAVAILABLE: "an object store did not answer",
+    PREEMPTED: "preempted",
+    HUNG: "no progress",
+    DIVERGED: "too many bad steps",
+    UNSAVED: "preempted, nothing saved",
+    UNJOINED: "some processes did not join",
+    INTERRUPTED: "Ctrl-C",
+}
+NO_RECORD = "killed, or its host was lost"
+FAILURES_OF_A_NODE = 2
+"""Number of failures after which a job no longer uses a node."""
+_SRUN = re.compile(r"srun: error: (?P<nodes>\S+): tasks? [\d,-]+: (?P<end>.*)")
+_NODE_FAILURE = re.compile(r"srun: error: Node failure on (?P<node>[^\s,\[\]]+)")
+_KILLS = ("srun: First task exited", "srun: Terminating", "srun: Job step aborted", "srun: Force Terminated")
+"""Beginnings of the messages with which srun announces that it kills the remaining tasks."""
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+
+
+def meaning(status: int) -> str:
+    """Return the meaning of an exit status in a few words, such as "status 137, SIGKILL"."""
+    if status in MEANINGS:
+        return f"status {status}, {MEANINGS[status]}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"status {status}" + (f", {names[status - 128]}" if status - 128 in names else "")
+
+
+def read_launches(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of `launches.jsonl`; a line that is incomplete or damaged is left out. Raises OSError."""
+    try:
+        texts = read_regular(folder / LAUNCHES).decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    lines = []
+    for text in texts:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and isinstance(line.get("event"), str):
+            lines.append(line)
+    return lines
+
+
+def reason_of_start(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the reason of the next start: how the last launch in `lines` ended."""
+    if not lines:
+        return "first start"
+    last = lines[-1]
+    return NO_RECORD if last["event"] == START else str(last.get("why", last["event"]))
+
+
+def append(folder: Path, line: Mapping[str, Any]) -> None:
+    """Append a line. It ends an incomplete line that a killed process has left. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_to_append(folder / LAUNCHES) as file:
+        broken = file.tell() and not read_regular(folder / LAUNCHES).endswith(b"\n")
+        text = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **line})
+        file.write(b"\n" * bool(broken) + text.encode() + b"\n")
+
+
+class LaunchRecord:
+    """Context manager that records the start of this launch, when `start` is called, and its end.
+
+    A failed write is logged, and the training continues.
+    """
+
+    def __init__(self, folder: Path, active: bool) -> None:
+        """Only the process with `active`, the main rank, writes."""
+        self._folder, self._active, self._started = folder, active, False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def start(self, step: int, last: int, nodes: Sequence[str], save: str | None) -> None:
+        """Record a start from `step` in a run with `last` steps. `nodes` has the host of every rank."""
+        if not self._active:
+            return
+        self._started = True
+        try:
+            why = reason_of_start(read_launches(self._folder))
+        except OSError as error:
+            why = f"unknown ({error})"
+        logger.info("start from step %d: %s", step, why)
+        hosts = {"nodes": list(dict.fromkeys(nodes)), "ranks": len(nodes), "save": save}
+        self._append({"event": START, "why": why, "step": step, "last": last} | hosts)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._started:
+            return
+        status = DONE if error is None else int(getattr(error, "status", FAILED))
+        if isinstance(error, KeyboardInterrupt):
+            status = INTERRUPTED
+        unexpected = status in (FAILED, UNUSABLE)
+        text = f": {masked(str(error).partition(chr(10))[0])[:200]}" if unexpected else ""
+        self._append({"event": END, "status": status, "why": meaning(status) + text})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        try:
+            append(self._folder, {**line, "job": os.environ.get("SLURM_JOB_ID")})
+        except OSError as error:
+            logger.warning("%s: cannot be written (%s); the run continues", self._folder / LAUNCHES, error)
+
+
+class Failure(NamedTuple):
+    """The end of a Slurm step: the first error that srun reported, and the node on which it happened, if it was one."""
+
+    text: str
+    node: str | None
+
+
+def first_failure(errors: str) -> Failure | None:
+    """Return the failure that ended a step, from the messages of srun.
+
+    It is the first end by a signal, else the first error of a task: the others may report their errors earlier than
+    Slurm reports a kill. Ends after srun began to kill the remaining tasks are left out.
+    """
+    found: list[tuple[bool, Failure]] = []
+    for line in errors.splitlines():
+        if line.startswith(_KILLS):
+            break
+        if (lost := _NODE_FAILURE.match(line)) is not None:
+            found.append((False, Failure(f"node failure on {lost['node']}", lost["node"])))
+        elif (task := _SRUN.match(line)) is not None:
+            code = _EXIT_CODE.match(task["end"])
+            blamed = code is None or int(code[1]) not in (*FINAL, *UNBLAMED)
+            single = not set("[,") & set(task["nodes"])
+            node = task["nodes"] if blamed and single else None
+            found.append((code is not None, Failure(f"{task['nodes']}: {task['end']}", node)))
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+class Decision(NamedTuple):
+    """Whether a job is requeued, why, and the nodes that it must not use any more."""
+
+    requeue: bool
+    why: str
+    excluded: tuple[str, ...] = ()
+
+
+def decide(
+    lines: Sequence[Mapping[str, Any]], status: int, step: int, job: str, failure: Failure | None, limit: int
+) -> Decision:
+    """Decide what happens after a step of `job` ended with `status`, and with a checkpoint of `step` (0: none)."""
+    why = meaning(status) + (f" ({failure.text})" if failure is not None else "")
+    if status in FINAL:
+        return Decision(False, why)
+    own = [line for line in lines if line["event"] == REQUEUED and str(line.get("job")) == job]
+    failures = Counter(str(line["node"]) for line in own if line.get("node"))
+    failures.update([failure.node] if failure is not None and failure.node is not None else [])
+    excluded = tuple(sorted(node for node, number in failures.items() if number >= FAILURES_OF_A_NODE))
+    without_progress = sum(line.get("step") == step for line in own)
+    if without_progress >= limit:
+        return Decision(False, f"{why}; requeued {without_progress} times without a checkpoint after step {step}")
+    return Decision(True, why, excluded)
