@@ -6,14 +6,14 @@ Content is written under a hidden name in the same folder, flushed to disk, and 
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-Error = type[Exception]
-"""The class to raise. Its only argument is the message."""
+Error = Callable[[str], Exception]
+"""The class of the error to raise, or a function that returns the error. Its only argument is the message."""
 
 
 def write_file(path: Path, content: str | bytes, durable: bool = True) -> None:
@@ -105,7 +105,7 @@ def exclusive_lock(path: Path, error: Error, busy: str | None, temporary: bool =
     try:
         lock.acquire()
     except Timeout:
-        raise error(busy) from None
+        raise error(str(busy)) from None
     except (OSError, NotImplementedError) as failure:
         reason = getattr(failure, "strerror", None) or failure
         raise error(f"{path}: cannot be locked ({reason}); it must be a regular file in a writable folder") from failure
