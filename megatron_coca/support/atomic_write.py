@@ -5,6 +5,7 @@ Content is written under a hidden name in the same folder, flushed to disk, and 
 
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,7 @@ def write_file(path: Path, content: str | bytes, durable: bool = True) -> None:
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    remove(partial)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # process numbers are equal in all pods
     try:
         with partial.open("xb") as file:  # "x" does not follow a planted symbolic link
             file.write(content.encode() if isinstance(content, str) else content)
