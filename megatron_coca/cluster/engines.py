@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.cluster.settings import ClusterError, EngineSettings
-from megatron_coca.cluster.tasks import CommandTask, TaskFailed
+from megatron_coca.cluster.tasks import CommandTask, TaskFailed, run_task
 from megatron_coca.support.console import write
 from megatron_coca.support.errors import UNUSABLE
 
@@ -61,12 +61,12 @@ def _ray(settings: EngineSettings, step: CommandTask, finish: CommandTask | None
         raise ClusterError(f"address {settings.address}: no Ray cluster ({error}); run `ray start` first") from error
     try:
         tasks = len(step.numbers)
-        remote = ray.remote(num_cpus=settings.cpus, num_gpus=settings.gpus, max_retries=KILLS)(step.__call__)
+        remote = ray.remote(num_cpus=settings.cpus, num_gpus=settings.gpus, max_retries=KILLS)(run_task)
         waiting, running, failed = deque(range(tasks)), dict[Any, int](), list[int]()
         while waiting or running:
             while waiting and len(running) < (settings.workers or tasks):
                 rank = waiting.popleft()
-                running[remote.remote(None, rank, tasks)] = rank
+                running[remote.remote(step, rank, tasks)] = rank
             for done in ray.wait(list(running))[0]:
                 rank = running.pop(done)
                 try:

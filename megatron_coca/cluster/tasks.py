@@ -67,6 +67,11 @@ class CommandTask:
             raise TaskFailed(text if path is None else f"{text}; see {path}", status)
 
 
+def run_task(task: CommandTask, rank: int, world_size: int) -> None:
+    """Run a task, as a function that Ray can call in another process."""
+    task(None, rank, world_size)
+
+
 def _run(command: Sequence[str], folder: Path, log: Path | None) -> int:
     """Run a command up to ATTEMPTS times. Return its exit status, which is 128 + n after signal n."""
     stopped: list[int] = []
