@@ -100,6 +100,7 @@ NOT_RUN = {
     "aws ": PROGRAM,
     "vllm ": PROGRAM,
     "sbatch ": PROGRAM,
+    "kubectl apply": PROGRAM,
     "python -m sglang": PROGRAM,
     "pre-commit ": "changes the checkout's hooks",
     "python -m pytest": SUITE_ITSELF,

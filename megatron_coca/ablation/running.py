@@ -237,23 +237,33 @@ class Job:
         files.write_cell(self.cell, self._record)
 
 
+class CellBusy(EvaluationError):
+    """Another process runs this cell."""
+
+
 @contextmanager
-def locked(cells: Sequence[Cell]) -> Iterator[None]:
-    """Lock these cells while the context is active. Raises EvaluationError if another process runs one of them."""
+def locked(cell: Cell) -> Iterator[None]:
+    """Lock a cell while the context is active. Raises CellBusy, or EvaluationError if it cannot be locked."""
     with ExitStack() as locks:
-        for folder in dict.fromkeys(folder for cell in cells for folder in (cell.results, cell.run)):
+        for folder in dict.fromkeys((cell.results, cell.run)):
             lock = folder.with_name(f".{folder.name}.lock")
             check_writable(lock)
             busy = f"{folder}: another process runs this cell; wait for it, or name other cells with --only"
-            locks.enter_context(exclusive_lock(lock, EvaluationError, busy, temporary=True))
+
+            def error(message: str, busy: str = busy) -> EvaluationError:
+                return CellBusy(message) if message == busy else EvaluationError(message)
+
+            locks.enter_context(exclusive_lock(lock, error, busy, temporary=True))
         yield
 
 
 def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
     """Train and evaluate the unfinished cells, `jobs` at a time. Return a line for each cell that failed.
 
+    A cell that another process runs is skipped, so several hosts can share the cells.
+
     Raises:
-        EvaluationError: another process runs a cell, or the machine cannot be divided.
+        EvaluationError: a cell cannot be locked, or the machine cannot be divided.
         Preempted, KeyboardInterrupt: a signal arrived. All children have ended, and training runs have saved.
     """
     shares = divide(machine, jobs)
@@ -265,23 +275,42 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
     seeds = list(dict.fromkeys(cell.seed for cell in cells))
     missing.sort(key=lambda cell: seeds.index(cell.seed))  # if this call ends early, all models have the same seeds
     waiting, status = deque(missing), StatusLines(len(cells), len(cells) - len(missing))
-    with locked(missing), CaughtSignals(FORWARDED) as signals, status.progress:
-        running: dict[int, Job] = {}
+    with ExitStack() as all_locks, CaughtSignals(FORWARDED) as signals, status.progress:
+        running: dict[int, tuple[Job, ExitStack]] = {}
         problems: list[str] = []
         while waiting or running:
             for number, share in enumerate(shares):
-                if number not in running and waiting:
-                    running[number] = Job(waiting.popleft(), share, machine.device)
-            for number, job in list(running.items()):
+                while number not in running and waiting:
+                    cell, lock = waiting.popleft(), ExitStack()
+                    all_locks.push(lock)
+                    if _begin(cell, lock, status):
+                        running[number] = Job(cell, share, machine.device), lock
+            for number, (job, lock) in list(running.items()):
                 if not job.advance():
                     del running[number]
+                    lock.close()
                     problems += [f"{job.cell.name}: {problem}" for problem in job.problems]
                     status.ended(job)
-            status.show(list(running.values()))
+            jobs_now = [job for job, _ in running.values()]
+            status.show(jobs_now)
             if signals.requested is not None:
-                _stop(list(running.values()), signals)
+                _stop(jobs_now, signals)
             time.sleep(POLL_SECONDS)
     return problems
+
+
+def _begin(cell: Cell, lock: ExitStack, status: "StatusLines") -> bool:
+    """Lock an unfinished cell. Return False if another process runs it or has finished it."""
+    try:
+        lock.enter_context(locked(cell))
+    except CellBusy as error:
+        console.write(f"{cell.name}: skipped ({error})")
+        return False
+    if files.state_of(cell) is not State.DONE:
+        return True
+    lock.close()
+    status.done_elsewhere(cell)
+    return False
 
 
 def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
@@ -325,6 +354,11 @@ class StatusLines:
             self.progress.details = [job.position for job in jobs]
             self.progress.done = self._ended + sum(job.fraction for job in jobs)
             self.progress.advance(0)
+
+    def done_elsewhere(self, cell: Cell) -> None:
+        self._done += 1
+        self._ended += 1
+        console.write(f"{cell.name}: finished by another process, {self._done} of {self._total}")
 
     def ended(self, job: Job) -> None:
         self._done += not job.problems

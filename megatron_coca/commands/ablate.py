@@ -2,6 +2,7 @@
 
     megatron-coca ablate configs/ablations/methods.yml --scale tiny --dry-run
     megatron-coca ablate configs/ablations/methods.yml --jobs 2
+    megatron-coca ablate configs/ablations/methods.yml --engine slurm --gpus 1 --time 24:00:00
 
 Finished cells are kept, and the same command resumes after an interruption. The exit status is 2 if a cell failed.
 """
@@ -10,7 +11,11 @@ import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
+from megatron_coca.cluster import CommandTask, EngineSettings, add_engine_options, engine_of, part_of, without_engine
+from megatron_coca.cluster import run as on_engine
+from megatron_coca.cluster.parts import PART_HELP
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES, job_count
 from megatron_coca.support.arguments import local_path
@@ -20,14 +25,24 @@ from megatron_coca.support.plain_text import plain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0, 2 if anything failed, or 75 after a scheduler's signal. Raises EvaluationError."""
-    options = parser().parse_args(arguments)
+    """Return the exit status: 0, 2 if anything failed, or 75 after a scheduler's signal.
+
+    Raises EvaluationError, ClusterError.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser().parse_args(given)
     if options.only and (options.report or options.page):
         parser().error("--only: not supported with --report and --page, which need all cells; leave out --only")
+    engine = engine_of(options)
+    running = not (options.dry_run or options.report or options.page or options.pack)
+    if not running and (engine is not None or options.part is not None):
+        parser().error("--engine, --part: not supported with an option that runs no cell; leave one of them out")
+    if engine is not None and options.part is not None:
+        parser().error("--part: not supported with --engine, which sets it; leave out --part")
     from megatron_coca.training.exit_status import Stopped
 
     try:
-        return run(options)
+        return run(options) if engine is None else run_on(engine, options, given)
     except Stopped as error:
         print(f"megatron-coca ablate: {error}", file=sys.stderr)
         return error.status
@@ -45,6 +60,7 @@ def parser() -> ArgumentParser:
         metavar="NAME",
         help="run only these models, cells, or seeds such as s1234, and write no report",
     )
+    add("--part", type=part_of, metavar="I/N", help=f"run every N-th cell only, and write no report; {PART_HELP}")
     jobs = "number of cells to run at the same time; they share the cores and GPUs; default: 1"
     add("--jobs", type=job_count, default=1, metavar="N", help=jobs)
     add("--output", type=local_path, metavar="DIR", help="folder for results instead of the file's `results`")
@@ -62,7 +78,24 @@ def parser() -> ArgumentParser:
     add("--papers", action=BooleanOptionalAction, help=papers)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device for training and evaluation")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype for evaluation")
+    add_engine_options(parser)
     return parser
+
+
+def run_on(engine: EngineSettings, options: Namespace, given: Sequence[str]) -> int:
+    """Run each unfinished cell in a task of an engine, and then write the report. Return the exit status."""
+    from megatron_coca.ablation import cells as files
+    from megatron_coca.ablation import grid
+
+    file = grid.read_ablation(options.file, options.scale, options.output, options.runs)
+    files.unpack(file.results)
+    cells = grid.select(grid.expand(file, options.device, options.dtype), options.only)
+    parts = min(engine.tasks or len(cells), len(cells))
+    open_cells = [number for number, cell in enumerate(cells) if files.state_of(cell) is not files.State.DONE]
+    line = ("ablate", *without_engine(given))
+    step = CommandTask(line, Path.cwd(), parts, tuple(sorted({number % parts for number in open_cells})))
+    finish = None if options.only else CommandTask((*line, "--report"), Path.cwd())
+    return on_engine(engine, step, finish, file.results.with_name(f".{file.results.name}.tasks"))
 
 
 def run(options: Namespace) -> int:
@@ -80,6 +113,9 @@ def run(options: Namespace) -> int:
     recorded = files.recorded_data(file.results) if options.report or options.page else None
     everything = grid.expand(file, options.device, options.dtype, recorded)
     cells = grid.select(everything, options.only)
+    if options.part is not None:
+        part, parts = options.part
+        cells = cells[part::parts]
     if options.dry_run:
         print("\n".join([files.overview(cells), *declared.plan(file)]))
         return 0
@@ -93,7 +129,7 @@ def run(options: Namespace) -> int:
         resolve_device(options.device)
         problems = running.run_cells(cells, running.Machine.here(options.device), options.jobs)
         print(f"\n{files.overview(cells)}")
-    if options.report or not options.only:
+    if options.report or not (options.only or options.part):
         try:
             print(plain(f"\n{reporting.write_report(file, everything, options.papers)}"))
         except EvaluationError as error:  # the failed cells are still listed below

@@ -4,6 +4,7 @@
     megatron-coca prepare configs/data/recipes/pile_books_wiki_code.yml --root /corpora
     megatron-coca prepare --input books=books.jsonl.zst code=src.jsonl.gz --train-tokenizer 32000 --output data/mine
 
+    megatron-coca prepare RECIPE.yml --engine slurm --tasks 400 --cpus 4
     megatron-coca prepare RECIPE.yml --part 3/16        # on each of 16 hosts; then run once without --part
 
 After a kill or an error, the same command resumes.
@@ -11,11 +12,22 @@ After a kill or an error, the same command resumes.
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_coca.cluster import (
+    CommandTask,
+    EngineSettings,
+    add_engine_options,
+    engine_of,
+    part_of,
+    run,
+    without_engine,
+)
+from megatron_coca.cluster.parts import PART_HELP
 from megatron_coca.commands import command_parser
 from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
 from megatron_coca.data.errors import DataError
@@ -23,18 +35,20 @@ from megatron_coca.data.preparation.blocks import TokenizerSource
 from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
 from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource, Execution, training_texts
 from megatron_coca.data.preparation.recipe import MAX_VOCAB_SIZE, Recipe, read_recipe, resolve_recipe
-from megatron_coca.data.preparation.run import prepare, prepare_part
+from megatron_coca.data.preparation.run import count_blocks, prepare, prepare_part
 from megatron_coca.data.readers import READERS
 from megatron_coca.data.readers.folders import REPOSITORIES, holds_repository
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer, train_sentencepiece
 from megatron_coca.data.tokenizers.chat import with_source
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import Sample
-from megatron_coca.support.arguments import expanded, local_path, part_of
+from megatron_coca.support.arguments import expanded, local_path
 from megatron_coca.support.plain_text import plain
 from megatron_coca.support.remote_files import is_url
 
 MOST_WORKERS = 1024
+MOST_TASKS = 1000
+"""Default limit of the number of tasks of an engine. Slurm's default limit of an array is 1001."""
 
 _TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "start_token", "end_token", "accept_tokenizer")
 _RECIPE_KEYS = (*_TOKENIZER_KEYS, "chat_template", "chat_time", "valid_fraction", "test_fraction")
@@ -54,15 +68,17 @@ def parser() -> argparse.ArgumentParser:
         "--input", nargs="+", metavar="NAME=PATH", help="files or folders of each source; a name may be repeated"
     )
     parser.add_argument("--output", type=expanded, help="output folder; with --builtin, its parent (data)")
-    cores = len(os.sched_getaffinity(0))
+    cores = _cores()
     parser.add_argument(
-        "--workers", type=int, default=cores, help=f"number of worker processes ({cores}); 0 uses the main process"
+        "--workers",
+        type=int,
+        help=f"number of worker processes ({cores}; with --engine, --cpus); 0 uses the main process",
     )
     parser.add_argument(
         "--part",
         type=part_of,
         metavar="I/N",
-        help="tokenize only part I of N; when all parts are finished, run the command once without this option",
+        help=f"tokenize every N-th block only; {PART_HELP}",
     )
     parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
     parser.add_argument("--root", type=expanded, help="with a recipe: folder or URL that replaces the recipe's root")
@@ -103,7 +119,12 @@ def parser() -> argparse.ArgumentParser:
         help="fraction of documents to hold out for validation, selected by a hash of the document's key (0.01)",
     )
     plain.add_argument("--test-fraction", type=float, help="fraction of documents to hold out for testing (0.01)")
+    add_engine_options(parser)
     return parser
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -156,8 +177,9 @@ def _run(arguments: argparse.Namespace) -> str:
     """Run the preparation of the command line, and return the text to print."""
     if sum(map(bool, (arguments.builtin, arguments.input, arguments.recipe))) != 1:
         raise DataError("input: give exactly one of a recipe, --input and --builtin; see --help")
-    if not 0 <= arguments.workers <= MOST_WORKERS:
-        raise DataError(f"--workers {arguments.workers}: must be from 0 to {MOST_WORKERS}")
+    workers = _cores() if arguments.workers is None else arguments.workers
+    if not 0 <= workers <= MOST_WORKERS:
+        raise DataError(f"--workers {workers}: must be from 0 to {MOST_WORKERS}")
     if arguments.builtin:
         others = (*_OF_INPUT, "root", "strict", "part")
         excluded = [name for name in others if name != "train_tokenizer"]
@@ -168,7 +190,7 @@ def _run(arguments: argparse.Namespace) -> str:
         return _summary(prepare_builtin(Path("data" if arguments.output is None else arguments.output), pieces))
     recipe, output = _recipe(arguments)
     rules = replace(recipe.rules, strict=arguments.strict)
-    source, execution = _tokenizer_source(recipe), Execution(arguments.workers)
+    source, execution = _tokenizer_source(recipe), Execution(workers)
     notes = dict[str, Any]()
     if recipe.training is not None:
         notes["train_tokenizer"] = recipe.training.model_dump()
@@ -246,6 +268,25 @@ def _sizes(facts: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare the data and return 0. Raises DataError."""
-    print(plain(_run(parser().parse_args(arguments))))
+    """Prepare the data and return the exit status. Raises DataError, ClusterError."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser().parse_args(given)
+    engine = engine_of(options)
+    if engine is not None:
+        return _run_on(engine, options, given)
+    print(plain(_run(options)))
     return 0
+
+
+def _run_on(engine: EngineSettings, options: argparse.Namespace, given: Sequence[str]) -> int:
+    """Run the command line `given` in many tasks, and return the exit status."""
+    _exclude(options, ["builtin", "part"], "not supported with --engine; leave it out")
+    recipe, output = _recipe(options)
+    tasks = count_blocks(recipe.sources, recipe.rules, output)
+    tasks = min(MOST_TASKS if engine.tasks is None else engine.tasks, tasks)
+    line = ["prepare", *without_engine(given)]
+    if options.workers is None:
+        line += ["--workers", str(engine.cpus if engine.cpus > 1 else 0)]
+    step = CommandTask(tuple(line), Path.cwd(), tasks, tuple(range(tasks)))
+    logs = output.with_name(f".{output.name}.tasks")
+    return run(engine, step, CommandTask(tuple(line), Path.cwd()), logs)

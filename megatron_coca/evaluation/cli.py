@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+from megatron_coca.cluster import engine_of
 from megatron_coca.evaluation import options
 from megatron_coca.evaluation.results import Result
 from megatron_coca.support.arguments import HintingParser
@@ -164,20 +165,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 2 after a user error or a missing result, and 69 if an object store does not answer.
     """
     args = parser().parse_args(arguments)
-    return run_task(args, divided=args.task in MEASUREMENTS and getattr(args, "jobs", 1) > 1)
+    if args.task == "suite" and (engine := engine_of(args)) is not None:
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        return int(import_module("megatron_coca.evaluation.suite").run_on(engine, args, given))
+    measures = args.task in MEASUREMENTS
+    return run_task(
+        args, divided=measures and (getattr(args, "jobs", 1) > 1 or getattr(args, "part", None) is not None)
+    )
 
 
 def run_task(args: Namespace, divided: bool = False) -> int:
     """Run the task selected by the parsed options, report errors, and return the exit status.
 
-    If `divided` is set, `args.jobs` processes share the work.
+    If `divided` is set, `args.jobs` processes share the work, or only the part `args.part` of it is done.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars would write carriage returns into logs
     try:
         if args.task in MEASUREMENTS:
             args = import_module("megatron_coca.evaluation.subject").with_choices(args)
         if divided:
-            return int(import_module("megatron_coca.evaluation.jobs").run_jobs(args, run_task))
+            jobs = import_module("megatron_coca.evaluation.jobs")
+            return int((jobs.run_jobs if args.part is None else jobs.run_part)(args, run_task))
         return TASKS[args.task].run(args)
     except InputError as error:
         report("evaluate", error)

@@ -1,7 +1,8 @@
-"""One evaluation on several devices: `--jobs N`.
+"""One evaluation on several devices or hosts: `--jobs N` and `--part I/N`.
 
-The work is divided by variant and, if there are few variants, by length. Every process runs the ordinary command for
-its share. All processes write to the same result files (`results.Store`), which equal those of a single process.
+Perplexity is divided by document (`document_scores`). Other tasks are divided by variant and, if there are few
+variants, by length: every process runs the ordinary command for its share, and all processes write to the same result
+files (`results.Store`). In both cases the result files equal those of a single process.
 """
 
 import os
@@ -19,7 +20,6 @@ from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.support.processes import exit_with_parent
 
 DIVIDED_BY = {
-    "perplexity": "windows",
     "longppl": "lengths",
     "passkey": "lengths",
     "needle": "lengths",
@@ -28,6 +28,8 @@ DIVIDED_BY = {
     "lm-eval": "tasks",
 }
 """For each task, the option with values that can be measured independently. Other tasks are divided by variant only."""
+BY_DOCUMENT = ("perplexity",)
+"""Tasks that measure a part of the documents themselves."""
 RunTask = Callable[[Namespace], int]
 """A function that runs the command for parsed options; defined at module level, so that processes can import it."""
 
@@ -35,7 +37,10 @@ RunTask = Callable[[Namespace], int]
 def shares(args: Namespace, processes: int) -> list[Namespace]:
     """Split an evaluation into shares and return the options of each, longest inputs first. Raises EvaluationError."""
     if args.output is None:
-        raise EvaluationError("--jobs: needs --output, because the processes share the result files; add --output")
+        option = "--jobs" if args.part is None else "--part"
+        raise EvaluationError(f"{option}: needs --output, because the processes share the result files; add --output")
+    if args.task in BY_DOCUMENT:
+        return [_with(args, part=(part, processes)) for part in range(processes)]
     by_variant = [[variant] for variant in args.variant] or [[]]
     option = DIVIDED_BY.get(args.task, "")
     values: list[Any] | None = getattr(args, option, None)
@@ -49,7 +54,16 @@ def shares(args: Namespace, processes: int) -> list[Namespace]:
 
 
 def _with(args: Namespace, **changes: object) -> Namespace:
-    return Namespace(**{**vars(args), "jobs": 1, **changes})
+    return Namespace(**{**vars(args), "jobs": 1, "part": None, **changes})
+
+
+def run_part(args: Namespace, run_task: RunTask) -> int:
+    """Run the shares of part `args.part` in this process, and return the exit status."""
+    part, parts = args.part
+    if args.jobs > 1:
+        raise EvaluationError("--jobs: not supported with --part; start more parts instead")
+    own = shares(args, parts)[part::parts]
+    return max((run_task(share) for share in own), default=0)
 
 
 def run_jobs(args: Namespace, run_task: RunTask) -> int:
@@ -80,7 +94,9 @@ def _devices(name: str, jobs: int) -> list[str]:
 def _run_shares(waiting: deque[Namespace], device: str, run_task: RunTask) -> None:
     while waiting:
         share = waiting.popleft()
-        process = get_context("spawn").Process(target=_run_share, args=(_with(share, device=device), run_task))
+        process = get_context("spawn").Process(
+            target=_run_share, args=(_with(share, device=device, part=share.part), run_task)
+        )
         process.start()
         process.join()
         if process.exitcode is not None and process.exitcode < 0:

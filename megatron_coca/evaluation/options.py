@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron_coca import methods
+from megatron_coca.cluster import add_engine_options, part_of
+from megatron_coca.cluster.parts import PART_HELP
 from megatron_coca.evaluation.multiples import is_multiple
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.support.arguments import add_ignore_option, expanded, ignoring, local_path
@@ -205,6 +207,7 @@ def add_subject_options(parser: ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace results of a different measurement; the same one is resumed")
     jobs = "number of processes that share the work, spread over all GPUs; does not change results; default: 1"
     add("--jobs", type=job_count, default=1, metavar="N", help=jobs)
+    add("--part", type=part_of, metavar="I/N", help=f"measure only a part; {PART_HELP}")
 
 
 def add_dynamic_length_option(parser: ArgumentParser) -> None:
@@ -395,7 +398,9 @@ def add_suite_options(parser: ArgumentParser) -> None:
     add("--checkpoint", type=label_and_path, action="append", default=[], metavar="LABEL=DIR", help=checkpoint)
     add("--only", nargs="+", metavar="TASK", help="run only these entries of the suite's tasks")
     add("--jobs", type=job_count, default=1, metavar="N", help="number of processes that share each task; default: 1")
+    add("--part", type=part_of, metavar="I/N", help=f"measure only a part, and write no report; {PART_HELP}")
     add_device_options(parser)
+    add_engine_options(parser)
 
 
 def add_analyse_options(parser: ArgumentParser) -> None:

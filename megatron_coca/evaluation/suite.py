@@ -16,6 +16,8 @@ from typing import Annotated, Any, NoReturn
 from pydantic import BeforeValidator, Field, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
+from megatron_coca.cluster import CommandTask, EngineSettings, without_engine
+from megatron_coca.cluster import run as on_engine
 from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.multiples import changes_in_tokens, in_tokens, is_multiple
@@ -33,7 +35,7 @@ from megatron_coca.support.plain_text import plain
 from megatron_coca.support.processes import PROGRAM
 from megatron_coca.support.safe_yaml import as_list
 
-SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype", "jobs")
+SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype", "jobs", "part")
 """Options that the tasks of a suite must not set, because the suite sets them."""
 
 ANY = "any"
@@ -87,24 +89,42 @@ class Command:
 
 def run(args: Namespace) -> int:
     """Run every command of the suite, write the report, and return the exit status: 2 if anything is missing."""
-    suite = with_checkpoints(read_suite(args.suite), dict(args.checkpoint))
-    unknown = sorted(set(args.only or ()) - suite.tasks.keys())
-    if unknown:
-        raise EvaluationError(f"--only {unknown[0]}: unknown task; name one of {', '.join(suite.tasks)}")
+    suite, planned, problems = _plan(args)
     page = args.output / "report" / "report.html"
     check_writable(page)
     resolve_device(args.device)
-    check_variants(suite.tasks, (entry.variants for entry in suite.checkpoints.values()))
-    lengths, unusable = training_lengths(suite)
-    planned = plan_commands(suite, lengths, args.output / "results", args.device, args.dtype, args.jobs)
-    problems = [f"{name}: {problem}" for name, problem in unusable.items()]
     problems += run_commands([command for command in planned if not args.only or command.task in args.only])
     measured = [file for command in planned for file in command.files if file.is_file()]
-    if measured:
+    if measured and args.part is None:
         print(plain(f"\n{build_report(measured, page.parent, suite.title)}\n\n{page} is written"))
     for problem in problems:
         print(plain(f"megatron-coca evaluate: {problem}"), file=sys.stderr)
     return 2 if problems else 0
+
+
+def run_on(engine: EngineSettings, args: Namespace, given: Sequence[str]) -> int:
+    """Run the suite in many tasks of an engine, then merge their results and write the report. Return the status."""
+    if args.part is not None or args.jobs > 1:
+        raise EvaluationError("--engine: not supported with --part and --jobs; leave them out")
+    _, planned, _ = _plan(args)
+    parts = engine.tasks or sum(len(command.files) for command in planned)
+    line = ("evaluate", *without_engine(given))
+    step, finish = CommandTask(line, Path.cwd(), parts, tuple(range(parts))), CommandTask(line, Path.cwd())
+    return on_engine(engine, step, finish, args.output.with_name(f".{args.output.name}.tasks"))
+
+
+def _plan(args: Namespace) -> tuple[SuiteFile, list[Command], list[str]]:
+    """Return the suite, its commands, and a line for each unusable checkpoint. Raises EvaluationError."""
+    suite = with_checkpoints(read_suite(args.suite), dict(args.checkpoint))
+    unknown = sorted(set(args.only or ()) - suite.tasks.keys())
+    if unknown:
+        raise EvaluationError(f"--only {unknown[0]}: unknown task; name one of {', '.join(suite.tasks)}")
+    check_variants(suite.tasks, (entry.variants for entry in suite.checkpoints.values()))
+    lengths, unusable = training_lengths(suite)
+    shared = ["--jobs", str(args.jobs)] if args.jobs > 1 else []
+    shared += ["--part", f"{args.part[0] + 1}/{args.part[1]}"] if args.part is not None else []
+    planned = plan_commands(suite, lengths, args.output / "results", args.device, args.dtype, shared)
+    return suite, planned, [f"{name}: {problem}" for name, problem in unusable.items()]
 
 
 def read_suite(path: Path) -> SuiteFile:
@@ -144,9 +164,11 @@ def training_lengths(suite: SuiteFile) -> tuple[dict[str, int], dict[str, str]]:
 
 
 def plan_commands(
-    suite: SuiteFile, lengths: Mapping[str, int], results: Path, device: str, dtype: str, jobs: int = 1
+    suite: SuiteFile, lengths: Mapping[str, int], results: Path, device: str, dtype: str, shared: Sequence[str] = ()
 ) -> list[Command]:
     """Return the commands of a suite, task by task, for the checkpoints in `lengths`, with result files in `results`.
+
+    `shared` are the options of all commands that divide their work.
 
     Raises EvaluationError for unknown tasks and options, and for labels that lead to the same file name.
     """
@@ -167,7 +189,7 @@ def plan_commands(
                 continue
             arguments = [task, "--checkpoint", str(entry.path), "--label", label]
             arguments += ["--device", device, "--dtype", dtype, "--output", str(folder)]
-            arguments += ["--jobs", str(jobs)] if jobs > 1 else []
+            arguments += shared
             arguments += ["--set", *changes_in_tokens(entry.set, length)] if entry.set else []
             for variant, changes in variants.items():
                 arguments += ["--variant", variant, *changes_in_tokens(changes or [], length)]

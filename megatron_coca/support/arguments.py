@@ -1,9 +1,9 @@
-"""Command-line arguments of several commands: paths, parts of a job, and keys of config.json to ignore."""
+"""Command-line arguments of several commands: paths, and keys of config.json to ignore."""
 
 import json
 import os
 import re
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
+from argparse import ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -75,11 +75,3 @@ def add_ignore_option(parser: ArgumentParser) -> None:
 def ignoring(options: Namespace) -> list[str]:
     """Return the config override that the options `--ignore-key` mean, if there are any."""
     return [f"ignore_keys={json.dumps(options.ignored_keys)}"] if options.ignored_keys else []
-
-
-def part_of(text: str) -> tuple[int, int]:
-    """Convert a text such as "2/8" to (1, 8): the part, counted from 0, and the number of parts."""
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise ArgumentTypeError(f"{text:.20} is not I/N with I in 1 to N")
-    return int(part) - 1, int(parts)

@@ -5,15 +5,16 @@ Content is written under a hidden name in the same folder, flushed to disk, and 
 
 import errno
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-Error = type[Exception]
-"""The class to raise. Its only argument is the message."""
+Error = Callable[[str], Exception]
+"""The class of the error to raise, or a function that returns the error. Its only argument is the message."""
 
 
 def write_file(path: Path, content: str | bytes, durable: bool = True) -> None:
@@ -24,8 +25,7 @@ def write_file(path: Path, content: str | bytes, durable: bool = True) -> None:
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    remove(partial)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # process numbers are equal in all pods
     try:
         with partial.open("xb") as file:  # "x" does not follow a planted symbolic link
             file.write(content.encode() if isinstance(content, str) else content)
@@ -105,7 +105,7 @@ def exclusive_lock(path: Path, error: Error, busy: str | None, temporary: bool =
     try:
         lock.acquire()
     except Timeout:
-        raise error(busy) from None
+        raise error(str(busy)) from None
     except (OSError, NotImplementedError) as failure:
         reason = getattr(failure, "strerror", None) or failure
         raise error(f"{path}: cannot be locked ({reason}); it must be a regular file in a writable folder") from failure

@@ -12,6 +12,7 @@ import pytest
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import PerplexityResult, cli, jobs
 from megatron_coca.evaluation.results import EvaluationError, Store
+from megatron_coca.evaluation.tasks import perplexity
 from tests.checkpoint_files import write_checkpoint
 
 MODEL = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 512}
@@ -44,14 +45,32 @@ def parsed(arguments: list[str], folder: Path, *more: str) -> Namespace:
     return cli.parser().parse_args([*arguments, "--output", str(folder), *more])
 
 
-def test_work_is_divided_by_variant_and_by_length_where_variants_are_few(arguments: list[str], tmp_path: Path) -> None:
-    few = jobs.shares(parsed(arguments, tmp_path, "--jobs", "2"), 2)
-    assert [(share.windows, share.variant[0][0]) for share in few] == [
-        ([window], name) for window in (64, 16) for name in ("plain", "NTK")
+def test_work_is_divided_by_variant_and_by_length_where_variants_are_few(tmp_path: Path) -> None:
+    line = ["longppl", "--checkpoint", "x", "--lengths", "16,64", "--evaluator", "y", "--data", "z", *VARIANTS]
+    few = jobs.shares(parsed(line, tmp_path, "--jobs", "2"), 2)
+    assert [(share.lengths, share.variant[0][0]) for share in few] == [
+        ([length], name) for length in (64, 16) for name in ("plain", "NTK")
     ]
     assert {(share.max_length, share.jobs) for share in few} == {(64, 1)}
-    many = jobs.shares(parsed(arguments, tmp_path, "--jobs", "1"), 1)
-    assert [(share.windows, share.variant[0][0]) for share in many] == [([16, 64], "plain"), ([16, 64], "NTK")]
+    many = jobs.shares(parsed(line, tmp_path, "--jobs", "1"), 1)
+    assert [(share.lengths, share.variant[0][0]) for share in many] == [([16, 64], "plain"), ([16, 64], "NTK")]
+
+
+def test_documents_are_divided_into_parts_and_merged(
+    arguments: list[str], whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part has its share of the documents of every window, the merge scores only the lost ones."""
+    for part in ("2/3", "1/3"):
+        assert cli.main([*arguments, "--output", str(tmp_path), "--part", part]) == 0
+    kept = [path.name for path in sorted(tmp_path.rglob("*.score"))]
+    assert len(kept) == 6, "2 variants, 2 windows and 2 documents, of which a third is in part 3"
+    assert not list(tmp_path.glob("*.json")), "a part writes no result"
+    scored: list[int] = []
+    score = perplexity.score_document
+    monkeypatch.setattr(perplexity, "score_document", lambda *given: scored.append(given[2]) or score(*given))
+    assert cli.main([*arguments, "--output", str(tmp_path)]) == 0
+    assert len(scored) == 2, "the documents of part 3"
+    assert files(tmp_path) == whole and not list(tmp_path.rglob("*.score"))
 
 
 def test_two_processes(arguments: list[str], whole: dict[str, bytes], tmp_path: Path) -> None:
@@ -60,8 +79,8 @@ def test_two_processes(arguments: list[str], whole: dict[str, bytes], tmp_path: 
 
 
 def killed_once(args: Namespace) -> int:
-    """A task that kills its process for the longest window alone."""
-    if args.windows == [64]:
+    """A task that kills the process of the first part."""
+    if args.part == (0, 2):
         os.kill(os.getpid(), signal.SIGKILL)
     return cli.run_task(args)
 

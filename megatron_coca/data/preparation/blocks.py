@@ -1,7 +1,8 @@
 """Blocks: consecutive units of a corpus, or a piece of a large unit. Any process on any host can tokenize a block.
 
 A block is a zip file in `.<output>.blocks` with the tokenized chunks of its units. The file appears only when it is
-complete. Its name is a digest of everything that its content depends on: settings, tokenizer and units. A preparation
+complete. Its name is a digest of everything that its content depends on: settings, tokenizer, libraries, and the
+content of the units (`unit_identity`), but neither their paths nor their modification times. A preparation
 that was killed continues with the blocks that are missing. If files or settings change, only the blocks that depend on
 them are built again.
 """
@@ -9,9 +10,8 @@ them are built again.
 import hashlib
 import json
 import math
-import os
+import secrets
 import shutil
-import socket
 import tempfile
 import zipfile
 from collections import deque
@@ -31,6 +31,7 @@ from megatron_coca.data.errors import DataError, StoreUnavailable
 from megatron_coca.data.preparation.acceptance import Watch
 from megatron_coca.data.preparation.manifest import FORMAT
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Inputs, Rules
+from megatron_coca.data.preparation.unit_identity import identity, token_libraries
 from megatron_coca.data.preparation.workers import Pool, TokenizedChunk
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.source import Chunk, ReadingProblems
@@ -182,8 +183,9 @@ class Blocks:
         self.folder = blocks_folder(output)
         self._sources, self._inputs, self._rules = sources, inputs, rules
         # A trained tokenizer depends on the text, so a preparation of other files trains a new tokenizer.
-        read = [[str(unit.path), unit.size, unit.stamp] for _, unit in inputs.units] if callable(tokenizer) else None
-        self._saved = self.folder / f"tokenizer-{_digest(settings if read is None else [settings, read])}"
+        self._identities = [identity(unit) for _, unit in inputs.units]
+        read = [settings, self._identities] if callable(tokenizer) else settings
+        self._saved = self.folder / f"tokenizer-{_digest([read, token_libraries()])}"
         self.tokenizer, self.chat_time = self._share(tokenizer), None
         if self.tokenizer.chat is not None:
             self.chat_time = self.tokenizer.chat.now
@@ -227,11 +229,12 @@ class Blocks:
         names = [self._sources[source].spec.name for source, _ in units]
         own = {**settings, "sources": {name: settings["sources"][name] for name in names}}
         known = [
-            (name, self._sources[source].spec.max_record_mib, os.fsencode(unit.path).hex(), unit.size, unit.stamp)
-            for name, (source, unit) in zip(names, units, strict=True)
+            (name, self._sources[source].spec.max_record_mib, *self._identities[number])
+            for name, (source, _), number in zip(names, units, block.units, strict=True)
         ]
         time = [] if self.chat_time is None else [self.chat_time]
-        return _digest([own, self._rules.strict, self.tokenizer.fingerprint, known, block.begin, str(block.end), *time])
+        tokens = [self.tokenizer.fingerprint, token_libraries()]
+        return _digest([own, self._rules.strict, *tokens, known, block.begin, str(block.end), *time])
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -329,7 +332,7 @@ class Blocks:
         message.
         """
         path, first = self._paths[number], self._blocks[number].units.start
-        unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # process numbers are equal in all pods
         try:
             with zipfile.ZipFile(unfinished, "w") as file:
                 for index, (unit, result) in enumerate(results):

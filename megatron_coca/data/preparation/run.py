@@ -15,7 +15,14 @@ import numpy as np
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation import manifest
 from megatron_coca.data.preparation.acceptance import check_tokenizer
-from megatron_coca.data.preparation.blocks import Blocks, TokenizerSource, blocks_folder, remove_blocks, settings_of
+from megatron_coca.data.preparation.blocks import (
+    Blocks,
+    TokenizerSource,
+    blocks_folder,
+    cut,
+    remove_blocks,
+    settings_of,
+)
 from megatron_coca.data.preparation.faults import check_faults
 from megatron_coca.data.preparation.manifest import Findings, ShardState
 from megatron_coca.data.preparation.preparation_plan import (
@@ -113,6 +120,13 @@ def prepare_part(
         blocks = Blocks(sources, find_inputs(sources), output, tokenizer, rules, settings)
         blocks.make([number for number in blocks.missing() if number % parts == part], execution)
     return f"{blocks.folder}: {len(blocks) - len(blocks.missing())} of {len(blocks)} blocks are built"
+
+
+def count_blocks(sources: Sequence[CorpusSource], rules: Rules, output: Path) -> int:
+    """Return the number of blocks of a preparation that has yet to run. Raises `DataError` as `prepare` does."""
+    check(sources, rules)
+    require_new(output, DataError)
+    return len(cut([unit.size for _, unit in find_inputs(sources).units]))
 
 
 @contextmanager

@@ -4,18 +4,30 @@ import logging
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol, Self
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
 from pydantic import model_validator
 from torch import Tensor
 
+from megatron_coca.evaluation.document_scores import DocumentScores
 from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
 from megatron_coca.evaluation.options import subject_options
-from megatron_coca.evaluation.results import Cost, Entry, EvaluationError, Record, Result, Show, measured
+from megatron_coca.evaluation.results import (
+    Cost,
+    Entry,
+    EvaluationError,
+    Meter,
+    Record,
+    Result,
+    Show,
+    Store,
+    measured,
+)
 from megatron_coca.evaluation.statistics import exponential
-from megatron_coca.evaluation.subject import Evaluation, noting_missing
+from megatron_coca.evaluation.subject import Evaluation, Subject, Unusable, noting_missing
 from megatron_coca.support.console import Progress, short
 
 logger = logging.getLogger(__name__)
@@ -99,19 +111,22 @@ def run(args: Namespace, show: Show) -> int:
     )
     remedy = f"lower --tokens-per-batch (now {args.tokens_per_batch}; at least one window) or use --dtype bfloat16"
     fields = {"protocol": protocol, "documents": documents.record()}
+    if args.part is not None:
+        return _measure_part(args, evaluation, documents.arrays, fields, remedy)
     for subject, store in evaluation.variants(PerplexityResult, **fields):
+        kept = DocumentScores(store.path, store.result)
         for window in sorted(args.windows):
             earlier = store.get((window,))
             scores = [] if earlier is None else earlier.scores()
             remaining = documents.arrays[len(scores) :]
             progress = WindowProgress(f"{subject.label}, window {window}", remaining, window, args.stride)
-            options = window, args.stride, args.tokens_per_batch, args.vocabulary, progress.advance
             with noting_missing(store, f"window {window}", remedy), progress:
                 for tokens in remaining:
-                    with measured(subject.device) as meter:
-                        scores.append(score_document(subject.model, tokens, *options))
+                    score, meter = _measured_score(args, subject, kept, window, len(scores), tokens, progress.advance)
+                    scores.append(score)
                     lengths = [len(scored) for scored in documents.arrays[: len(scores)]]
                     store.put(pooled(window, scores, lengths), Cost.of(f"window {window}", meter, len(tokens) - 1))
+        kept.remove()
     return evaluation.status
 
 
@@ -130,6 +145,62 @@ class WindowProgress(Progress):
         tokens, total = ((self.done + count) * self._window, (self.total or 0) * self._window)
         self.details = [f"{short(tokens)} of {short(total)} tokens"]
         super().advance(count)
+
+
+def _measured_score(
+    args: Namespace,
+    subject: Subject,
+    kept: DocumentScores,
+    window: int,
+    document: int,
+    tokens: np.ndarray,
+    advance: Callable[[float], None],
+) -> tuple[DocumentScore, Meter]:
+    """Return the score of a document, from a part if one has measured it, and its cost. `advance` gets the number of
+    windows that were scored.
+    """
+    if (found := kept.get(window, document)) is not None:
+        advance(window_count(len(tokens), window, args.stride))
+        return DocumentScore(*found[:2]), found[2]
+    with measured(subject.device) as meter:
+        score = score_document(
+            subject.model, tokens, window, args.stride, args.tokens_per_batch, args.vocabulary, advance
+        )
+    return score, meter
+
+
+def _measure_part(
+    args: Namespace, evaluation: Evaluation, arrays: Sequence[np.ndarray], fields: dict[str, Any], remedy: str
+) -> int:
+    """Score the documents of part `args.part`, and keep their scores. The command without a part merges them.
+
+    A unit is a variant, a window and a document. The units of a window follow each other, so every part gets the same
+    number of its documents, up to one. A variant without units of this part is not loaded.
+    """
+    part, parts = args.part
+    pairs = [(window, document) for window in sorted(args.windows, reverse=True) for document in range(len(arrays))]
+    variants = evaluation.options.variants
+    own = {
+        variant.label: [pair for number, pair in enumerate(pairs, first) if number % parts == part]
+        for variant, first in zip(variants, range(0, len(variants) * len(pairs), len(pairs)), strict=True)
+    }
+    evaluation.options = replace(evaluation.options, variants=tuple(each for each in variants if own[each.label]))
+    for subject in evaluation.subjects():
+        if isinstance(subject, Unusable):
+            continue  # the command without a part reports it
+        label = subject.header.label
+        empty = PerplexityResult(**vars(subject.header), **fields, results=[], missing=[])
+        unsaved = Store(None, empty)
+        kept = DocumentScores(evaluation.options.output_of("perplexity", label), empty)
+        with Progress(f"{label}, part {part + 1} of {parts}", len(own[label]), "documents") as progress:
+            for window, document in own[label]:
+                progress.advance(1)
+                if kept.get(window, document) is None:
+                    with noting_missing(unsaved, f"window {window}", remedy):
+                        tokens = arrays[document]
+                        score, meter = _measured_score(args, subject, kept, window, document, tokens, lambda _: None)
+                        kept.put(window, document, *score, meter)
+    return 0
 
 
 class LanguageModel(Protocol):

@@ -172,7 +172,7 @@ def test_a_signal_ends_the_children_and_a_second_runner_is_an_error(tmp_path: Pa
         while not (one.run / "metrics.jsonl").is_file():
             time.sleep(0.01)
         try:
-            with running.locked([one]):
+            with running.locked(one):
                 pass
         except EvaluationError as error:
             refused.append(str(error))
@@ -186,6 +186,17 @@ def test_a_signal_ends_the_children_and_a_second_runner_is_an_error(tmp_path: Pa
     other.join()
     assert time.monotonic() - start < 30 and "another process runs this cell" in refused[0]
     assert read_cell(one).status == "started"
+
+
+def test_a_busy_cell_is_skipped(tmp_path: Path, small: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """So that several hosts share the cells of a grid."""
+    busy, free = (cell(tmp_path, small, method) for method in ("rotary", "coca"))
+    with running.locked(busy):
+        assert run_cells([busy, free], MACHINE, 1) == []
+    assert [state_of(each) for each in (busy, free)] == [State.WAITING, State.DONE]
+    shown = capsys.readouterr().err
+    assert f"{busy.name}: skipped (" in shown and "another process runs this cell" in shown
+    assert run_cells([busy, free], MACHINE, 1) == [] and state_of(busy) is State.DONE
 
 
 def test_cores_and_gpus_are_divided() -> None:

@@ -67,7 +67,7 @@ def test_a_call_for_each_checkpoint_with_all_its_variants(tmp_path: Path) -> Non
 
 
 def test_the_processes_of_a_suite_are_those_of_each_task_of_a_checkpoint(tmp_path: Path) -> None:
-    (planned,) = plan_commands(suite(tmp_path), {"CoCA": 128}, tmp_path / "results", "cpu", "bfloat16", 2)
+    (planned,) = plan_commands(suite(tmp_path), {"CoCA": 128}, tmp_path / "results", "cpu", "bfloat16", ["--jobs", "2"])
     assert parser().parse_args(planned.arguments).jobs == 2
     with pytest.raises(EvaluationError, match=r"tasks\.perplexity\.jobs: is set by the suite"):
         commands(suite(tmp_path, SUITE.replace("stride: 1L", "stride: 1L, jobs: 2")), {"CoCA": 128}, tmp_path)

@@ -15,6 +15,7 @@ ENTRY_POINTS = ("train.py", "evaluate.py", "tools")
 
 LAYERS = (
     {"support"},
+    {"cluster"},
     {"methods"},
     {"config", "kernels"},
     {"attention", "data"},

@@ -40,6 +40,8 @@ OPTIONAL = {
     for extra in ("logging", "corpora", "harness", "gguf", "kernels", "object-stores")
     for name in parse(EXTRAS[extra])
 }
+CLUSTER = set(parse(EXTRAS["cluster"]))
+"""Libraries of schedulers, which the development environment does not need: tests skip without them."""
 PINNED_BY_PYDANTIC = {"pydantic-core"}
 """One version of pydantic asks for exactly one of these, so a pin of our own could only contradict it."""
 SHIPPED = {"transformers"}
@@ -88,7 +90,7 @@ def test_what_is_installed_is_what_the_files_ask_for(name: str) -> None:
 
 def test_every_import_of_the_package_is_declared() -> None:
     providers = packages_distributions()
-    allowed = set(DECLARED) | OPTIONAL | PINNED_BY_PYDANTIC | SHIPPED
+    allowed = set(DECLARED) | OPTIONAL | PINNED_BY_PYDANTIC | SHIPPED | CLUSTER
     for module in imported("megatron_coca"):
         names = {canonicalize_name(name) for name in providers.get(module, [module])}
         assert names & allowed, f"import {module}: declare one of {sorted(names)} in pyproject.toml, requirements.txt"

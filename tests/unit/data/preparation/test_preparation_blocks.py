@@ -15,6 +15,7 @@ from pyarrow import parquet
 
 from megatron_coca.data import DataError, Tokenizer, load_tokenizer
 from megatron_coca.data.preparation import blocks as blocks_module
+from megatron_coca.data.preparation import unit_identity
 from megatron_coca.data.preparation.blocks import Blocks
 from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.preparation.preparation_plan import (
@@ -99,6 +100,25 @@ def test_blocks_are_used_and_what_changed_is_not(
     after = everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent)
     assert 0 < len(tokenized) < made and set(tokenized) == {2}
     assert after != whole and after["books_train.bin"] == whole["books_train.bin"]
+
+
+def test_blocks_are_named_after_content(
+    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy below another mount point needs no new blocks; another version of the tokenizer's library needs all."""
+    prepare_part(corpus, tmp_path / "out", CHARACTERS, 0, 1, RULES, QUIET)
+    (tmp_path / "mounted").mkdir()
+    copied = []
+    for source in corpus:
+        paths = [Path(shutil.copyfile(path, tmp_path / "mounted" / Path(path).name)) for path in source.spec.paths]
+        copied.append(replace(source, spec=replace(source.spec, paths=paths)))
+    assert open_blocks(copied, tmp_path / "out").missing() == []
+    content = paths[-1].read_bytes()
+    paths[-1].write_bytes(content.replace(b"text", b"TEXT", 1))
+    assert len(open_blocks(copied, tmp_path / "out").missing()) == 1, "the size is the same, the content is not"
+    monkeypatch.setattr(unit_identity, "version", lambda name: "99.0")
+    every = open_blocks(corpus, tmp_path / "out")
+    assert len(every.missing()) == len(every)
 
 
 def test_other_settings_of_a_source_leave_the_blocks_of_the_others(tmp_path: Path, corpus: list[CorpusSource]) -> None:

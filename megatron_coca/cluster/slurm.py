@@ -1,0 +1,81 @@
+"""The Slurm engine: datatrove's executor with the options of sbatch that its tasks need."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from datatrove.executor import SlurmPipelineExecutor
+
+from megatron_coca.cluster.settings import EngineSettings
+from megatron_coca.cluster.tasks import FINAL, CommandTask, TaskFailed
+from megatron_coca.support.processes import MAIN
+
+REQUEUES = 20
+"""Number of times that Slurm starts a task again."""
+SAVING_SECONDS = 120
+"""Seconds before the time limit at which a task is told to save."""
+
+
+class SlurmTasks(SlurmPipelineExecutor):
+    """An array of tasks.
+
+    A task that ends with a status other than FINAL is requeued by its batch script. If Slurm kills the script as well,
+    the work of the task is left to the job that depends on the array, which starts in any case.
+    """
+
+    def __init__(
+        self, settings: EngineSettings, step: CommandTask, tasks: int, logs: Path, after: "SlurmTasks | None" = None
+    ) -> None:
+        self._more = {"signal": f"USR1@{SAVING_SECONDS}", "open-mode": "append", **settings.sbatch_args}
+        super().__init__(
+            pipeline=[step],
+            tasks=tasks,
+            time=settings.time,
+            partition=settings.partition,
+            cpus_per_task=settings.cpus,
+            gpus_per_task=settings.gpus,
+            workers=settings.workers or -1,
+            job_name=f"coca-{step.arguments[0]}" + ("-finish" if step.parts is None else ""),
+            qos="",
+            logging_dir=str(logs),
+            sbatch_args=self._more,
+            srun_args={"cpus-per-task": settings.cpus},  # srun does not read the option of sbatch
+            env_command=_environment(),
+            depends=after,
+            run_on_dependency_fail=True,
+            requeue_signals=None,  # the command saves first, and then the script requeues it
+        )
+
+    def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
+        """Leave out options without a value, and the limit of memory unless `sbatch_args` sets one."""
+        values = super().get_sbatch_args(max_array)
+        if "mem-per-cpu" not in self._more:
+            del values["mem-per-cpu"]
+        return {name: value for name, value in values.items() if value is not None}
+
+    def launch_merge_stats(self) -> None:
+        """Submit no job for statistics, because the tasks have none."""
+
+    def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
+        try:
+            return super()._run_for_rank(rank, local_rank, node_rank)
+        except TaskFailed as error:
+            sys.exit(error.status)
+
+
+def _environment() -> str:
+    """Return the line of the batch script that finds this program, and that requeues the task at its end.
+
+    The task is named ARRAY_INDEX, because the SLURM_JOB_ID of an array's last task is the number of the whole array.
+    """
+    path = f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
+    root = shlex.quote(os.fspath(Path(MAIN).parents[1]))
+    modules = f"export PYTHONPATH={root}${{PYTHONPATH:+:$PYTHONPATH}}"
+    final = "|".join(map(str, FINAL))
+    requeue = (
+        f'requeue() {{ status=$?; case $status in {final}) ;; *) [ "${{SLURM_RESTART_COUNT:-0}}" -ge {REQUEUES} ] || '
+        'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" ;; esac; exit $status; }; trap requeue EXIT'
+    )
+    return f"{path}; {modules}; {requeue}"

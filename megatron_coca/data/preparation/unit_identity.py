@@ -1,0 +1,37 @@
+"""The identity of a unit in the names of blocks: its content, so that a copy at another path needs no new blocks."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers.source import ReadUnit
+
+END_BYTES = 64 << 10
+"""Size in bytes of each end of a file that its digest covers. The digest covers all of a file up to twice this size."""
+_TOKEN_LIBRARIES = ("sentencepiece", "tokenizers")
+
+
+def identity(unit: ReadUnit) -> list[object]:
+    """Return (name, size, digest of both ends) of a file. The name decides how the file is read.
+
+    A folder of a repository or a data set, and an object in a store, have their path and their stamp instead.
+    Raises `DataError` if the file cannot be read.
+    """
+    if not os.path.isfile(unit.path):
+        return [os.fsencode(unit.path).hex(), unit.size, unit.stamp]
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        with open(unit.path, "rb") as file:
+            digest.update(file.read(END_BYTES))
+            file.seek(max(file.tell(), unit.size - END_BYTES))
+            digest.update(file.read(END_BYTES))
+    except OSError as error:
+        raise DataError(f"{unit.path}: cannot be read ({error}); check the path and the permissions") from error
+    return [os.fsencode(os.path.basename(unit.path)).hex(), unit.size, digest.hexdigest()]
+
+
+def token_libraries() -> Mapping[str, str]:
+    """Return the versions of the libraries that decide the tokens of a text."""
+    return {name: version(name) for name in _TOKEN_LIBRARIES}

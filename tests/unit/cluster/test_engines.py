@@ -1,0 +1,86 @@
+"""Tasks and the local engine, with a stand-in for the program."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_coca.cluster import ClusterError, CommandTask, EngineSettings, engines, run, tasks
+from megatron_coca.cluster.tasks import TaskFailed
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+command, part = sys.argv[1], sys.argv[-1].replace("/", "of")
+starts = Path(f"{part}.starts")
+starts.write_text((starts.read_text() if starts.exists() else "") + "x")
+print("output of", part)
+if command == "dies" and part == "2of3" and len(starts.read_text()) < 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+if command == "wrong" and part == "2of3":
+    sys.exit(2)
+if command == "waits":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    Path("ready").touch()
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.setattr(tasks, "PROGRAM", (sys.executable, "-S", str(tmp_path / "program.py")))
+
+
+def starts(folder: Path) -> dict[str, int]:
+    return {path.stem: len(path.read_text()) for path in folder.glob("*.starts")}
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [("dies", {"1of3": 1, "2of3": 3, "3of3": 1, "end": 1}), ("wrong", {"1of3": 1, "2of3": 1, "3of3": 1, "end": 1})],
+)
+def test_every_part_runs_and_then_the_end(
+    command: str, expected: dict[str, int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A killed command is started again; one that exits with a final status is not, and the others still run."""
+    step = CommandTask((command,), tmp_path, 3, (0, 1, 2))
+    finish = CommandTask(("finish", "end"), tmp_path)
+    assert run(EngineSettings(engine="local", workers=2), step, finish, tmp_path / "logs") == 0
+    assert starts(tmp_path) == expected
+    shown = capfd.readouterr()
+    assert "output of end" in shown.out and ("part 2 of 3 failed" in shown.err) == (command == "wrong")
+    (log,) = tmp_path.glob("logs/*/output/part_2.txt")
+    assert log.read_text().endswith("output of 2of3\n")
+    assert run(EngineSettings(engine="local"), replace(step, numbers=(1,)), None, tmp_path / "logs") == (
+        2 if command == "wrong" else 0
+    )
+
+
+def test_a_scheduler_s_signal_lets_the_command_save(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(TaskFailed) as failed:
+        CommandTask(("waits",), tmp_path, 1, (0,))(None, 0, 1)
+    other.join()
+    assert failed.value.status == 75 and starts(tmp_path) == {"1of1": 1}
+
+
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object) -> int:
+        raise ImportError("No module named 'datatrove'", name="datatrove")
+
+    monkeypatch.setitem(engines.ENGINES, "slurm", absent)
+    step = CommandTask(("x",), tmp_path, 1, (0,))
+    with pytest.raises(ClusterError, match=r"datatrove: not installed; pip install 'megatron-coca\[cluster\]'"):
+        run(EngineSettings(engine="slurm"), step, None, tmp_path / "logs")

@@ -1,0 +1,36 @@
+"""Parts of a command, and the index that schedulers give to a task."""
+
+from argparse import ArgumentTypeError
+
+import pytest
+
+from megatron_coca.cluster import part_of
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "expected"),
+    [
+        ("2/8", {}, (1, 8)),
+        ("2/8", {"SLURM_ARRAY_TASK_ID": "7"}, (1, 8)),
+        ("auto/8", {"JOB_COMPLETION_INDEX": "0"}, (0, 8)),
+        # `sbatch --array=3`: the variables of Slurm describe an array of one task
+        ("auto/16", {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MAX": "3", "SLURM_ARRAY_TASK_COUNT": "1"}, (3, 16)),
+    ],
+)
+def test_valid_parts(text: str, environment: dict[str, str], expected: tuple[int, int]) -> None:
+    assert part_of(text, environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "message"),
+    [
+        ("auto/4", {}, "SLURM_ARRAY_TASK_ID are not set; give I/N"),
+        ("auto/4", {"SLURM_ARRAY_TASK_ID": "4"}, "SLURM_ARRAY_TASK_ID is 4, but indexes must be from 0 to 3"),
+        ("auto", {"JOB_COMPLETION_INDEX": "0"}, "is not I/N"),
+        ("5/4", {}, "is not I/N"),
+        ("0/4", {}, "is not I/N"),
+    ],
+)
+def test_invalid_parts(text: str, environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=message):
+        part_of(text, environment)
