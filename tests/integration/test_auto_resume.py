@@ -130,7 +130,8 @@ def test_first_start_partial_save_and_finished_run(
 
 def test_keys_that_may_change_and_keys_that_may_not(live: Any, stopped: Path, whole: Any, open_run: Any) -> None:
     refused = live(KEYS | {"save": str(stopped), "hidden_dropout": 0.0, "seed": 8}, expected=2)
-    assert "hidden_dropout (saved 0.1, now 0.0), seed (saved 7, now 8)" in refused.output
+    for key in ("hidden_dropout (saved 0.1, now 0.0)", "seed (saved 7, now 8)"):
+        assert key in refused.output
     allowed = live(KEYS | {"save": str(stopped), "log_interval": 2, "num_workers": 0, "zero_stage": 1})
     assert "resuming at step 6" in allowed.output
     mean = sum(whole.losses[STOPPED:]) / 2  # of the interval

@@ -62,8 +62,8 @@ def test_perplexity_then_report(
     assert main(["report", str(plain), str(extended), "--output", str(tmp_path / "report")]) == 0
     assert "| plain " in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "report").iterdir()} == {
-        *("figures", "tables"),
-        *(f"report.{suffix}" for suffix in ("html", "md")),
+        *("figures", "tables", "results.csv", "results.json"),
+        *(f"report.{suffix}" for suffix in ("html", "md", "ipynb")),
     }
 
 
