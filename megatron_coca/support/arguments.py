@@ -17,12 +17,10 @@ SUCCESSORS = {
     "evaluate --budget-seconds": "name the lengths to measure with --lengths",
     "generate --config": "name configuration files and KEY=VALUE pairs without an option",
     "generate --dynamic-length": "set the argument `dynamic_length` in Python (docs/generation.md)",
-    "prepare --engine": "run one --part I/N on each host",
     "estimate --links": "set --mfu",
-    "evaluate --part": "use --jobs N",
     "ablate --peak-flops": "set the key peak_theoretical_tflops",
     "prepare --skip-damaged": "remove damaged files from the input; --max-faulty accepts faulty records",
-    "ablate --slurm": "run the cells of each job with --only",
+    "ablate --slurm": "use --engine slurm",
     "export --without-padding": "leave it out; exports keep padding rows and never generate them",
 }
 """Removed options, each after its command, with the replacement."""

@@ -60,7 +60,9 @@ def models(file: Path, scale: str | None) -> dict[str, tuple[Config, dict[str, C
 def _without_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """The configurations name prepared corpora, which are not there."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(grid, "open_corpus", lambda config: SimpleNamespace(config=config, identity={}))
+    opened = {"identity": {}, "tokenizer": None}
+    monkeypatch.setattr(grid, "open_corpus", lambda config: SimpleNamespace(config=config, **opened))
+    monkeypatch.setattr(grid.PromptLengths, "faults", lambda *of_corpus: [])  # needs the corpus's tokenizer
     monkeypatch.setattr(grid, "find_sources", lambda names: [])
 
 

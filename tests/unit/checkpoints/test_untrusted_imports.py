@@ -154,7 +154,7 @@ def test_a_checkpoint_of_neox(marker: Path, tmp_path: Path) -> None:
 def test_weights_that_an_ablation_or_a_suite_names(marker: Path, tmp_path: Path, small: dict[str, Any]) -> None:
     run, base = crafted(tmp_path, imports=[str(tmp_path / "evil.py")]), tmp_path / "base.yml"
     base.write_text(yaml.safe_dump(small | {"load": str(run), "finetune": True}))
-    tasks = {"passkey": {"lengths": "64"}}
+    tasks = {"passkey": {"lengths": "512"}}
     ablation = {"title": "a", "base": [str(base)], "seeds": [1], "models": {"a": []}, "tasks": tasks}
     ablation |= {"results": str(tmp_path / "results"), "runs": str(tmp_path / "runs")}
     (tmp_path / "ablation.yml").write_text(yaml.safe_dump(ablation))

@@ -198,9 +198,7 @@ def test_choices_are_those_of_the_libraries() -> None:
     [
         ("generate --checkpoint x --promt y", "did you mean `--prompt`?"),
         ("evaluate passkey --checkpoint x --length 4", "did you mean `--lengths`?"),
-        ("evaluate report x --output y --part 1/2", "--part was removed: use --jobs N"),
-        ("prepare r.yml --engine=ray", "--engine was removed: run one --part I/N on each host"),
-        ("ablate a.yml --slurm", "--slurm was removed: run the cells of each job with --only"),
+        ("ablate a.yml --slurm", "--slurm was removed: use --engine slurm"),
         ("train-tokenizer", "was removed; use prepare --train-tokenizer"),
     ],
 )
