@@ -92,6 +92,7 @@ IN_TORCH_2_3 = {
 OPTIONAL = {
     *(f"nn.attention.flex_attention.{name}" for name in ("BlockMask", "BlockMask.from_kv_blocks", "flex_attention")),
     *("_dynamo.config.patch", "compile", "library.custom_op"),
+    *("_fused_sdp_choice", "backends.cudnn.version", "set_grad_enabled"),  # names the kernel, outside of the plugin
     *("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp"),
 }
 """Names behind a check that PyTorch has them, FlexAttention or the switch of cuDNN."""

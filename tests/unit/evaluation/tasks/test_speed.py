@@ -74,7 +74,7 @@ def test_options_of_a_method_are_not_passed_to_others() -> None:
     base = config(pos_emb="pope", pos_emb_options={"offset": "uniform"})
     built, left_out = build(base, ["pope", "coca"])
     assert not left_out and [each.label for each in built] == ["pope", "coca", "rotary"]
-    assert built[0].config.position.pos_emb_options == {"offset": "uniform"}
+    assert built[0].config.position.pos_emb_options.given == {"offset": "uniform"}
 
 
 def test_methods_that_cannot_be_built_are_noted_and_the_others_stay() -> None:
