@@ -1,7 +1,7 @@
 """Numbers and plots of an ablation over its seeds, and differences paired by seed, for use in page templates."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, 
 from megatron_coca.evaluation.report.looks import Member, members
 from megatron_coca.evaluation.report.retrieval_sections import head_panels
 from megatron_coca.evaluation.results import EvaluationError, Result, read_record
-from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate
+from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate, p_value
 from megatron_coca.evaluation.tasks.perplexity import PerplexityResult, WindowResult
 from megatron_coca.evaluation.tasks.recall import RecallEntry, RecallResult
 
@@ -134,6 +134,15 @@ class Figures:
             )
         return in_sequence([(each, self._differences(each)) for each in self._file.contrasts], len(self._file.seeds))
 
+    def failed(self, label: str, least: float) -> list[int]:
+        """Return the seeds whose model has a recall accuracy below `least` at the training length."""
+        return [seed for seed, accuracy in sorted(self.accuracies(label).items()) if accuracy < least]
+
+    def sensitivity(self, without: Collection[int]) -> list[Step]:
+        """Return the contrasts of a sequence without some seeds, as if all were tested. It was not declared."""
+        found = [(contrast, self._differences(contrast, without)) for contrast in self._file.contrasts]
+        return [Step(contrast, estimate(each), p_value(each), "not tested") for contrast, each in found]
+
     def plan(self) -> list[str]:
         """Return sentences on how the file's contrasts are tested and on the power of each contrast."""
         return plan(self._file)
@@ -155,13 +164,15 @@ class Figures:
         """Return the contrasts with at least two common seeds, corrected for the number of all contrasts."""
         return together([(contrast, self._differences(contrast)) for contrast in contrasts], len(contrasts))
 
-    def _differences(self, contrast: DeclaredContrast) -> list[float]:
-        """Return a contrast's differences (of logarithms for perplexities) over the seeds that both labels have."""
+    def _differences(self, contrast: DeclaredContrast, without: Collection[int] = ()) -> list[float]:
+        """Return a contrast's differences (of logarithms for perplexities) over the seeds that both labels have, except
+        those in `without`.
+        """
         if not {contrast.label, contrast.other} <= set(self.labels):
             return []
         values = self.accuracies if contrast.quantity == "recall" else partial(self.logarithms, contrast.quantity)
         ours, theirs = (values(label, contrast.at) for label in (contrast.label, contrast.other))
-        return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+        return [ours[seed] - theirs[seed] for seed in sorted((ours.keys() & theirs.keys()) - {*without})]
 
     def logarithms(self, quantity: str, label: str, multiple: float = 1) -> BySeed:
         """Return the logarithm of a quantity by seed. Raises EvaluationError for an unknown quantity or label.

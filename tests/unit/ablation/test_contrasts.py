@@ -183,3 +183,19 @@ def test_a_ratio_over_documents_resamples_their_losses_averaged_over_common_seed
 def test_a_missing_measurement_is_an_error(figures: Figures, call: Any, message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
         call(figures)
+
+
+def test_failed_seeds_and_the_contrasts_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model below the threshold at L is named by its seed, and the other seeds are paired as before."""
+    accuracies = {"a": {1: 1.0, 2: 0.95, 3: 0.2, 4: 0.9}, "b": {1: 0.5, 2: 0.6, 3: 0.6, 4: 0.7}}
+    file: Any = SimpleNamespace(
+        models={}, contrasts=[DeclaredContrast(label="a", other="b", at=16)], testing="sequence", seeds=[1, 2, 3, 4]
+    )
+    figures = Figures(file, [])
+    monkeypatch.setattr(Figures, "labels", ["a", "b"])
+    monkeypatch.setattr(figures, "accuracies", lambda label, multiple=1: accuracies[label])
+    assert figures.failed("a", 0.9) == [3] and figures.failed("b", 0.5) == []
+    (whole,), (without,) = figures.sequence(), figures.sensitivity([3])
+    assert (whole.difference.count, without.difference.count) == (4, 3)
+    assert without.difference.mean == pytest.approx((0.5 + 0.35 + 0.2) / 3)
+    assert without.verdict == "not tested" and without.p < whole.p
