@@ -165,8 +165,8 @@ def _order(cells: Mapping[str, TableCell], measure: Measure) -> list[str]:
 
 def _pairs(cells: Mapping[str, TableCell], measure: Measure) -> list[tuple[TableCell, TableCell]]:
     """Return the best number with each of the others."""
-    best, *others = [cells[label] for label in _order(cells, measure)] or [None]
-    return [(best, other) for other in others if best is not None]
+    order = [cells[label] for label in _order(cells, measure)]
+    return [(order[0], other) for other in order[1:]]
 
 
 def _comparison(
