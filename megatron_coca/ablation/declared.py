@@ -1,5 +1,6 @@
 """Tests of a file's declared contrasts (together with Holm's correction, or in a fixed sequence), and their power."""
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -128,15 +129,19 @@ def claim(file: AblationFile, tested: Sequence[Declared], steps: Sequence[Step])
         count = len(file.contrasts)
         p = f"p = {found.holm:.2g}" + (f", corrected for {count} contrasts" if count > 1 else "")
     verdict = "the declared contrast holds" if held else "no difference is shown"
+    if held and first.expected is not None and first.expected * difference.mean < 0:  # the test is two-sided
+        verdict = "the difference is opposite to the expected one"
     return f"{first.name}: {amount(first, difference)}; {verdict} ({p})."
 
 
 def amount(contrast: DeclaredContrast, difference: Estimate) -> str:
-    """Return a difference of accuracy, or a ratio of perplexities, with its 95% interval."""
-    ends = (difference.mean, difference.low, difference.high)
+    """Return a difference of accuracy, or a ratio of perplexities, with its 95% interval if there is one."""
+    mean, low, high = difference.mean, difference.low, difference.high
     if contrast.quantity != "recall":
-        return "{:.3f} times ({:.3f} to {:.3f})".format(*map(exponential, ends))
-    return "a difference of {:.2f} ({:.2f} to {:.2f})".format(*ends)
+        text, ends = f"{exponential(mean):.3f} times", f"{exponential(low):.3f} to {exponential(high):.3f}"
+    else:
+        text, ends = f"a difference of {mean:.2f}", f"{low:.2f} to {high:.2f}"
+    return f"{text} ({'no interval: the seeds do not differ' if math.isnan(low) else ends})"
 
 
 def _numbered(file: AblationFile) -> list[tuple[int, DeclaredContrast]]:

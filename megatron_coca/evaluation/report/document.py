@@ -212,6 +212,11 @@ def in_spreadsheet(text: str) -> str:
     return f"'{text}" if FORMULA.match(text) else text
 
 
+def from_spreadsheet(text: str) -> str:
+    """Return the text that `in_spreadsheet` was given."""
+    return text[1:] if text.startswith("'") and FORMULA.match(text[1:]) else text
+
+
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.8g}"
 

@@ -7,6 +7,8 @@ import pandas as pd
 from megatron_coca.evaluation.report.document import Table, TableCell, TableRow
 from megatron_coca.evaluation.report.metrics import MARK
 
+GREEK = {"α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "varepsilon", "θ": "theta", "κ": "kappa"}
+GREEK |= {"λ": "lambda", "μ": "mu", "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "varphi", "ω": "omega"}
 SYMBOLS = {
     MARK: r"\textsuperscript{\dag}",
     "–": "--",
@@ -18,7 +20,14 @@ SYMBOLS = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
-    '"': r"\textquotedbl{}",
+    '"': r"{\char34}",
+    "≤": r"$\leq$",
+    "≥": r"$\geq$",
+    "→": r"$\rightarrow$",
+    "≈": r"$\approx$",
+    "·": r"$\cdot$",
+    "∞": r"$\infty$",
+    **{letter: rf"$\{name}$" for letter, name in GREEK.items()},
     "[": "{[}",  # after the end of a row it would begin an option, as the asterisk
     "*": r"\textsuperscript{*}",
 }

@@ -15,7 +15,15 @@ from megatron_coca.evaluation.tasks.retrieval import Tally
 MISSING_TEXT = {"refused": "not supported", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
 """Cell text for each kind of missing entry."""
 Show = Callable[[float], str]
-TWO_DIGITS: Show = "{:.2f}".format
+LARGE = 1e6
+"""Numbers from here on have an exponent: a perplexity beyond the training length can have ninety digits."""
+
+
+def decimal(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}e}" if LARGE <= abs(value) < math.inf else f"{value:.{digits}f}"
+
+
+TWO_DIGITS: Show = decimal
 MARK = "†"
 """The mark of significant differences. An asterisk already marks training lengths."""
 

@@ -9,6 +9,8 @@ from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from megatron_coca.support.markdown_tables import escaped
+
 NAME, CODE, TEXT = "report.ipynb", "code", "markdown"
 LANGUAGE = {"display_name": "Python 3", "language": "python", "name": "python3"}
 Cell = tuple[str, str]
@@ -18,8 +20,9 @@ Cell = tuple[str, str]
 def report_cells(title: str, claim: str, measured: Sequence[tuple[str, str]]) -> list[Cell]:
     """Return the cells for a report with these tasks and metrics."""
     about = (
-        f"# {title}\n\n{claim}\n\nThis notebook reads `results.csv` in its folder. `pandas.read_csv` reads the same "
-        "file. Change a cell and run it again to change a figure or a table for a paper."
+        f"# {escaped(title)}\n\n{escaped(claim)}\n\nThis notebook reads `results.csv` in its folder. "
+        "`pandas.read_csv` reads the same file. Change a cell and run it again to change a figure or a table for a "
+        "paper."
     )
     start = (
         "from megatron_coca.evaluation.report.redrawn import figure, frame, latex_table, read_rows, table\n\n"
@@ -29,7 +32,7 @@ def report_cells(title: str, claim: str, measured: Sequence[tuple[str, str]]) ->
     cells = [(TEXT, about), (CODE, start)]
     for task, metric in measured:
         cells += [
-            (TEXT, f"## {task}: {metric}"),
+            (TEXT, f"## {escaped(f'{task}: {metric}')}"),
             (CODE, f"figure(rows, {task!r}, {metric!r})"),
             (CODE, f"frame(table(rows, {task!r}, {metric!r}))"),
         ]

@@ -255,6 +255,12 @@ def differ_significantly(one: TableCell, other: TableCell, comparisons: int = 1)
     return low > 0 or high < 0
 
 
+def testable(one: TableCell, other: TableCell) -> bool:
+    """Return True if two numbers have intervals, or enough documents for a comparison."""
+    ends = (end for cell in (one, other) for end in (cell.value, cell.low, cell.high))
+    return all(end is not None for end in ends) or min(len(one.sample), len(other.sample)) >= FEWEST_DOCUMENTS
+
+
 def _widened(cell: TableCell, inside: float) -> tuple[float | None, float | None, float | None]:
     """Return a value and the ends of its interval with the confidence `inside` instead of 95%."""
     if cell.value is None or cell.low is None or cell.high is None:
@@ -266,10 +272,11 @@ def _widened(cell: TableCell, inside: float) -> tuple[float | None, float | None
     return cell.value, low, high
 
 
-def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[TableRow]:
+def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool], corrected: bool = False) -> list[TableRow]:
     """Mark the best finite value of each column if it differs significantly from all others.
 
-    `lowest`: whether the lowest value is the best, for all columns or for each column.
+    `lowest`: whether the lowest value is the best, for all columns or for each column. `corrected`: whether the level
+    is 5% for all comparisons of a column together.
     """
     columns = []
     for index, cells in enumerate(zip(*(row.cells for row in rows), strict=True)):
@@ -278,7 +285,8 @@ def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[T
         smallest = lowest if isinstance(lowest, bool) else lowest[index]
         _, best = (min if smallest else max)(known, key=lambda pair: pair[0], default=(0.0, EMPTY))
         others = [cell for _, cell in known if cell is not best]
-        sure = bool(others) and all(differ_significantly(best, cell) for cell in others)
+        comparisons = len(others) if corrected else 1
+        sure = bool(others) and all(differ_significantly(best, cell, comparisons) for cell in others)
         columns.append([replace(cell, best=sure and cell is best) for cell in cells])
     by_row = zip(*columns, strict=True) if columns else [()] * len(rows)
     return [replace(row, cells=tuple(cells)) for row, cells in zip(rows, by_row, strict=True)]

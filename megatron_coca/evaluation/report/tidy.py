@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.evaluation.report.document import in_spreadsheet
+from megatron_coca.evaluation.report.document import from_spreadsheet, in_spreadsheet
 from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.reading import LoadedResult, ResultGroup
 
@@ -142,7 +142,11 @@ def read_rows(path: str | Path) -> list[Row]:
     rows = []
     with open(path, newline="") as file:
         for line in csv.DictReader(file):
-            known = {name: numbers[name](text) if name in numbers else text for name, text in line.items() if text}
+            known = {
+                name: numbers[name](text) if name in numbers else from_spreadsheet(text)
+                for name, text in line.items()
+                if text
+            }
             empty = {name: None if name in numbers else "" for name in COLUMNS}
             rows.append(Row(**(empty | known)))
     return rows

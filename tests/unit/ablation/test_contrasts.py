@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from megatron_coca.ablation import reporting
+from megatron_coca.ablation import declared, reporting
 from megatron_coca.ablation.cells import CellRecord, read_cell
 from megatron_coca.ablation.contrasts import Figures
 from megatron_coca.ablation.grid import DeclaredContrast
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.results import write_record
-from megatron_coca.evaluation.statistics import bootstrap_interval
+from megatron_coca.evaluation.statistics import bootstrap_interval, estimate
 from megatron_coca.evaluation.suite import Command
 from tests.unit.evaluation.report_cases import perplexity
 
@@ -99,6 +99,13 @@ def test_declared_contrasts_are_corrected_for_all_that_the_file_declares(figures
     assert [each.holm for each in found] == pytest.approx([3 * found[0].p, min(1, 2 * found[1].p)])
 
 
+def test_equal_seeds_have_no_interval() -> None:
+    contrast = DeclaredContrast(label="A", other="B")
+    assert declared.amount(contrast, estimate([0.1, 0.1])) == (
+        "a difference of 0.10 (no interval: the seeds do not differ)"
+    )
+
+
 def test_a_report_has_the_outcome_of_a_sequence(
     figures: Figures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +130,10 @@ def test_a_report_has_the_outcome_of_a_sequence(
     file.testing = "together"
     said = reporting.write_report(file, cells)
     assert "); the declared contrast holds (p = 0.0082)." in said
+    file.contrasts[0] = contrasts[0].model_copy(update={"expected": 0.5, "deviation": 0.1})
+    assert "); the difference is opposite to the expected one (p = 0.0082)." in reporting.write_report(file, cells)
+    file.contrasts[0] = contrasts[0].model_copy(update={"expected": -0.5, "deviation": 0.1})
+    assert "); the declared contrast holds (p = 0.0082)." in reporting.write_report(file, cells)
     file.contrasts.append(DeclaredContrast(label="RoFormer + NTK", other="RoFormer", at=1, quantity="perplexity"))
     assert "(p = 0.016, corrected for 2 contrasts)." in reporting.write_report(file, cells)
     file.contrasts.pop()

@@ -1,5 +1,6 @@
 """The top of a report: a sentence that its numbers support, with the plot and a small table of the same numbers."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,10 @@ def test_more_comparisons_need_a_larger_difference(tmp_path: Path) -> None:
     """0.5 against 0.35 of 100 cases differ at 5%, but not at 5% for eleven comparisons together."""
     pair = {"a": accuracies("A", 0.5), "b": accuracies("B", 0.35)}
     assert "has the highest" in top(tmp_path / "two", pair).sentence
-    crowd = {str(number): accuracies(f"C{number}", 0.4) for number in range(10)}
-    assert "no difference in recall is shown between 12 labels" in top(tmp_path / "many", pair | crowd).sentence
+    crowd = {str(number): accuracies(f"C{number}", 0.36) for number in range(10)}
+    many = top(tmp_path / "many", pair | crowd)
+    assert "no difference in recall is shown between 12 labels" in many.sentence
+    assert not any(cell.best for row in many.table.rows for cell in row.cells), "bold would contradict the sentence"
 
 
 def test_two_seeds_show_little(tmp_path: Path) -> None:
@@ -92,6 +95,61 @@ def test_a_single_label_is_compared_with_itself(tmp_path: Path, nlls: tuple[floa
     cells = [window(size, nll, documents=8) for size, nll in zip((512, 1024), nlls, strict=True)]
     one = perplexity("A", {}, results=cells, documents=DOCUMENTS | {"count": 8})
     assert top(tmp_path, {"a": one}).sentence.startswith(expected)
+
+
+def losses(label: str, *nlls: float, documents: int = 8, **changes: Any) -> Result:
+    """Perplexities at 512 and 1,024 tokens."""
+    cells = [window(size, nll, documents) for size, nll in zip((512, 1024), nlls, strict=True)]
+    return perplexity(label, {}, results=cells, documents=DOCUMENTS | {"count": documents} | changes)
+
+
+@pytest.mark.parametrize(
+    ("results", "sentence"),
+    [
+        ([("A", 2.0, 800.0), ("B", 2.1, 3.0)], "B has a perplexity of 20.09; A has no finite perplexity."),
+        ([("A", 2.0, math.nan), ("B", 2.1, 3.0)], "B has a perplexity of 20.09; A has no finite perplexity."),
+        ([("A", 2.0, 800.0), ("B", 2.1, 800.0)], "2 labels have no finite perplexity."),
+        (
+            [("A", 2.0, 800.0), ("B", 2.1, 3.0), ("C", 2.1, 2.0)],
+            "C has the lowest perplexity, 7.39; the next label, B, has 20.09; A has no finite perplexity.",
+        ),
+        (
+            [("A", 2.0, 800.0)],
+            "A has a perplexity of 7.39 at 512 tokens, the training length, and no finite perplexity",
+        ),
+    ],
+)
+def test_a_perplexity_that_is_not_finite_is_not_hidden(
+    tmp_path: Path, results: list[tuple[Any, ...]], sentence: str
+) -> None:
+    found = top(tmp_path, {each[0]: losses(*each) for each in results})
+    assert sentence in found.sentence and "1,024 tokens" in found.sentence
+    assert found.table.header[1:] == ("512*", "1024")
+
+
+def test_the_basis_says_if_there_was_no_test(tmp_path: Path) -> None:
+    few = top(tmp_path / "few", {"a": losses("A", 2.0, 2.2, documents=4), "b": losses("B", 2.5, 6.0, documents=4)})
+    assert few.basis.startswith("Not tested: ") and "no difference" in few.sentence
+    assert top(tmp_path / "one", {"a": recall("A", {512: 1.0})}).basis == ""
+    seeds = {f"A{seed}": of_weights(recall("A", {512: 0.9 + 0.01 * seed}), f"A{seed}", seed) for seed in (1, 2, 3)}
+    mixed = top(tmp_path / "mixed", seeds | {"B": of_weights(recall("B", {512: 0.3}), "B", 1)})
+    assert mixed.basis.endswith("The test does not cover other seeds of B.")
+
+
+def test_the_basis_names_the_documents_of_several_groups(tmp_path: Path) -> None:
+    two = {"a": losses("A", 2.0, 2.0), "b": losses("B", 2.5, 3.0), "c": losses("A", 5.0, 5.0, sha256="ff")}
+    assert top(tmp_path, two).basis.startswith("Results with documents (sha256) aa11")
+
+
+@pytest.mark.parametrize(
+    ("nlls", "numbers"), [((2.0, 2.0001), ("7.389", "7.390")), ((100.0, 200.0), ("2.69e+43", "7.23e+86"))]
+)
+def test_numbers_of_the_sentence_differ_and_are_short(
+    tmp_path: Path, nlls: tuple[float, float], numbers: tuple[str, str]
+) -> None:
+    found = top(tmp_path, {name: losses(name, 2.0, nll) for name, nll in zip("AB", nlls, strict=True)})
+    assert all(number in found.sentence for number in numbers)
+    assert all(len(cell.text) < 10 for row in found.table.rows for cell in row.cells)
 
 
 def test_the_baseline_is_named_and_recall_comes_before_perplexity(tmp_path: Path) -> None:

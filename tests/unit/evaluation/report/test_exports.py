@@ -44,7 +44,8 @@ def test_results_csv_is_tidy(report: Path) -> None:
 
 
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
-    rows = tidy(read_results(write(tmp_path, every_result())))
+    results = every_result() | {"formula": perplexity('=1+2, "quoted"', {512: 2.0})}
+    rows = tidy(read_results(write(tmp_path, results)))
     (tmp_path / "results.csv").write_text(csv_text(rows))
     again = read_rows(tmp_path / "results.csv")
     assert [row.label for row in again] == [row.label for row in rows] and len(rows) > 100
@@ -123,6 +124,7 @@ def test_latex_marks_what_the_page_marks() -> None:
         (r"a\b", r"a\textbackslash{}b"),
         ("{~^}", r"\{\textasciitilde{}\textasciicircum{}\}"),
         ("Nd²", r"Nd\textsuperscript{2}"),
+        ('"θ ≥ 2"', r"{\char34}$\theta$ $\geq$ 2{\char34}"),
     ],
 )
 def test_plain_text_as_latex(text: str, escaped: str) -> None:
@@ -137,7 +139,7 @@ def test_the_notebook_has_its_outputs(report: Path) -> None:
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     kinds = [next(iter(output.get("data", output))) for cell in code for output in cell["outputs"]]
     assert kinds.count("image/png") == kinds.count("text/html") == 3 and "name" in kinds, "and LaTeX as text"
-    assert "A <study>" in "".join(content["cells"][0]["source"])
+    assert "# A &lt;study&gt;\n" in "".join(content["cells"][0]["source"]), "a label is never read as HTML"
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in content["cells"]]
     folder = report.parent / "again"
     folder.mkdir()
