@@ -89,8 +89,7 @@ def _rotary(position: PositionConfig, model: ModelConfig) -> Rotary:
 
 def _rotary_dim(position: PositionConfig, model: ModelConfig) -> int:
     """Return twice the number of frequencies, which is the number of rotated features if each pair has a frequency."""
-    rotated = int(model.head_dim * position.rotary_pct)
-    return 2 * position.embedding.frequency_count(rotated, position.embedding_options)
+    return 2 * position.frequency_count(model.head_dim)
 
 
 def _gates(position: PositionConfig, model: ModelConfig) -> Callable[[], HeadGates] | None:

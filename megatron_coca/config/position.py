@@ -294,6 +294,10 @@ class PositionConfig(PositionKeys):
         names = ("rpe_num_buckets", "rpe_max_distance", "alibi_slope_scale")
         return given | {name: getattr(self, name) for name in names}
 
+    def frequency_count(self, head_dim: int) -> int:
+        """Return the number of rotary frequencies of a head with `head_dim` features."""
+        return self.embedding.frequency_count(int(head_dim * self.rotary_pct), self.embedding_options)
+
     def mean_keys(self, length: int) -> float:
         """Return the mean number of keys that a query attends to in a sequence of `length` tokens."""
         if self.attention_chunk_size is not None:
@@ -329,7 +333,7 @@ class PositionConfig(PositionKeys):
             seq_length=seq_length,
             original_length=original,
             rotated=rotated,
-            frequencies=self.embedding.frequency_count(rotated, self.embedding_options),
+            frequencies=self.frequency_count(head_dim),
             pos_emb=self.embedding,
             others={name: other.name for name, (other, _) in chosen.items()},
         )

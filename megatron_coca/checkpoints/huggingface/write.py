@@ -242,8 +242,7 @@ def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
     if position.pos_emb == "learned":
         section[LEARNED_ROWS] = config.model.max_position_embeddings
     if (scaling := position.rope_scaling) is not None and position.extension.learned:
-        rotated = int(config.model.head_dim * position.rotary_pct)
-        dim = 2 * position.embedding.frequency_count(rotated, position.embedding_options)
+        dim = 2 * position.frequency_count(config.model.head_dim)
         original = position.original_length(length)
         clex = Clex(dim, position.rotary_emb_base, original, scaling.max_factor, scaling.ode_step)
         clex.up.copy_(weights.read("positions.clex.up"))
