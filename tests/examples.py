@@ -153,6 +153,14 @@ PRELUDES = {
         "prompt, new = 4, 2\nprompt_ids, next_id = torch.ones(1, 4, dtype=int), torch.ones(1, 1, dtype=int)\n"
     ),
     "docs/checkpoints.md": "import torch\ninput_ids = torch.ones(1, 8, dtype=int)\n",
+    "docs/report.md": (
+        "from megatron_coca.cli import main\nfrom tests.examples import write_model\n"
+        "longer = {'seq_length': 256, 'max_position_embeddings': 256}\n"
+        "write_model('configs/quickstart/roformer.yml', 'runs/reported', longer, 'data/builtin/tokenizer.model')\n"
+        "options = '--checkpoint runs/reported --lengths 1L,2L --cases 4 --diagnosed 0 --shifts 0 --output results'\n"
+        "assert main(['evaluate', 'recall', *options.split()]) == 0\n"
+        "assert main(['evaluate', 'report', 'results', '--output', 'results/report']) == 0\n"
+    ),
     "docs/retrieval.md": (
         "import torch\nfrom megatron_coca import load_model\nfrom megatron_coca.data import load_tokenizer\n"
         "model = load_model('runs/quickstart/roformer_coca')\nprompts = torch.ones(1, 4, dtype=int)\n"

@@ -5,6 +5,7 @@ import io
 import os
 import pty
 import re
+import select
 import struct
 import subprocess
 import sys
@@ -32,7 +33,8 @@ def on_terminal(
     """Return the exit status of a command on a terminal of so many columns, and all that it wrote there.
 
     `stdout` goes elsewhere if given. `during` gets the process and the text so far, whenever there is more. `typed` has
-    the prompt of the command and keys; the next keys are pressed whenever the command shows its prompt.
+    the prompt of the command and keys; the next keys are pressed whenever the command waits at an empty prompt. Fails
+    with the text so far if the command runs for more than `seconds`.
     """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -46,9 +48,14 @@ def on_terminal(
         env=variables | {"TERM": "xterm-256color"},
     )
     os.close(slave)
-    keys, prompt = list(typed[1]), typed[0].encode()
+    keys, prompt, answered = list(typed[1]), typed[0].encode(), 0
     written, end = b"", time.monotonic() + seconds
-    while time.monotonic() < end:
+    while True:
+        if not select.select([master], [], [], max(0.0, end - time.monotonic()))[0]:
+            process.kill()
+            pytest.fail(
+                f"{command[0]} still ran after {seconds} s, with {len(keys)} keys to press; it wrote {written!r}"
+            )
         try:
             block = os.read(master, 1 << 16)
         except OSError:  # all writers have closed it
@@ -56,8 +63,9 @@ def on_terminal(
         if not block:
             break
         written += block
-        for _ in range(block.count(prompt) if keys else 0):
-            os.write(master, keys.pop(0) if keys else b"")
+        if keys and written.endswith(prompt) and written.count(b"\n") >= answered:  # a new line since the last keys
+            answered = written.count(b"\n") + 1
+            os.write(master, keys.pop(0))
         if during is not None:
             during(process, written.decode(errors="replace"))
     os.close(master)

@@ -71,7 +71,7 @@ def test_what_the_wheel_holds(installed: Installed) -> None:
     kept = {str(path.relative_to(ROOT)) for kind in ("*.j2", "*.yaml") for path in (ROOT / "megatron_coca").rglob(kind)}
     assert data == kept
     assert f"megatron_coca-{__version__}.dist-info/licenses/LICENSE" in names
-    assert installed.wheel.stat().st_size < MEGABYTE
+    assert installed.wheel.stat().st_size < 1.5 * MEGABYTE  # 1.06 of code and configurations; a data file would show
 
 
 def test_several_processes_train_from_the_wheel(installed: Installed, tmp_path: Path) -> None:
