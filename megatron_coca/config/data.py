@@ -31,6 +31,9 @@ class SyntheticConfig(ConfigGroup):
     updates: Count | None = key(
         None, "ordered_recall: number of values that each key of a sample gets, one after the other; required."
     )
+    back: Count | None = key(
+        None, "ordered_recall: greatest k of questions for the value told k facts earlier; default: `facts`."
+    )
     ngram: int = Field(default=3, ge=2, description="ngram: length of the repeated n-gram in tokens.")
     filler_tokens: Count = key(
         32,
@@ -41,9 +44,10 @@ class SyntheticConfig(ConfigGroup):
     loss: Literal["answers", "all"] = key("answers", "Tokens that the loss includes: only the answers, or all tokens.")
 
     @model_serializer(mode="wrap")
-    def _without_updates(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Leave `updates` out if it is not set: archived studies record their data without it."""
-        return {name: value for name, value in handler(self).items() if name != "updates" or value is not None}
+    def _without_unset(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Leave `updates` and `back` out if not set: archived studies record their data without them."""
+        optional = ("updates", "back")
+        return {name: value for name, value in handler(self).items() if name not in optional or value is not None}
 
 
 class TrainingPositions(ConfigGroup):

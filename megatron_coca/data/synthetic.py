@@ -33,19 +33,25 @@ class TaskSettings:
     text: bool = False
     loss: str = "answers"
     updates: int | None = None
+    back: int | None = None
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids of the task."""
         if not self.has_facts:
             return self.filler_tokens + 1
-        ordered = self.keys + self.facts if self.task == ORDERED else 0
+        ordered = self.keys + self.farthest if self.task == ORDERED else 0
         return self.filler_tokens + self.keys * self.values + self.keys + self.values + ordered
 
     @property
     def has_facts(self) -> bool:
         """True for tasks that ask for facts. Only these tasks use keys and values."""
         return self.task in FACT_TASKS
+
+    @property
+    def farthest(self) -> int:
+        """Greatest k of the questions for the value k facts earlier (`ordered_recall`)."""
+        return self.back or self.facts
 
     def fact(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Return the tokens that state facts, each a key with its value."""
@@ -63,7 +69,7 @@ class TaskSettings:
         """Tokens that ask for the first value of a key (`ordered_recall`)."""
         return self.filler_tokens + self.keys * self.values + self.keys + self.values + keys
 
-    def back(self, facts: np.ndarray) -> np.ndarray:
+    def earlier(self, facts: np.ndarray) -> np.ndarray:
         """Tokens that ask for the value of the last fact (1), the one before it (2), ... (`ordered_recall`)."""
         return self.first(np.array(self.keys)) + facts - 1
 
@@ -150,7 +156,8 @@ def ordered_recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> 
     """Facts that give keys new values, and questions about their order; facts and questions are in random places.
 
     Every key of a sample is told `updates` times, each time with another value. After at least one fact a question asks
-    for the latest value of a key, for its first value, or for the value that was told k facts before, whatever its key.
+    for the latest value of a key, for its first value, or for the value that was told k facts before, whatever its key,
+    with k up to `back`.
     Questions have one token that asks and one that answers.
     """
     samples, width = filler.shape
@@ -209,12 +216,13 @@ def _order_questions(
     """
     count = before.shape[1]
     kinds, chosen = draws.integers(count, len(QUESTIONS)), draws.integers(count, before)
+    distance = 1 + draws.integers(count, np.minimum(before, settings.farthest))
     key = np.take_along_axis(keys, chosen, axis=1)
     same = keys[:, None, :] == key[:, :, None]  # [samples, questions, facts]
     same &= np.arange(keys.shape[1]) < before[:, :, None]
     latest, first = keys.shape[1] - 1 - same[:, :, ::-1].argmax(axis=2), same.argmax(axis=2)
-    asking = np.choose(kinds, [settings.key(key), settings.first(key), settings.back(before - chosen)])
-    return asking, np.choose(kinds, [latest, first, chosen]), kinds
+    asking = np.choose(kinds, [settings.key(key), settings.first(key), settings.earlier(distance)])
+    return asking, np.choose(kinds, [latest, first, before - distance]), kinds
 
 
 def multi_query(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:

@@ -58,9 +58,12 @@ def _positions(settings: Settings) -> str | None:
 
 def _updates(task: SyntheticConfig) -> str | None:
     if task.task != "ordered_recall":
-        return f"updates has no effect with task {task.task}; remove it" if task.updates is not None else None
+        unused = [name for name in ("updates", "back") if getattr(task, name) is not None]
+        return f"{unused[0]} has no effect with task {task.task}; remove it" if unused else None
     if task.updates is None:
         return "ordered_recall needs updates, the number of values of each key; set synthetic.updates"
+    if task.back is not None and task.back > task.facts:
+        return f"no question can ask {task.back} facts back with {task.facts} facts; lower synthetic.back"
     if task.facts % task.updates:
         return f"{task.facts} facts are no multiple of updates={task.updates}; change one of them"
     if task.facts // task.updates > task.keys:

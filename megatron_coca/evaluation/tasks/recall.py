@@ -207,6 +207,7 @@ def run(args: Namespace, show: Show) -> int:
     name = "passkey"
     if settings is not None:
         told = "" if settings.updates is None else f", {settings.updates} values of each key told"
+        told += "" if settings.back is None else f", at most {settings.back} facts back"
         name = f"synthetic {settings.task}, {settings.facts} facts, {settings.keys} keys{told}"
     protocol = RecallProtocol(
         text=PROTOCOL if settings is None else PROTOCOLS[settings.task],

@@ -59,23 +59,27 @@ def answer_by_order(settings: TaskSettings, facts: list[tuple[int, int]], token:
     return facts[-1 - (offset - settings.keys)][1]
 
 
-@pytest.mark.parametrize(("facts", "updates"), [(8, 4), (6, 2), (4, 4), (5, 1)])
-def test_questions_of_ordered_recall_are_answered_by_the_order_of_the_facts(facts: int, updates: int) -> None:
-    settings, tokens, mask = read("ordered_recall", facts=facts, updates=updates)
-    asked_kinds = set()
+@pytest.mark.parametrize(("facts", "updates", "back"), [(8, 4, None), (6, 2, 2), (4, 4, 3), (5, 1, None)])
+def test_questions_of_ordered_recall_are_answered_by_the_order_of_the_facts(
+    facts: int, updates: int, back: int | None
+) -> None:
+    settings, tokens, mask = read("ordered_recall", facts=facts, updates=updates, back=back)
+    asked_kinds, distances = set(), set()
     for row, asked in zip(tokens, mask, strict=True):
         told: list[tuple[int, int]] = []
         for place, token in enumerate(row.tolist()):
             if place < len(asked) and asked[place]:
                 assert row[place + 1] == settings.value(np.array(answer_by_order(settings, told, token)))
                 asked_kinds.add((token - 32 - 256 >= 16) + (token - 32 - 256 >= 48))
+                distances |= {token - 32 - 256 - 47} if token - 32 - 256 >= 48 else set()
             elif 32 <= token < 32 + 256:
                 told.append(divmod(token - 32, 16))
         assert len(told) == facts == asked.sum()
         of_keys = [[value for key, value in told if key == chosen] for chosen in {key for key, _ in told}]
         assert len(of_keys) == facts // updates
         assert all(len(set(values)) == len(values) == updates for values in of_keys), "each key has different values"
-    assert asked_kinds == {0, 1, 2}
+    assert asked_kinds == {0, 1, 2} and distances == set(range(1, (back or facts) + 1))
+    assert settings.vocab_size == 32 + 256 + 16 + 16 + 16 + (back or facts)
 
 
 def test_evaluation_asks_for_the_order_of_all_facts() -> None:
@@ -197,6 +201,8 @@ def test_facts_are_mixed_into_text(tmp_path: Path) -> None:
         ("synthetic.updates=2", "updates has no effect with task recall; remove it"),
         ("synthetic={task: ordered_recall}", "set synthetic.updates"),
         ("synthetic={task: ordered_recall, facts: 8, updates: 3}", "8 facts are no multiple of updates=3"),
+        ("synthetic={task: ordered_recall, facts: 8, updates: 4, back: 9}", "9 facts back with 8 facts; lower"),
+        ("synthetic={task: recall, back: 2}", "back has no effect with task recall"),
         ("synthetic={task: ordered_recall, facts: 8, updates: 1, keys: 4}", "8 different keys are needed"),
         ("synthetic={task: ordered_recall, facts: 8, updates: 8, values: 4}", "8 different values, but there are 4"),
         ("synthetic.task=recal", "`recal` is not one of recall | ordered_recall | .*; did you mean"),
