@@ -25,8 +25,16 @@ ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 ROFORMER = CONFIGS / "350M" / "roformer.yml"
 OF_OTHER_COMMANDS = {"recipes", "evaluation", "ablations", "study"}
-STUDIES = {"grid.yml", "text.yml", "books.yml", "extensions.yml", "polar_cube.yml", "initial_angle.yml"}
-STUDIES |= {f"books_{name}.yml" for name in ("rates", "grid", "power", "power_rates")}
+STUDIES = {
+    "grid.yml",
+    "text.yml",
+    "books.yml",
+    "extensions.yml",
+    "polar_cube.yml",
+    "initial_angle.yml",
+    "unrotated.yml",
+}
+STUDIES |= {f"books_{name}.yml" for name in ("rates", "grid", "power", "power_rates", "polar", "polar_rates")}
 SHIPPED = sorted(
     path for path in CONFIGS.rglob("*.yml") if path.parent.name not in OF_OTHER_COMMANDS and path.name not in STUDIES
 )
