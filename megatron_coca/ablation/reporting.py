@@ -125,8 +125,8 @@ def render(
             )
         return tables[table_name]
 
-    def chart(plot_name: str, labels: Sequence[str], alt: str, kind: str = "chart") -> str:
-        plots[plot_name] = svg(getattr(known["figures"], kind)(labels), "print")
+    def chart(plot_name: str, labels: Sequence[str], alt: str, kind: str = "chart", of: Figures | None = None) -> str:
+        plots[plot_name] = svg(getattr(of or known["figures"], kind)(labels), "print")
         return f"![{alt}](figures/{name}/{plot_name}.svg)"
 
     loader = FileSystemLoader(template.parent)

@@ -77,9 +77,10 @@ PAGES = [
     ("recall/extensions.yml", "answers", "recall/extensions_page.md.j2", "recall_extensions.md"),
     ("recall/grid.yml", "text", "recall/text_page.md.j2", "recall_text.md"),
     ("recall/books_grid.yml", "250k", "recall/books_page.md.j2", "recall_books.md"),
+    ("recall/polar_cube.yml", "answers", "recall/polar_page.md.j2", "recall_polar.md"),
     ("recall/books_power_rates.yml", "250k", "recall/power_page.md.j2", "recall_power.md"),
 ]
-QUICK = ("study.md", "recall_text.md", "recall_power.md")
+QUICK = ("study.md", "recall_text.md", "recall_power.md", "recall_polar.md")
 """Pages with few results; the others are read for 10 seconds each."""
 
 
