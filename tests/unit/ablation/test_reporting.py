@@ -74,6 +74,7 @@ PAGES = [
     ("study/methods.yml", "250k", "study/page.md.j2", "study_250k.md"),
     ("recall/grid.yml", "answers", "recall/page.md.j2", "recall_study.md"),
     ("recall/grid.yml", "answers", "recall/findings.md.j2", "findings.md"),
+    ("recall/grid.yml", "answers", "recall/details_page.md.j2", "recall_details.md"),
     ("recall/extensions.yml", "answers", "recall/extensions_page.md.j2", "recall_extensions.md"),
     ("recall/grid.yml", "text", "recall/text_page.md.j2", "recall_text.md"),
     ("recall/books_grid.yml", "250k", "recall/books_page.md.j2", "recall_books.md"),
