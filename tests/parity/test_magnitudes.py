@@ -29,7 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
 WIDE: dict[str, dict[str, Any]] = {
     "two segments": {"relative_positions": {"type": "rerope", "window": 4}},
     "gates": {"forgetting_gate": "fox"},
-    "wide heads": {"hidden_size": 256},
+    "wide heads": {"hidden_size": 288, "rotary_pct": 0.5},
     "another form": {"pos_emb": "coca_strict"},
     "another backend": {"attention_backend": "merge"},
 }

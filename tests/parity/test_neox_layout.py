@@ -33,6 +33,13 @@ OURS_ONLY: dict[str, dict[str, Any]] = {
     "sinusoidal": {"pos_emb": "sinusoidal"},
     "one norm for both": NEOX | {"gpt_j_tied": True},
     "extended CoCA": {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "PoPE": {"pos_emb": "pope", "pos_emb_options": {"offset": "uniform"}},
+    "polar": {
+        "pos_emb": "polar",
+        "pos_emb_options": {"power": 2, "frequencies": "pair", "magnitude": "relu_mean", "offset": "zero"},
+        "rotary_pct": 0.5,
+    },
+    "an initial angle": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": -0.7}},
     "map and logits": {"relative_positions": {"type": "rerope", "window": 8}, "logit_scaling": "log_n"},
 }
 
