@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints import load_model, open_checkpoint
+from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoint
 from megatron_coca.checkpoints.exporting import export, export_neox
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
@@ -90,6 +90,14 @@ def test_written_and_read_back(name: str, ranks: int, piped: int, tmp_path: Path
     assert (done.folder / "latest").read_text() == done.step.name == "global_step7"
     assert_same(done.folder, dict(open_checkpoint(source).weights()))
     assert torch.equal(load_model(done.folder)(tokens(32)), load_model(source)(tokens(32)))
+
+
+def test_random_angles_are_not_written(tmp_path: Path) -> None:
+    """GPT-NeoX would train them."""
+    keys = {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}}
+    with pytest.raises(CheckpointError, match="initial_angle to a number"):
+        export_neox(random_checkpoint(tmp_path / "run", **keys), tmp_path / "neox")
+    assert not (tmp_path / "neox").exists()
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,6 @@ def test_documents_stay_apart_and_decoding_agrees(keys: dict[str, Any]) -> None:
     torch.testing.assert_close(dense(ids), whole, rtol=1e-9, atol=1e-10)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("offset", ["none", "uniform"])
 def test_magnitudes_of_polar_forms_have_one_head_for_all_pieces_of_values(offset: str) -> None:
     """The Triton kernels compute Q' and K' for every piece; its head has the same constant angles."""
@@ -111,6 +110,7 @@ def test_magnitudes_of_polar_forms_have_one_head_for_all_pieces_of_values(offset
         assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
+@torch.no_grad()
 def test_attention_for_a_network_of_ones_own_is_the_unit_of_a_model() -> None:
     model, own, x = build_model(configured()).eval(), Attention(configured()).eval(), torch.randn(2, LENGTH, 16)
     own.attention.load_state_dict(model.blocks[0].attention.state_dict())

@@ -97,7 +97,7 @@ def test_activations_with_triton_are_what_autograd_saves(pos_emb: str) -> None:
     config = configured(num_layers=1, seq_length=64, pos_emb=pos_emb, attention_backend="triton")
     kept, _, ends = activations(config, MICRO, backends={"global": "triton"})
     assert kept + ends + kept_by_loss(config) == pytest.approx(saved_bytes(config), rel=0.1)
-    assert kept < 0.9 * activations(config, MICRO).kept
+    assert kept < activations(config, MICRO).kept
 
 
 @pytest.mark.parametrize("group", [1, 2])
