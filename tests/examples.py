@@ -31,6 +31,7 @@ RUN = {
     "python docs/generate.py": "--check",
     "megatron-coca train configs/350M/roformer_coca.yml": "save=runs/new",
     "megatron-coca train configs/350M/roformer_coca.yml model_parallel_size=2": TWO,
+    "megatron-coca train configs/350M/roformer.yml configs/train/pope.yml": "save=runs/new",
     RECALL: "train_iters=4 checkpoint_factor=2 eval_interval=4 save=runs/recall/coca",
     "megatron-coca train configs/350M/roformer_coca.yml pipe_parallel_size=2": TWO,
     "megatron-coca train configs/350M/roformer_coca.yml seq_length=65536": f"{TWO} {SPLIT_SEQUENCE}",
@@ -246,6 +247,7 @@ def make_workspace(folder: Path) -> None:
     pieces = "data/builtin/tokenizer.model"
     for name in ("350M_roformer", "350M_roformer_coca"):
         write_model(f"configs/350M/{name.removeprefix('350M_')}.yml", f"runs/{name}", vocab_file=pieces)
+    write_model("configs/350M/roformer.yml", "runs/350M_pope", {"pos_emb": "pope"}, pieces)
     write_model("configs/quickstart/roformer_coca.yml", "runs/quickstart/roformer_coca", vocab_file=pieces)
     write_model("configs/quickstart/roformer.yml", "runs/drope", {"pos_emb": "none"}, pieces)
     llama = "configs/finetune/llama7b_coca.yml"

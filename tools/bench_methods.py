@@ -57,7 +57,12 @@ def _declared(key: str, left_out: str = "") -> dict[str, dict[str, Any]]:
 
 METHODS: dict[str, dict[str, Any]] = {
     "rotary": {},
-    **{name: {"pos_emb": name} for name in ("coca", "coca_strict", "xpos")},
+    **{name: {"pos_emb": name} for name in ("coca", "coca_strict", "pope", "xpos")},
+    "polar: power 2": {"pos_emb": "polar", "pos_emb_options": {"power": 2}},
+    "polar: pairs": {"pos_emb": "polar", "pos_emb_options": {"frequencies": "pair"}},
+    "polar: relu_mean": {"pos_emb": "polar", "pos_emb_options": {"magnitude": "relu_mean"}},
+    "initial_angle": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": -0.7}},
+    "initial_angle: random": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}},
     **_declared("relative_positions"),
     **_declared("rope_scaling", "default"),
     "rope_id": {"rotary_pct": 0.5, "rotary_frequencies": {"type": "rope_id"}},

@@ -15,9 +15,10 @@ from megatron_coca.attention.method import PositionMethod, operand_maker
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, HeadWeights, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED, Band
-from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, score_form
+from megatron_coca.attention.positions.forms import score_form
 from megatron_coca.attention.positions.frequencies import FREQUENCIES, Rotary, Scaling
 from megatron_coca.attention.positions.gates import GATES, HeadGates
+from megatron_coca.attention.positions.logit_scalings import LOGIT_SCALINGS
 from megatron_coca.attention.positions.offsets import HeadOffsets, layer_offsets
 from megatron_coca.config import Config, ModelConfig, PositionConfig
 

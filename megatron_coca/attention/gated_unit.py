@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_coca.attention.context import PositionContext
-from megatron_coca.attention.inputs import Backend
+from megatron_coca.attention.inputs import Backend, Segment
 from megatron_coca.attention.layer import LayerCache, SelfAttention
 from megatron_coca.attention.method import PositionMethod
 
@@ -51,9 +51,16 @@ class GatedAttentionUnit(SelfAttention):
             query, key = query + self.query_offset, key + self.key_offset
         pieces = value.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         inputs = self._inputs(query[:, None], key[:, None], pieces, context, cache, hidden)
-        copies = -1, pieces.shape[1], -1, -1
-        segments = tuple(
-            replace(each, query=each.query.expand(copies), key=each.key.expand(copies)) for each in inputs.segments
-        )
+        copies = pieces.shape[1]
+        segments = tuple(_copied(each, copies) for each in inputs.segments)
         out = self.backend.attend(inputs.replace(segments=segments))
         return self.dense(gate * out.transpose(1, 2).flatten(2))
+
+
+def _copied(segment: Segment, copies: int) -> Segment:
+    """Return a segment with one head as `copies` equal heads."""
+    turns = segment.turns
+    if turns is not None and turns.offset is not None:
+        turns = replace(turns, offset=turns.offset.expand(copies, -1))
+    query, key = (x.expand(-1, copies, -1, -1) for x in (segment.query, segment.key))
+    return replace(segment, query=query, key=key, turns=turns)

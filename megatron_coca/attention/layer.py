@@ -194,7 +194,8 @@ class Cache:
 
 def cache_bytes(methods: Iterable[PositionMethod], num_kv_heads: int, length: int, dtype: torch.dtype) -> int:
     """Return how many bytes layers with these methods cache for a sequence of `length` tokens, assuming a fixed length
-    for length-dependent extensions.
+    for length-dependent extensions. Polar forms cache magnitudes if the method has a backend that expands them (see
+    `PositionMethod.with_backend`), and wide K' otherwise.
     """
     total = 0
     for method in methods:

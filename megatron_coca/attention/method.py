@@ -34,15 +34,16 @@ from megatron_coca.attention.inputs import (
 from megatron_coca.attention.positions.bias import BiasSource, HeadWeights, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import UNMAPPED, Band
-from megatron_coca.attention.positions.forms import LogitScaling, ScoreForm, magnitude_tables
+from megatron_coca.attention.positions.forms import ScoreForm, magnitude_tables
 from megatron_coca.attention.positions.frequencies import Rotary
 from megatron_coca.attention.positions.gates import HeadGates
+from megatron_coca.attention.positions.logit_scalings import LogitScaling
 from megatron_coca.attention.positions.offsets import HeadOffsets
 from megatron_coca.kernels import missing_triton
 
 Tables = tuple[SegmentTables, ...]
 
-WIDEST_MAGNITUDES = 64
+WIDEST_MAGNITUDES = 128
 """The largest number of magnitudes per head from which the Triton kernels compute Q' and K'. More would not fit in the
 registers.
 """

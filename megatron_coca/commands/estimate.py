@@ -25,6 +25,9 @@ DEFAULT_MFU = 0.264
 SOURCE = "the CoCA paper's run on one host with 8 A100"
 GPUS_OF_SOURCE = 8
 
+OPERANDS = {False: "are wider than V", True: "are computed from magnitudes"}
+"""The operands of polar forms, by whether the attention backend receives magnitudes."""
+
 
 class Gpu(NamedTuple):
     """A GPU: its device name in PyTorch, and the memory that programs can use, in GiB."""
@@ -129,6 +132,7 @@ def _lines(config: Config, result: "Estimate", options: Namespace) -> Iterator[s
     sizes = f"micro batch {result.sizes.micro} x accumulation {result.sizes.accumulation} x data {grid.data}"
     yield f"samples per step   {result.sizes.total:>18,}   {sizes}"
     yield f"tokens per step    {result.tokens_per_step:>18,}   {result.sizes.total} x {config.model.seq_length}"
+    yield f"attention backend  {', '.join(dict.fromkeys(result.backends.values())):>18}{_operands(config, result)}"
     yield ""
     yield f"memory of one GPU  {_gib(memory.total):>18}   at the peak of a step"
     for part in PARTS:
@@ -146,6 +150,15 @@ def _lines(config: Config, result: "Estimate", options: Namespace) -> Iterator[s
         yield "precision fp32: the estimate assumes bfloat16's peak FLOP/s; expect a fraction of this speed"
     if (note := rounded_sum(config, result.sizes)) is not None:
         yield note
+
+
+def _operands(config: Config, result: "Estimate") -> str:
+    """Return how attention gets the operands of polar forms, if a layer has one."""
+    from megatron_coca.model.cost import operand_method
+
+    methods = (operand_method(config.layer_types[name], config.model, own) for name, own in result.backends.items())
+    found = sorted({OPERANDS[method.magnitudes] for method in methods if method.form.by_magnitudes})
+    return "".join(f"   Q' and K' {text}" for text in found)
 
 
 def _utilisation(options: Namespace) -> str:

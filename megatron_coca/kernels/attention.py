@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_coca.kernels.attention_backward import backward
 from megatron_coca.kernels.custom_op import operation
-from megatron_coca.kernels.launch_constants import WIDEST, WIDEST_EXPANDED, Operands, Plan, blocks_for, operand_columns
+from megatron_coca.kernels.launch_constants import WIDEST, WIDEST_MAGNITUDES, Operands, Plan, blocks_for
 from megatron_coca.kernels.tiles import (
     block_and_head,
     constant_rows,
@@ -85,10 +85,13 @@ def _attend(tensors, out, lse, coefficients, starts, turns, sizes, limits, scale
     begin, far_end, edge, full, diagonal, end = phases
     if KIND.far:
         state = _tiles(state, begin, far_end, held, keys, m, start, scoring, False, True, KIND.first, KIND)
-    if KIND.window:
+    if KIND.window and KIND.frequencies == 0:
         state = _tiles(state, edge, full, held, keys, m, start, scoring, True, KIND.far, True, KIND)
-    state = _tiles(state, full, diagonal, held, keys, m, start, scoring, True, False, False, KIND)
-    state = _tiles(state, diagonal, end, held, keys, m, start, scoring, True, False, True, KIND)
+    if KIND.frequencies == 0:
+        state = _tiles(state, full, diagonal, held, keys, m, start, scoring, True, False, False, KIND)
+        state = _tiles(state, diagonal, end, held, keys, m, start, scoring, True, False, True, KIND)
+    else:  # a second loop would need too many registers
+        state = _tiles(state, edge, end, held, keys, m, start, scoring, True, False, True, KIND)
     acc, peak, total = state
     store_tile(acc / total[:, None], plane(out, batch, head), row, query_length, KIND.value_width)
     lse += place.to(tl.int64) * query_length
@@ -193,8 +196,7 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor, magnitudes: bool)
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         dtypes = [x.dtype for x in (query, key, value)]
         raise ValueError(f"flash_attention: query, key and value must all be the same of {DTYPES}, not {dtypes}")
-    if operand_columns(head_dim, magnitudes) > (WIDEST_EXPANDED if magnitudes else WIDEST):
-        widest = WIDEST_EXPANDED // 2 if magnitudes else WIDEST
+    if head_dim > (widest := WIDEST_MAGNITUDES if magnitudes else WIDEST):
         raise ValueError(f"flash_attention: head_dim {head_dim} is not supported; use up to {widest}")
     if key.shape[:3] != value.shape[:3] or value.shape[3] > head_dim or key.shape[::3] != query.shape[::3]:
         shapes = [tuple(x.shape) for x in (query, key, value)]

@@ -19,9 +19,10 @@ from megatron_coca.kernels.tiles import (
     block_and_head,
     constant_rows,
     dot,
+    dot_halves,
     key_phases,
     load_coefficients,
-    load_operand,
+    load_halves,
     load_tile,
     load_turns,
     load_two,
@@ -34,7 +35,6 @@ from megatron_coca.kernels.tiles import (
     store_gradient,
     store_tile,
     turns_of,
-    two_halves,
     visible,
     zero_tile,
 )
@@ -117,7 +117,7 @@ def _key_gradients(
     block, _, _, batch, kv_head = block_and_head(key_length, heads // group, KIND.keys)
     row = block * KIND.keys
     of_key = turns_of(turns[1], turns[2], batch, 0, KIND)
-    held = load_operand(plane(key, batch, kv_head), of_key, row, key_length, False, KIND.keys, KIND)
+    held = load_halves(plane(key, batch, kv_head), of_key, row, key_length, False, KIND.keys, KIND)
     v = load_tile(plane(value, batch, kv_head), row, key_length, KIND.value_width, KIND.keys, KIND.value_columns)
     n = row + tl.arange(0, KIND.keys)[:, None]
     # A query sees only keys of its own document: keys with a document that has not ended before the query. The bounds
@@ -126,13 +126,15 @@ def _key_gradients(
         start_of_document(starts, batch, n, key_length, KIND),
         start_of_document(stops, batch, n, key_length, KIND),
     )
-    sums = (zero_tile(KIND.keys, KIND.columns), zero_tile(KIND.keys, KIND.value_columns))
+    none = zero_tile(KIND.keys, KIND.columns)
+    sums = (none, none, zero_tile(KIND.keys, KIND.value_columns))
     if BEYOND:
         place = plane(value_sum, batch, kv_head)
-        sums = (sums[0], load_tile(place, row, key_length, KIND.value_width, KIND.keys, KIND.value_columns))
+        sums = (none, none, load_tile(place, row, key_length, KIND.value_width, KIND.keys, KIND.value_columns))
     phases = query_phases(row, starts, stops, batch, query_length, key_length, limits, KIND)
     begin, diagonal_end, full, edge, far_begin, end = phases
-    # One loop needs fewer registers than several. With documents, every tile needs the mask; with a window, most do.
+    # One loop needs fewer registers than several. With documents, every tile needs the mask; with a window, most do;
+    # magnitudes need the registers.
     for member in range(0, group):
         head = kv_head * group + member
         offset = (batch * heads + head).to(tl.int64) * query_length
@@ -140,7 +142,7 @@ def _key_gradients(
         queries = (plane(query, batch, head), of_query, query_length, key_length)
         above = (plane(grad, batch, head), lse + offset, delta + offset)
         scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
-        if not BEYOND and (KIND.documents or KIND.window):
+        if not BEYOND and (KIND.documents or KIND.window or KIND.frequencies > 0):
             sums = _tiles(sums, begin, far_begin, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
         elif not BEYOND:
             sums = _tiles(sums, begin, diagonal_end, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
@@ -151,8 +153,8 @@ def _key_gradients(
             sums = _tiles(sums, edge, far_begin, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
             sums = _tiles(sums, far_begin, end, held, v, queries, above, n, document, scoring, BEYOND, False, KIND)
     place = plane(key_out, batch, kv_head)
-    store_gradient(sums[0] * scale, place, of_key, row, key_length, False, KIND.keys, KIND)
-    store_tile(sums[1], plane(value_out, batch, kv_head), row, key_length, KIND.value_width)
+    store_gradient(sums[0] * scale, sums[1] * scale, place, of_key, row, key_length, False, KIND.keys, KIND)
+    store_tile(sums[2], plane(value_out, batch, kv_head), row, key_length, KIND.value_width)
 
 
 @triton.jit
@@ -171,21 +173,25 @@ def _tiles(
     MASKED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Add the query tiles `begin` to `end` to (dK', dV). Tiles have the shape [keys, queries] here, so that no weight
-    matrix has to be transposed.
+    """Add the query tiles `begin` to `end` to (dK', its second half if there are magnitudes, dV). Tiles have the shape
+    [keys, queries] here, so that no weight matrix has to be transposed.
     """
-    key_sum, value_sum = sums
+    key_sum, second_sum, value_sum = sums
     query, of_query, query_length, key_length = queries
     limits, bias, scale = scoring
     for tile in range(begin, end):
         rows = tile * KIND.rows + tl.arange(0, KIND.rows)
         m = (key_length - query_length + rows)[None, :]
-        loaded = load_operand(query, of_query, tile * KIND.rows, query_length, KIND.offset, KIND.rows, KIND)
+        loaded = load_halves(query, of_query, tile * KIND.rows, query_length, KIND.offset, KIND.rows, KIND)
         grad = load_tile(above[0], tile * KIND.rows, query_length, KIND.value_width, KIND.rows, KIND.value_columns)
         # Rows beyond the last query get an infinite sum of weights, so that their weights are 0.
         lse = tl.load(above[1] + rows, mask=rows < query_length, other=float("inf"))
         delta = tl.load(above[2] + rows, mask=rows < query_length, other=0.0)
-        scores = add_bias(dot(held, tl.trans(loaded)), m, n, bias, KIND)
+        if KIND.frequencies > 0:
+            products = dot_halves(held, loaded)
+        else:
+            products = dot(held[0], tl.trans(loaded[0]))
+        scores = add_bias(products, m, n, bias, KIND)
         if MASKED or KIND.documents:
             seen = visible(m - n, n, document[0], limits, not BEYOND, BEYOND, KIND)
             if KIND.documents:
@@ -194,8 +200,10 @@ def _tiles(
         weights = tl.exp2(scores * scale - lse[None, :])
         value_sum += dot(weights.to(grad.dtype), grad)
         slopes = weights * (dot(v, tl.trans(grad)) - delta[None, :])
-        key_sum += dot(slopes.to(grad.dtype), loaded)
-    return key_sum, value_sum
+        key_sum += dot(slopes.to(grad.dtype), loaded[0])
+        if KIND.frequencies > 0:
+            second_sum += dot(slopes.to(grad.dtype), loaded[1])
+    return key_sum, second_sum, value_sum
 
 
 def query_gradients(
@@ -287,17 +295,21 @@ def _query_gradients(
         sums = _query_tiles(
             sums, begin, far_end, held, keys, above, m, start, scoring, False, True, KIND.first, BIAS, KIND
         )
-    if KIND.window:
+    if KIND.window and KIND.frequencies == 0:
         sums = _query_tiles(sums, edge, full, held, keys, above, m, start, scoring, True, KIND.far, True, BIAS, KIND)
-    sums = _query_tiles(sums, full, diagonal, held, keys, above, m, start, scoring, True, False, False, BIAS, KIND)
-    sums = _query_tiles(sums, diagonal, end, held, keys, above, m, start, scoring, True, False, True, BIAS, KIND)
+    if KIND.frequencies == 0:
+        sums = _query_tiles(sums, full, diagonal, held, keys, above, m, start, scoring, True, False, False, BIAS, KIND)
+        sums = _query_tiles(sums, diagonal, end, held, keys, above, m, start, scoring, True, False, True, BIAS, KIND)
+    else:  # a second loop would need too many registers
+        sums = _query_tiles(sums, edge, end, held, keys, above, m, start, scoring, True, False, True, BIAS, KIND)
     place_out = plane(query_out, batch, head)
-    store_gradient(sums[0] * scale, place_out, of_query, row, query_length, KIND.offset, KIND.rows, KIND)
+    first, second = sums[0] * scale, sums[1] * scale
+    store_gradient(first, second, place_out, of_query, row, query_length, KIND.offset, KIND.rows, KIND)
     if KIND.offset:
         part_out = angles_out + (place.to(tl.int64) * blocks + block) * KIND.frequencies
-        _store_angles(sums[0] * scale, planes[0], of_query, part_out, row, query_length, KIND)
+        _store_angles(first, second, planes[0], of_query, part_out, row, query_length, KIND)
     if KIND.far:
-        store_tile(sums[1] * scale, plane(far_query_out, batch, head), row, query_length, KIND.width)
+        store_tile(second, plane(far_query_out, batch, head), row, query_length, KIND.width)
     if BIAS:
         pair = coefficients_out + (place.to(tl.int64) * blocks + block) * 2
         # Each row of dS sums to 0 up to the rounding error of D. Subtract that error, which would add up over queries.
@@ -306,14 +318,13 @@ def _query_gradients(
 
 
 @triton.jit
-def _store_angles(tile, magnitudes, turns, out, start, length, KIND: tl.constexpr):
-    """Store the gradient of the head's constant angles from the gradient of Q' in one block of queries: the sum over
-    queries of m (first sin - second cos), because d cos(a - delta) / d delta = sin(a - delta).
+def _store_angles(first, second, magnitudes, turns, out, start, length, KIND: tl.constexpr):
+    """Store the gradient of the head's constant angles from the halves of the gradient of Q' in one block of queries:
+    the sum over queries of m (first sin - second cos), because d cos(a - delta) / d delta = sin(a - delta).
     """
-    first, second = two_halves(tile, KIND.rows, KIND.columns)
     cos, sin = load_turns(turns, start, length, KIND.offset, KIND.rows, KIND)
-    m = load_tile(magnitudes, start, length, KIND.width, KIND.rows, KIND.magnitudes).to(tl.float32)
-    columns = tl.arange(0, KIND.magnitudes)
+    m = load_tile(magnitudes, start, length, KIND.width, KIND.rows, KIND.columns).to(tl.float32)
+    columns = tl.arange(0, KIND.columns)
     tl.store(out + columns, tl.sum(m * (first * sin - second * cos), 0), mask=columns < KIND.frequencies)
 
 
@@ -334,8 +345,8 @@ def _query_tiles(
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Add the key tiles `begin` to `end` to the near and far dQ' and to the row sums of dS, dS * db/dc0, dS * db/dc1 /
-    c0, P * db/dc0 and P * db/dc1 / c0, where b is the bias.
+    """Add the key tiles `begin` to `end` to the near and far dQ' (or its halves, if there are magnitudes) and to the
+    row sums of dS, dS * db/dc0, dS * db/dc1 / c0, P * db/dc0 and P * db/dc1 / c0, where b is the bias.
     """
     near_sum, far_sum, slope_sum, first_sum, second_sum, first_mean, second_mean = sums
     near, far, turns, values, key_length = keys
@@ -358,7 +369,7 @@ def _query_tiles(
         near_slopes, far_slopes = part(slopes, m[:, None] - n, limits, NEAR, FAR)
         if NEAR:
             near_sum += dot(near_slopes.to(v.dtype), loaded[0])
-        if FAR:
+        if FAR or KIND.frequencies > 0:
             far_sum += dot(far_slopes.to(v.dtype), loaded[1])
     return near_sum, far_sum, slope_sum, first_sum, second_sum, first_mean, second_mean
 

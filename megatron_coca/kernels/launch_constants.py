@@ -11,8 +11,8 @@ from megatron_coca.kernels.tiles import OPTIONS, operand, table
 
 WIDEST = 256
 """The largest head_dim in CONFIGS."""
-WIDEST_EXPANDED = 128
-"""The largest number of columns of Q' and K' that the kernels compute from magnitudes without spilling registers."""
+WIDEST_MAGNITUDES = 128
+"""The largest number of magnitudes per head from which the kernels compute Q' and K' without spilling registers."""
 
 
 class Launch(NamedTuple):
@@ -83,9 +83,15 @@ benchmarks/kernels/budgets.json) so that registers do not spill and loads are pi
 
 _MAGNITUDES_80 = Blocks(Launch(128, 64, 8, 2), Launch(32, 32, 8, 1), Launch(64, 32, 8, 2))
 _MAGNITUDES_90 = Blocks(Launch(128, 64, 8, 2), Launch(32, 32, 8, 2), Launch(64, 32, 8, 2))
-MAGNITUDES: dict[int, Blocks] = {80: _MAGNITUDES_80, 90: _MAGNITUDES_90, 100: _MAGNITUDES_90}
-"""Block sizes for operands that are given as magnitudes, by architecture, for 16-bit operands of 128 features. Float32
-operands use the launches for twice as many features. Chosen like CONFIGS.
+_WIDE_MAGNITUDES_80 = Blocks(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1))
+_WIDE_MAGNITUDES_90 = Blocks(Launch(64, 64, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1))
+MAGNITUDES: dict[int, dict[int, Blocks]] = {
+    80: {**dict.fromkeys((32, 64, 128), _MAGNITUDES_80), 256: _WIDE_MAGNITUDES_80},
+    90: {**dict.fromkeys((32, 64, 128), _MAGNITUDES_90), 256: _WIDE_MAGNITUDES_90},
+    100: {**dict.fromkeys((32, 64, 128), _MAGNITUDES_90), 256: _WIDE_MAGNITUDES_90},
+}
+"""Block sizes for 16-bit operands that are given as magnitudes, by architecture and `row_class` of the magnitudes. For
+float32, these are the block sizes of operands with 256 features. Chosen like CONFIGS.
 """
 
 
@@ -101,19 +107,14 @@ def padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def operand_columns(width: int, magnitudes: bool) -> int:
-    """Return the number of columns of a tile of Q' and K', two for each magnitude."""
-    return 2 * padded(width) if magnitudes else padded(width)
-
-
-def row_class(query: Tensor, magnitudes: bool = False) -> int:
+def row_class(query: Tensor) -> int:
     """Return the class of the operands' rows, a key of `CONFIGS`: the number of bytes in a padded row.
 
     This number is doubled for float32, because float32 products do not use tensor cores and need more registers. 1,024
     bytes are in the class 512.
     """
     factor = 2 if query.dtype == torch.float32 else 1
-    size = operand_columns(query.shape[-1], magnitudes) * query.element_size() * factor
+    size = padded(query.shape[-1]) * query.element_size() * factor
     return 512 if size == 1024 else size
 
 
@@ -126,18 +127,18 @@ def blocks_for(query: Tensor, segments: int, magnitudes: bool = False) -> Blocks
 
 def launches(number: int, query: Tensor, segments: int, magnitudes: bool) -> Blocks:
     """Return the launch parameters on an architecture, a key of `CONFIGS`."""
-    row = row_class(query, magnitudes)
-    if magnitudes:
-        return MAGNITUDES[number] if row <= 256 else CONFIGS[number][1, 2048]
-    return CONFIGS[number][segments, row]
+    row = row_class(query)
+    if magnitudes and query.dtype != torch.float32:
+        return MAGNITUDES[number][row]
+    return CONFIGS[number][(1, 2048) if magnitudes else (segments, row)]
 
 
 class Kind(NamedTuple):
     """Compile-time constants of a kernel: whether there is a far segment, a window, `first_keys` and documents; the
     bias formula; the width of Q' and K' and the columns of their tiles; the width of V and its padded value; the
-    queries and keys per tile. For operands that are given as magnitudes, the width is theirs, and `magnitudes` is its
-    padded value; `frequencies` is the number of rotated ones (0: operands are given as they are), and `offset` whether
-    heads have constant angles.
+    queries and keys per tile. For operands that are given as magnitudes, the width and the columns are theirs;
+    `frequencies` is the number of rotated ones (0: operands are given as they are), and `offset` whether heads have
+    constant angles.
     """
 
     far: bool
@@ -151,7 +152,6 @@ class Kind(NamedTuple):
     value_columns: int
     rows: int
     keys: int
-    magnitudes: int
     frequencies: int
     offset: bool
 
@@ -189,12 +189,11 @@ class Plan:
             documents=operands.starts is not None,
             formula=self.formula,
             width=width,
-            columns=operand_columns(width, bool(operands.tables)),
+            columns=padded(width),
             value_width=value_width,
             value_columns=padded(value_width),
             rows=launch.rows,
             keys=launch.keys,
-            magnitudes=padded(width),
             frequencies=operands.tables[0].shape[-1] if operands.tables else 0,
             offset=operands.offset is not None,
         )

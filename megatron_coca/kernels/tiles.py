@@ -69,9 +69,9 @@ def load_turns(turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexpr, K
     """Load cos and sin of the angles of each magnitude, [ROWS, columns of magnitudes]. Features that are not rotated
     have the angle 0. With TURNED, the head's constant angles are subtracted.
     """
-    columns = tl.arange(0, KIND.magnitudes)
-    cos = load_tile((turns[0], turns[2]), start, length, KIND.frequencies, ROWS, KIND.magnitudes)
-    sin = load_tile((turns[1], turns[2]), start, length, KIND.frequencies, ROWS, KIND.magnitudes)
+    columns = tl.arange(0, KIND.columns)
+    cos = load_tile((turns[0], turns[2]), start, length, KIND.frequencies, ROWS, KIND.columns)
+    sin = load_tile((turns[1], turns[2]), start, length, KIND.frequencies, ROWS, KIND.columns)
     if TURNED:
         rotated = columns < KIND.frequencies
         by_cos = tl.load(turns[3] + columns, mask=rotated, other=1.0)[None, :]
@@ -85,39 +85,39 @@ def load_turns(turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexpr, K
 
 
 @triton.jit
-def load_operand(x, turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """Load a tile of Q' or K', or compute it from magnitudes: (m cos, m sin), rounded once."""
+def loaded_layout(tile):
+    """Return the tile, computed in the layout in which its parts were loaded.
+
+    Otherwise Triton would compute it in the layout of an operand of a matrix product, which needs cos and sin in every
+    warp's registers. It does not move a layout across a sum, and a sum over one number costs nothing.
+    """
+    return tl.sum(tile[:, :, None], 2)
+
+
+@triton.jit
+def load_halves(x, turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """Load a tile of Q' or K', and return it twice; or compute its halves from magnitudes: m cos and m sin, rounded
+    once.
+    """
+    m = load_tile(x, start, length, KIND.width, ROWS, KIND.columns)
     if KIND.frequencies == 0:
-        return load_tile(x, start, length, KIND.width, ROWS, KIND.columns)
+        return m, m
     else:
-        m = load_tile(x, start, length, KIND.width, ROWS, KIND.magnitudes)
         cos, sin = load_turns(turns, start, length, TURNED, ROWS, KIND)
         wide = m.to(tl.float32)
-        both = tl.join((wide * cos).to(m.dtype), (wide * sin).to(m.dtype))
-        return in_halves(both, ROWS, KIND.columns)
+        return loaded_layout(wide * cos).to(m.dtype), loaded_layout(wide * sin).to(m.dtype)
 
 
 @triton.jit
-def in_halves(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Reorder [ROWS, COLUMNS / 2, 2] to [ROWS, COLUMNS]."""
-    return tl.reshape(tl.permute(both, (0, 2, 1)), [ROWS, COLUMNS])
-
-
-@triton.jit
-def two_halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the two halves of the columns."""
-    return tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
-
-
-@triton.jit
-def store_gradient(tile, x, turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr):
+def store_gradient(
+    first, second, x, turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr
+):
     """Store the gradient of Q' or K', or that of the magnitudes: the gradient of m cos times cos, plus that of m sin
     times sin.
     """
     if KIND.frequencies == 0:
-        store_tile(tile, x, start, length, KIND.width)
+        store_tile(first, x, start, length, KIND.width)
     else:
-        first, second = two_halves(tile, ROWS, KIND.columns)
         cos, sin = load_turns(turns, start, length, TURNED, ROWS, KIND)
         store_tile(first * cos + second * sin, x, start, length, KIND.width)
 
@@ -135,15 +135,20 @@ def load_two(
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Load the tiles at row `start` of the segments in use. An unused segment gets the other segment's tile."""
-    if NEAR:
-        near_tile = load_operand(near, turns, start, length, TURNED, ROWS, KIND)
-    if FAR:
-        far_tile = load_tile(far, start, length, KIND.width, ROWS, KIND.columns)
-    if not NEAR:
-        near_tile = far_tile
-    if not FAR:
-        far_tile = near_tile
+    """Load the tiles at row `start` of the segments in use. An unused segment gets the other segment's tile. For
+    magnitudes, which have one segment, the tiles are the halves of Q' or K'.
+    """
+    if KIND.frequencies > 0:
+        near_tile, far_tile = load_halves(near, turns, start, length, TURNED, ROWS, KIND)
+    else:
+        if NEAR:
+            near_tile = load_tile(near, start, length, KIND.width, ROWS, KIND.columns)
+        if FAR:
+            far_tile = load_tile(far, start, length, KIND.width, ROWS, KIND.columns)
+        if not NEAR:
+            near_tile = far_tile
+        if not FAR:
+            far_tile = near_tile
     return near_tile, far_tile
 
 
@@ -164,6 +169,12 @@ def constant_rows(value, ROWS: tl.constexpr):
 def dot(a, b):
     """Return the matrix product a b in float32; float32 operands are not rounded to TF32."""
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def dot_halves(a, b):
+    """Return the matrix product of tiles that are given as two halves of their columns, a b^T, in float32."""
+    return tl.dot(a[1], tl.trans(b[1]), dot(a[0], tl.trans(b[0])), input_precision="ieee")
 
 
 @triton.jit
@@ -251,7 +262,9 @@ def logits(
     The scale is applied in the exponent, exp2(score * scale - peak * scale), at the cost of one more instruction.
     """
     r = m - n
-    if NEAR and FAR:
+    if KIND.frequencies > 0:
+        products = dot_halves(held, loaded)
+    elif NEAR and FAR:
         products = tl.where(r < limits[0], dot(held[0], tl.trans(loaded[0])), dot(held[1], tl.trans(loaded[1])))
     elif NEAR:
         products = dot(held[0], tl.trans(loaded[0]))

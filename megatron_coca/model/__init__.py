@@ -7,6 +7,7 @@ from megatron_coca.model.build import (
     choose_backends,
     draw_learned_positions,
     empty_model,
+    gpu_backends,
     initial_norms,
 )
 from megatron_coca.model.generate import (

@@ -115,6 +115,20 @@ def backend_needs(config: Config, method: PositionMethod, device_type: str, trai
     )
 
 
+def gpu_backends(config: Config) -> dict[str, str]:
+    """Return the name of the attention backend for each layer type of a model that trains on a GPU. This host needs no
+    GPU: a backend that the configuration names is not checked.
+
+    Raises:
+        BackendError: `auto` finds no backend for one of the layer types.
+    """
+    methods, found = build_methods(config), {}
+    for name, position in config.layer_types.items():
+        needs, given = backend_needs(config, methods[name], "cuda"), position.attention_backend
+        found[name] = find_backend(given, needs)[0] if given == "auto" else given
+    return found
+
+
 def choose_backends(config: Config, device: str) -> dict[str, str]:
     """Return the name of the attention backend for each layer type of a model that trains on `device`.
 

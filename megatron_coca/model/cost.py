@@ -2,16 +2,22 @@
 of GPUs.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from megatron_coca.attention.build import build_method
+from megatron_coca.attention.build import BACKENDS, build_method
+from megatron_coca.attention.method import PositionMethod
 from megatron_coca.config import Config, ModelConfig, PositionConfig
 from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
 from megatron_coca.config.optimization import TrainablePart
+
+Backends = Mapping[str, str]
+"""The attention backend of each layer type; `sdpa` for types that are missing."""
+PADDING = frozenset({"sdpa", "merge"})
+"""Backends with kernels that need values as wide as Q' and K'."""
 
 NORM_VECTORS: dict[str, int] = {
     "layernorm": 2,
@@ -107,8 +113,9 @@ def trained_count(config: Config) -> ParameterCount:
     )
 
 
-def flops_per_token(config: Config, length: int | None = None) -> Flops:
-    """Return the mean cost of a token in samples of `length` tokens (default: seq_length); see `Flops`.
+def flops_per_token(config: Config, length: int | None = None, backends: Backends | None = None) -> Flops:
+    """Return the mean cost of a token in samples of `length` tokens (default: seq_length) with these attention backends
+    (default: sdpa); see `Flops`.
 
     Only matrix products and attention are counted. Norms, activations, rotations and the loss add a few percent, and
     relative-position maps with several bands cost more.
@@ -126,7 +133,9 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
     gau = ((model.gau_key_width + model.gau_features) / 2, model.gau_features)
     wider = {name: _operand_width(model.of_type(name), position) for name, position in positions.items()}
     mean = {name: (wider[name] + model.attention_width) / 2 for name in positions}
-    widths = {name: gau if name == GAU else (mean[name], wider[name]) for name in positions}
+    padding = {name: (backends or {}).get(name, "sdpa") in PADDING for name in positions}
+    executed = {name: wider[name] if padding[name] else mean[name] for name in positions}
+    widths = {name: gau if name == GAU else (mean[name], executed[name]) for name in positions}
     square = sum(4.0 * widths[name][0] for name in names) * length  # q k^T and its product with v
     causal = sum(4.0 * widths[name][1] * positions[name].mean_keys(length) for name in names)
     forward = 2.0 * (blocks + head) + causal
@@ -135,14 +144,8 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
 
 
 def _operand_width(model: ModelConfig, position: PositionConfig) -> int:
-    """Return the number of features of all heads of Q'. Kernels pad values to this width."""
+    """Return the number of features of all heads of Q'. Backends in `PADDING` pad values to this width."""
     return model.num_attention_heads * build_method(position, model).operand_dim
-
-
-def _mean_over_layers(config: Config, value: Callable[[PositionConfig], float]) -> float:
-    """Return the mean over all layers of a quantity that depends on the position keys of a layer."""
-    values, names = {name: value(position) for name, position in config.layer_types.items()}, config.model.layer_names
-    return sum(values[name] for name in names) / len(names)
 
 
 def recomputes_blocks(model: ModelConfig) -> bool:
@@ -312,16 +315,19 @@ class Activations(NamedTuple):
     ends: float
 
 
-def activations(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -> Activations:
+def activations(
+    config: Config, micro: int, tensor: int = 1, sequence: int = 1, backends: Backends | None = None
+) -> Activations:
     """Estimate the activations saved for `micro` samples of seq_length tokens. The heads and the MLP width are divided
     among `tensor` ranks, the tokens among `sequence` ranks.
 
-    The estimate is for fused attention (SDPA). The reference backend, and attention dropout on the CPU, also save N x N
-    tensors. Dropout masks are counted in the dtype of the activations, as on the CPU.
+    The estimate is for fused attention with these backends (default: sdpa). The reference backend, and attention
+    dropout on the CPU, also save N x N tensors. Dropout masks are counted in the dtype of the activations, as on the
+    CPU.
     """
     model, size = config.model, BYTES[config.precision.dtype]
     tokens = micro * model.seq_length / sequence
-    block = tokens * _kept_by_block(config, size, tensor)
+    block = tokens * _kept_by_block(config, size, tensor, backends or {})
     hidden = tokens * model.hidden_size * size
     ends = tokens * model.hidden_size * (2 * size + _norm_extra(model, size)) + hidden * bool(model.embedding_dropout)
     if not model.checkpoint_activations:
@@ -349,15 +355,15 @@ def loss_bytes(config: Config, micro: int, sequence: int = 1) -> float:
     return scored + tokens * model.hidden_size * size + head * (8 + size)
 
 
-def _kept_by_block(config: Config, size: int, tensor: int) -> float:
+def _kept_by_block(config: Config, size: int, tensor: int, backends: Backends) -> float:
     """Return the bytes per token that the norms, projections, attention and MLP of one block save, averaged over all
     blocks.
     """
     names = config.model.layer_names
-    return sum(_kept_by_type(config, size, tensor, name) for name in names) / len(names)
+    return sum(_kept_by_type(config, size, tensor, name, backends) for name in names) / len(names)
 
 
-def _kept_by_type(config: Config, size: int, tensor: int, name: str) -> float:
+def _kept_by_type(config: Config, size: int, tensor: int, name: str, backends: Backends) -> float:
     model, norms = config.model, norms_per_block(config.model, name)
     hidden = model.hidden_size
     # Every norm saves its input and output. In parallel blocks both norms have the same input, which is saved once.
@@ -370,7 +376,7 @@ def _kept_by_type(config: Config, size: int, tensor: int, name: str) -> float:
         return saved + (8 * model.gau_features + 4 * model.gau_key_width) * size
     gated = model.output_gates and model.output_gates + model.attention_width  # the gates, and the gated outputs
     inner = packed_attention_width(model) + model.attention_width + gated + _mlp_numbers(model)
-    return saved + (inner * size + _operand_bytes(config, size)) / tensor
+    return saved + (inner * size + _operand_bytes(config, size, backends)) / tensor
 
 
 def _norm_extra(model: ModelConfig, size: int) -> float:
@@ -387,20 +393,35 @@ def _mlp_numbers(model: ModelConfig) -> int:
     return first + model.ffn_hidden_size * (2 if gated else 1)
 
 
-def _operand_bytes(config: Config, size: int) -> float:
+def _operand_bytes(config: Config, size: int, backends: Backends) -> float:
     """Return the bytes per token of the rotated queries and keys and of the activations saved to compute them, averaged
     over all layers. Non-rotary methods save none.
     """
-    model = config.model
+    model, types = config.model, config.layer_types
 
-    def of_type(position: PositionConfig) -> float:
-        method = build_method(position, model)
-        # Q' and K', and the output if kernels pad it to the width of Q'.
-        operands = (2 * model.num_attention_heads + model.num_kv_heads) * method.operand_dim * size
+    def of_type(name: str) -> float:
+        position, backend = types[name], backends.get(name, "sdpa")
+        method = operand_method(position, model, backend)
+        queries = model.num_attention_heads
+        operands = (queries + model.num_kv_heads) * saved_width(method)
+        if backend in PADDING:  # the output with its padding, and a copy of it without
+            operands += queries * method.operand_dim
+        elif backend != "triton":  # its output needs no copy
+            operands += queries * method.head_dim
         coefficients = COEFFICIENTS.get(position.pos_emb, 0.0) * position.rotary_pct
-        return (operands + coefficients * model.attention_width * 4) * position.embedding.rotary
+        return (operands * size + coefficients * model.attention_width * 4) * position.embedding.rotary
 
-    return _mean_over_layers(config, of_type)
+    return sum(map(of_type, model.layer_names)) / model.num_layers
+
+
+def operand_method(position: PositionConfig, model: ModelConfig, backend: str) -> PositionMethod:
+    """Build the position method for a backend, which determines whether it receives magnitudes."""
+    return build_method(position, model).with_backend(BACKENDS[backend])
+
+
+def saved_width(method: PositionMethod) -> int:
+    """Return the number of features of a head that attention saves and caches: those of Q' or K', or magnitudes."""
+    return method.head_dim if method.magnitudes else method.operand_dim
 
 
 def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from megatron_coca.config import BatchSizes, Config
 from megatron_coca.config.model import GAU
+from megatron_coca.model import gpu_backends
 from megatron_coca.model.cost import (
     BYTES,
     Flops,
@@ -156,8 +157,11 @@ def _stage_numbers(
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate for a run on `topology.world_size` GPUs. Times are in seconds, or None if train_iters is not set."""
+    """The estimate for a run on `topology.world_size` GPUs. Times are in seconds, or None if train_iters is not set.
+    `backends` are the attention backends of the layer types.
+    """
 
+    backends: dict[str, str]
     parameters: ParameterCount
     flops: Flops
     topology: Topology
@@ -174,18 +178,21 @@ def estimate(config: Config, gpus: int, peak: float, mfu: float) -> Estimate:
 
     Raises:
         ConfigError: the processes or the batch cannot be divided as configured, or vocab_size is unknown.
+        BackendError: no attention backend supports the model.
     """
+    backends = gpu_backends(config)
     topology = Topology.of(config.parallel, gpus)
     sizes = config.batch.resolve(topology.data)
-    flops = flops_per_token(config)
+    flops = flops_per_token(config, backends=backends)
     rate = gpus * peak * mfu / flops.model
     steps, tokens = config.schedule.train_iters, sizes.total * config.model.seq_length
     return Estimate(
+        backends=backends,
         parameters=parameter_count(config),
         flops=flops,
         topology=topology,
         sizes=sizes,
-        memory=max(_stages(config, topology, sizes), key=lambda memory: memory.total),
+        memory=max(_stages(config, topology, sizes, backends), key=lambda memory: memory.total),
         tokens_per_step=tokens,
         total_tokens=None if steps is None else steps * tokens,
         tokens_per_second=rate,
@@ -198,9 +205,9 @@ def fits(memory: Memory, gib: float) -> bool:
     return memory.total <= gib * GIB * (1 - RESERVE)
 
 
-def _stages(config: Config, topology: Topology, sizes: BatchSizes) -> Iterator[Memory]:
+def _stages(config: Config, topology: Topology, sizes: BatchSizes, backends: dict[str, str]) -> Iterator[Memory]:
     trained = stage_trained(config, topology)
-    saved, working, ends = activations(config, sizes.micro, topology.tensor, topology.sequence)
+    saved, working, ends = activations(config, sizes.micro, topology.tensor, topology.sequence, backends)
     loss = loss_bytes(config, sizes.micro, topology.sequence)
     for stage, (numbers, blocks) in enumerate(stage_parameters(config, topology)):
         # In the 1F1B schedule, a stage keeps one more micro-batch than there are stages after it.

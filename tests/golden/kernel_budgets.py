@@ -114,7 +114,9 @@ class Case:
         ).sum().backward()
 
 
-MAGNITUDES = Case(64, magnitudes=True)
+MAGNITUDES = [
+    Case(head_dim, magnitudes=True, documents=documents) for head_dim in (64, 128) for documents in (False, True)
+]
 """Must not spill registers."""
 RULED = [
     case
@@ -185,10 +187,10 @@ def compile_all(capability: int) -> Iterator[tuple[str, Figures, str]]:
         return compiling
 
     JITFunction.__getitem__ = compile_instead  # type: ignore[method-assign]
-    for case in [*RULED, MAGNITUDES, *OTHERS]:
+    for case in [*RULED, *MAGNITUDES, *OTHERS]:
         case.call(capability)
         for kernel, figures in compiled:
-            rules = "none" if kernel == "delta" or case in OTHERS else "spills" if case is MAGNITUDES else "all"
+            rules = "none" if kernel == "delta" or case in OTHERS else "spills" if case in MAGNITUDES else "all"
             yield f"{kernel} {case}", figures, rules
         compiled.clear()
     for form, rotated, head_dim, segments in OPERANDS:

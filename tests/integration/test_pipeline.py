@@ -79,6 +79,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "use_qk_layernorm": True,
         "attention_output_gate": "feature",
     },
+    "constant angles": {"pos_emb": "pope", "pos_emb_options": {"offset": "uniform"}},
     "learned frequencies": {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
     "forgetting gates, activation checkpointing": {
         "pos_emb": "none",

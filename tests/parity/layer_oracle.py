@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_coca import Attention, load_config
 from megatron_coca.config import Config
 from tests.reference.clex import clex_frequencies
-from tests.reference.dense import RelativeMap, Setting, attention, inverse_leak
+from tests.reference.dense import Polar, RelativeMap, Setting, attention, inverse_leak
 from tests.reference.frequencies import frequencies, multiplier
 from tests.reference.gated_unit import gated_unit
 
@@ -60,6 +60,8 @@ def layer_by_oracle(layer: Attention, config: Config, hidden: Tensor) -> Tensor:
         position.rope_scaling.given if position.rope_scaling else {},
         int(model.head_dim * position.rotary_pct),
     )
+    polar = _polar(layer, config)
+    dim *= 2 if polar is not None and polar.by_feature else 1  # twice the number of frequencies
     kind = {"rope_type": position.extension.name, "training_length": trained, "length": length}
     if position.frequencies is not None:  # RoPE-ID
         kind |= {"rope_id": position.rotary_frequencies.given}
@@ -79,6 +81,7 @@ def layer_by_oracle(layer: Attention, config: Config, hidden: Tensor) -> Tensor:
         trained,
         _learned_bias(layer),
         _chunks(config, hidden),
+        polar=polar,
         **gated,
         **{name: None if module is None else module() for name, module in learned.items()},
     )
@@ -88,6 +91,21 @@ def layer_by_oracle(layer: Attention, config: Config, hidden: Tensor) -> Tensor:
     if of_layer.output_gate is not None:
         out = out / (1 + (-_linear(of_layer.output_gate, hidden.double())).exp()).unflatten(-1, (heads, -1))
     return _linear(of_layer.dense, out.flatten(2))
+
+
+def _polar(layer: Attention, config: Config) -> Polar | None:
+    """The form of PoPE, its relatives and CoCA-Strict with an angle; None for other forms."""
+    position, own = config.position, layer.attention.position_offsets
+    options = position.embedding.resolved(position.embedding_options, config.model.seq_length)
+    if position.pos_emb == "pope":
+        return Polar(True, 1, True, own().double())
+    if position.pos_emb == "polar":
+        softplus, by_feature = options["magnitude"] == "softplus", options["frequencies"] == "feature"
+        return Polar(softplus, options["power"], by_feature, own().double())
+    if position.pos_emb != "coca_strict" or options["initial_angle"] == 0.0:
+        return None
+    angle, shape = options["initial_angle"], (config.model.num_attention_heads, config.model.head_dim // 2)
+    return Polar(False, 2, False, torch.full(shape, -angle, dtype=torch.float64) if own is None else own().double())
 
 
 def _learned_bias(layer: Attention) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ FIXED: dict[str, dict[str, Any]] = {
     | {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "resonance": True}},
     "sandwich": NEOX | {"pos_emb": "sandwich"},
     "xpos": LLAMA | {"pos_emb": "xpos"},
+    "pope": GROUPED | {"pos_emb": "pope", "pos_emb_options": {"offset": "uniform"}},
     "alibi": GROUPED | {"pos_emb": "alibi"},
     "kerple_log": NEOX | {"pos_emb": "kerple_log"},
     "rpe": GROUPED | {"pos_emb": "rpe"},
@@ -52,6 +53,7 @@ FIXED: dict[str, dict[str, Any]] = {
 GROWING: dict[str, dict[str, Any]] = {
     "coca, dynamic": GROUPED | {"pos_emb": "coca"} | DYNAMIC,
     "coca, dynamic, partial": NEOX | {"pos_emb": "coca"} | DYNAMIC,
+    "polar, dynamic": NEOX | {"pos_emb": "polar", "pos_emb_options": {"magnitude": "relu_mean"}} | DYNAMIC,
     "coca, dynamic_yarn": LLAMA | {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic_yarn", "beta_fast": 4.0}},
     "xpos, dynamic_max": LLAMA | {"pos_emb": "xpos", "rope_scaling": {"rope_type": "dynamic_max", "target_length": 40}},
     "coca, longrope": GROUPED | {"pos_emb": "coca", "rope_scaling": {"rope_type": "longrope", "factor": 4.0} | LISTS},
@@ -82,7 +84,7 @@ def padded(lengths: tuple[int, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
         *((name, "sdpa") for name in ("coca", "coca, dense", "coca_strict, yarn", "rotary, lm_infinite", "xpos")),
         *((name, "sdpa") for name in ("alibi", "learned", "sinusoidal", "coca, dynamic, partial", "coca, clex")),
         *((name, "sdpa") for name in ("windows by layer", "coca, STRING, temperature", "coca, dual chunks")),
-        *((name, "sdpa") for name in ("coca, chunks by layer, resonance", "sandwich")),
+        *((name, "sdpa") for name in ("coca, chunks by layer, resonance", "sandwich", "pope", "polar, dynamic")),
         *((name, "eager") for name in ("coca, dynamic_yarn", "rpe", "coca, rerope, log n")),
     ],
 )

@@ -29,7 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
 WIDE: dict[str, dict[str, Any]] = {
     "two segments": {"relative_positions": {"type": "rerope", "window": 4}},
     "gates": {"forgetting_gate": "fox"},
-    "wide heads": {"hidden_size": 256},
+    "wide heads": {"hidden_size": 288, "rotary_pct": 0.5},
     "another form": {"pos_emb": "coca_strict"},
     "another backend": {"attention_backend": "merge"},
 }
@@ -74,8 +74,9 @@ def test_the_cache_has_the_size_of_that_of_rope() -> None:
         logits = torch.cat([model(part, cache=cache) for part in ids.split([9, 1, 4], dim=1)], dim=1)
         torch.testing.assert_close(logits, model(ids), atol=1e-5, rtol=1e-5)
     assert [buffer.shape[-1] for buffer in cache.layers[0]._buffers] == [16, 16]
-    sizes = (cache_bytes(each.methods.values(), 1, 100, torch.float32) for each in (model, build(pos_emb="rotary")))
-    assert len(set(sizes)) == 1
+    models = model, build(pos_emb="rotary"), build("merge", pos_emb="pope")
+    own, rope, wide = (cache_bytes(each.methods.values(), 1, 100, torch.float32) for each in models)
+    assert own == rope and 2 * wide == 3 * rope, "other backends keep K' twice as wide as V"
 
 
 def test_training_saves_no_more_than_rope() -> None:

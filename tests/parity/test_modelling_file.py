@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_coca import load_config, load_model, methods
 from megatron_coca.attention.build import build_method
-from megatron_coca.attention.positions import bias, distance_maps, forms, frequencies
+from megatron_coca.attention.positions import bias, distance_maps, forms, frequencies, logit_scalings
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface.model_source import modelling_file
@@ -67,11 +67,11 @@ def test_it_needs_no_other_import_before() -> None:
 def test_its_formulas_are_the_sources(tmp_path: Path) -> None:
     """Each row of a table is a function whose source is in the file, word by word."""
     text, names = modelling_file(), names_in_the_file(tmp_path)
-    tables = (frequencies.EXTENSIONS, distance_maps.DISTANCE_MAPS, forms.LOGIT_SCALINGS)
+    tables = (frequencies.EXTENSIONS, distance_maps.DISTANCE_MAPS, logit_scalings.LOGIT_SCALINGS)
     for compute in (compute for table in tables for compute in table.values()):
         source = Path(compute.__code__.co_filename).read_text()
         assert ast.unparse(_definition(text, compute.__name__)) == ast.unparse(_definition(source, compute.__name__))
-    ours = {name: getattr(forms, name) for name in ("SCORE_FORMS", "LOGIT_SCALINGS")} | {"BIASES": bias.BIASES}
+    ours = {"SCORE_FORMS": forms.SCORE_FORMS, "BIASES": bias.BIASES, "LOGIT_SCALINGS": logit_scalings.LOGIT_SCALINGS}
     ours |= {"EXTENSIONS": frequencies.EXTENSIONS, "DISTANCE_MAPS": distance_maps.DISTANCE_MAPS}
     assert all(names[name].keys() == table.keys() for name, table in ours.items())
 

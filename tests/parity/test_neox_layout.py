@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints import load_model, open_checkpoint
+from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoint
 from megatron_coca.checkpoints.exporting import export, export_neox
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
@@ -33,6 +33,13 @@ OURS_ONLY: dict[str, dict[str, Any]] = {
     "sinusoidal": {"pos_emb": "sinusoidal"},
     "one norm for both": NEOX | {"gpt_j_tied": True},
     "extended CoCA": {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "PoPE": {"pos_emb": "pope", "pos_emb_options": {"offset": "uniform"}},
+    "polar": {
+        "pos_emb": "polar",
+        "pos_emb_options": {"power": 2, "frequencies": "pair", "magnitude": "relu_mean", "offset": "zero"},
+        "rotary_pct": 0.5,
+    },
+    "an initial angle": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": -0.7}},
     "map and logits": {"relative_positions": {"type": "rerope", "window": 8}, "logit_scaling": "log_n"},
 }
 
@@ -83,6 +90,14 @@ def test_written_and_read_back(name: str, ranks: int, piped: int, tmp_path: Path
     assert (done.folder / "latest").read_text() == done.step.name == "global_step7"
     assert_same(done.folder, dict(open_checkpoint(source).weights()))
     assert torch.equal(load_model(done.folder)(tokens(32)), load_model(source)(tokens(32)))
+
+
+def test_random_angles_are_not_written(tmp_path: Path) -> None:
+    """GPT-NeoX would train them."""
+    keys = {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}}
+    with pytest.raises(CheckpointError, match="initial_angle to a number"):
+        export_neox(random_checkpoint(tmp_path / "run", **keys), tmp_path / "neox")
+    assert not (tmp_path / "neox").exists()
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ CASES = [
     Case(97, queries=40, head_dim=24, rotated=12, angles=True, window=16),
     Case(70, queries=1, head_dim=32, rotated=32, own_tables=True),
     Case(63, head_dim=64, rotated=48, angles=True, own_tables=True, value_dim=32),
+    Case(70, head_dim=128, rotated=128, angles=True, documents=3),
+    Case(40, head_dim=72, rotated=72, heads=4, kv_heads=2, window=10),
 ]
 
 CHOICES: tuple[tuple[Any, ...], ...] = (

@@ -32,8 +32,9 @@ from transformers.models.llama.modeling_llama import (
 from megatron_coca.attention.context import RotaryFrequencies, SegmentTables, TokenPositions, column, segment_tables
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, LearnedBias
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED
-from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, score_form
+from megatron_coca.attention.positions.forms import PLAIN, score_form
 from megatron_coca.attention.positions.frequencies import EXTENSIONS, FREQUENCIES, multiplier, resonant
+from megatron_coca.attention.positions.logit_scalings import LOGIT_SCALINGS
 from megatron_coca.attention.positions.offsets import HeadOffsets, layer_offsets
 from megatron_coca.checkpoints.huggingface.model_source import CHOICES
 from megatron_coca.model.layers import (

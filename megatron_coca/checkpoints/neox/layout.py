@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_coca.attention.positions.bias import alibi_slopes
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.native.state import TensorShard, layer_shards
-from megatron_coca.checkpoints.neox.names import EXTENDING
+from megatron_coca.checkpoints.neox.names import FOREIGN
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.config import KEYS, Config, ConfigError, ModelConfig, load_saved_config
 from megatron_coca.config.base import shown
@@ -118,7 +118,7 @@ def model_yaml(config: Config, ranks: int, pipe: int) -> str:
 def foreign_keys(config: Config) -> dict[str, Any]:
     """Return the keys and values of a configuration that stock GPT-NeoX does not support."""
     flat, keys = config.flat(), {}
-    for name in (*EXTENDING, "pos_emb_options"):
+    for name in FOREIGN:
         value = flat[name]
         if value not in (None, "none"):
             options = isinstance(value, dict)
@@ -178,6 +178,10 @@ def cannot_hold(config: Config, ranks: int) -> list[str]:
         (
             model.attention_output_gate is not None,
             "attention_output_gate: GPT-NeoX has no weights for an output gate",
+        ),
+        (
+            position.embedding_options.get("initial_angle") == "random",
+            "pos_emb_options: GPT-NeoX would train random angles; set initial_angle to a number",
         ),
         (
             position.embedding.rotary and position.rotary_emb_base % 1 != 0,

@@ -14,6 +14,8 @@ from megatron_coca.config import Config
 from megatron_coca.config.schema import SELECTORS
 
 EXTENDING = tuple(SELECTORS)
+"""Position keys that choose something that GPT-NeoX does not have."""
+FOREIGN = (*EXTENDING, "pos_emb_options")
 """Position keys that GPT-NeoX does not have."""
 
 PLAIN, PROJECTION = "query_key_value.", "megatron_coca_query_key_value."

@@ -27,7 +27,7 @@ from megatron_coca.checkpoints.neox.layout import (
     model_yaml,
     table,
 )
-from megatron_coca.checkpoints.neox.names import EXTENDING, RECORD, record_of, saved_name
+from megatron_coca.checkpoints.neox.names import FOREIGN, RECORD, record_of, saved_name
 from megatron_coca.checkpoints.neox.read import open_step
 from megatron_coca.checkpoints.opened import OpenedCheckpoint, check_fit
 from megatron_coca.checkpoints.unsupported import SHAPE_KEYS, lost_keys
@@ -112,7 +112,7 @@ def _read_back(step: Path, config: Config, weights: Weights) -> None:
 
 def _reasons(config: Config, ranks: int, pipe_parallel_size: int) -> list[str]:
     """Return the reasons why GPT-NeoX cannot represent the model or would compute other results."""
-    lost = [*lost_keys(config, SHAPE_KEYS | {*NEOX_KEYS, *EXTENDING, *WITH_REASONS})]
+    lost = [*lost_keys(config, SHAPE_KEYS | {*NEOX_KEYS, *FOREIGN, *WITH_REASONS})]
     if config.position.sliding_window_width is not None and pipe_parallel_size == 0:
         lost.append("sliding_window_width: GPT-NeoX ignores it with pipe_parallel_size 0; set pipe_parallel_size to 1")
     return lost + computed_differently(config, ranks) + cannot_hold(config, ranks)

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 OTHERS = {
     "coca": {"pos_emb": "coca"},
+    "pope": {"pos_emb": "pope", "pos_emb_options": {"offset": "uniform"}},
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     "ntk": {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}},
     "none": {"pos_emb": "none"},
@@ -92,6 +93,21 @@ def test_documents_stay_apart_and_decoding_agrees(keys: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-9, atol=1e-10)
     dense = build_model(configured(attention_backend="reference", **keys)).eval().double()
     torch.testing.assert_close(dense(ids), whole, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("offset", ["none", "uniform"])
+def test_magnitudes_of_polar_forms_have_one_head_for_all_pieces_of_values(offset: str) -> None:
+    """The Triton kernels compute Q' and K' for every piece; its head has the same constant angles."""
+    pytest.importorskip("triton")
+    keys = {"pos_emb": "pope", "pos_emb_options": {"offset": offset}, "attention_config": [[["gau"], 3]]}
+    found = []
+    for backend in ("triton", "reference"):
+        model = build_model(configured(attention_backend=backend, **keys)).eval()
+        logits = model(tokens())
+        found.append([logits, *torch.autograd.grad(logits.sin().sum(), list(model.parameters()))])
+        assert model.methods["gau"].magnitudes == (backend == "triton")
+    for got, expected in zip(*found, strict=True):
+        assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
 @torch.no_grad()

@@ -12,8 +12,9 @@ from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.attention.positions.bias import BIASES
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED
-from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE_FORMS
+from megatron_coca.attention.positions.forms import PLAIN, SCORE_FORMS
 from megatron_coca.attention.positions.frequencies import EXTENSIONS, MULTIPLIERS
+from megatron_coca.attention.positions.logit_scalings import LOGIT_SCALINGS
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.config.position import ORIGINAL, read_choice
 from megatron_coca.model.gpt import resolve_positions

@@ -1,5 +1,6 @@
 """The estimate of a run: time, and memory by part."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,28 @@ def test_time_follows_from_operations() -> None:
     assert found.tokens_per_second == pytest.approx(8 * 312e12 * 0.5 / found.flops.model)
     assert found.seconds == pytest.approx(found.total_tokens / found.tokens_per_second)
     assert found.flops.model == pytest.approx(2.272e9, rel=1e-3)  # 6 x 353.7M + 12 x 24 x 1024 x 512
+
+
+@pytest.mark.parametrize(
+    ("keys", "backend", "wide"),
+    [
+        ({}, "sdpa", True),
+        ({"attention_backend": "triton"}, "triton", False),
+        ({"attention_backend": "triton", "relative_positions": {"type": "rerope", "window": 16}}, "triton", True),
+    ],
+    ids=["auto", "triton", "triton with a map"],
+)
+def test_operands_are_those_of_the_backend(
+    keys: dict[str, Any], backend: str, wide: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Activations of PoPE are less than 5% more than those of RoFormer only if the backend gets magnitudes."""
+    given = [f"{name}={json.dumps(value)}" for name, value in keys.items()]
+    assert main([str(MODEL), str(HOST), "pos_emb=pope", *given]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("attention backend"))
+    assert backend in line and ("wider than V" if wide else "computed from magnitudes") in line
+    found, rope = (estimate(configured(**keys, pos_emb=name), 8, 312e12, 0.5) for name in ("pope", "rotary"))
+    assert found.backends == {"global": backend}
+    assert (found.memory.activations > 1.05 * rope.memory.activations) == wide
 
 
 def test_every_kind_of_gpu_has_a_peak() -> None:

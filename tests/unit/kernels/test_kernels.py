@@ -17,10 +17,12 @@ from megatron_coca.kernels.attention import flash_attention
 from megatron_coca.kernels.launch_constants import (
     CONFIGS,
     SMALL,
+    WIDEST_MAGNITUDES,
     Operands,
     Plan,
     architecture,
     blocks_for,
+    launches,
     row_class,
 )
 from megatron_coca.kernels.operands import FORMS, fused_operands, unsupported
@@ -156,6 +158,10 @@ def test_attention_rejects_arguments_that_contradict_each_other() -> None:
     x, wide = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4, 512)
     with pytest.raises(ValueError, match="head_dim 512 is not supported"):
         flash_attention(wide, wide, wide, 1.0)
+    x, tables = torch.zeros(1, 2, 4, 144), [torch.zeros(4, 144)] * 4
+    with pytest.raises(ValueError, match="head_dim 144 is not supported; use up to 128"):
+        flash_attention(x, x, x, 1.0, tables=tables)
+    x = torch.zeros(1, 2, 4, 16)
     with pytest.raises(ValueError, match="all be the same of"):
         flash_attention(x, x, x.double(), 1.0)
     with pytest.raises(ValueError, match="than keys .3."):
@@ -171,6 +177,8 @@ def test_there_are_block_sizes_for_every_operand() -> None:
             query = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device="meta")
             for table in CONFIGS.values():
                 assert {(1, row_class(query)), (2, row_class(query))} <= table.keys()
+            for number in CONFIGS:
+                assert head_dim > WIDEST_MAGNITUDES or launches(number, query, 1, magnitudes=True)
     assert blocks_for(torch.zeros(1, 1, 1, 16), 1) is SMALL
 
 

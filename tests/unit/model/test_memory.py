@@ -90,6 +90,16 @@ def test_activations_are_what_autograd_saves(shape: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize("pos_emb", ["rotary", "pope"])
+def test_activations_with_triton_are_what_autograd_saves(pos_emb: str) -> None:
+    """Its kernels compute the operands of polar forms from magnitudes, and their output needs no copy."""
+    pytest.importorskip("triton")
+    config = configured(num_layers=1, seq_length=64, pos_emb=pos_emb, attention_backend="triton")
+    kept, _, ends = activations(config, MICRO, backends={"global": "triton"})
+    assert kept + ends + kept_by_loss(config) == pytest.approx(saved_bytes(config), rel=0.1)
+    assert kept < activations(config, MICRO).kept
+
+
 @pytest.mark.parametrize("group", [1, 2])
 def test_checkpointing_keeps_the_inputs_of_groups(group: int) -> None:
     config = configured(checkpoint_activations=True, checkpoint_num_layers=group)

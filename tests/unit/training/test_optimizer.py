@@ -35,6 +35,16 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert {id(p) for p in decayed["params"]}.isdisjoint(id(p) for p in kept["params"])
 
 
+def test_constant_angles_do_not_decay() -> None:
+    """They are a matrix, by head and magnitude. Drawn angles are not trained at all."""
+    model = build_model(configured(pos_emb="pope"))
+    (_, kept), offsets = parameter_groups(model, 0.3), model.blocks[0].attention.position_offsets
+    assert any(parameter is offsets.bias for parameter in kept["params"])
+    model = build_model(configured(pos_emb="coca_strict", pos_emb_options={"initial_angle": "random"}))
+    drawn = model.blocks[0].attention.position_offsets.bias
+    assert not any(parameter is drawn for group in parameter_groups(model, 0.3) for parameter in group["params"])
+
+
 def test_a_tied_head_is_trained_once_and_frozen_parameters_never() -> None:
     model = build_model(configured())
     model.embedding.requires_grad_(False)

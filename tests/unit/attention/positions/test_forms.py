@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_coca.attention.positions.forms import rotary_tables, rotate
+from megatron_coca.attention.positions.forms import polar, rotary_tables, rotate, softplus
 from megatron_coca.attention.positions.frequencies import Rotary
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
@@ -73,3 +73,40 @@ def test_imported_models_extend_from_the_length_of_their_weights() -> None:
     rotary = tiny(pos_emb="rotary", rope_scaling=scaling).methods["global"].rotary
     assert rotary.original_length == 64
     assert torch.equal(rotary.inverse_frequencies(64), Rotary(16).inverse_frequencies(64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_softplus_and_its_gradient_are_as_exact_as_their_dtype(dtype: torch.dtype) -> None:
+    """From the smallest inputs to the largest: nothing overflows, and the gradient is the sigmoid."""
+    x = torch.tensor([-200.0, -12.0, -8.0, -1.0, -0.01, 0.0, 1.0, 8.0, 15.0, 39.0, 41.0, 3e4], dtype=dtype)
+    exact = x.double()
+    expected = torch.where(exact < 30, exact.clamp(max=30).exp().log1p(), exact)
+    leaf = x.clone().requires_grad_()
+    got = softplus(leaf)
+    (gradient,) = torch.autograd.grad(got.sum(), leaf)
+    info = torch.finfo(dtype)
+    slack = {"rtol": 4 * info.eps, "atol": 4 * info.smallest_normal * info.eps}
+    torch.testing.assert_close(got.double(), expected, **slack)
+    torch.testing.assert_close(gradient.double(), exact.sigmoid(), **slack)
+
+
+@pytest.mark.parametrize("magnitude", ["softplus", "relu_mean"])
+@pytest.mark.parametrize("power", [1, 2])
+def test_gradients_of_magnitudes_are_finite_at_zero(magnitude: str, power: int) -> None:
+    """The length of a pair has no derivative at 0; its gradient is 0."""
+    form = polar({"magnitude": magnitude, "power": power, "frequencies": "feature"})
+    tables = rotary_tables(torch.arange(3), torch.ones(8), torch.float32)
+    zeros = torch.zeros(1, 1, 3, 8, requires_grad=True)
+    for operand in (form.query_operand(zeros, tables), form.key_operand(zeros, tables)):
+        (gradient,) = torch.autograd.grad(operand.sum(), zeros)
+        assert gradient.isfinite().all()
+        assert bool(gradient.any()) == (magnitude == "softplus")
+
+
+def test_squares_of_queries_overflow_in_float16_only() -> None:
+    """|q|^2 of a pair is at most 65,504 in float16, so |q| is at most 255; the squares are computed in float32."""
+    form = polar({"magnitude": "relu_mean", "power": 2, "frequencies": "pair"})
+    for dtype, size, fits in ((torch.float16, 255, True), (torch.float16, 257, False), (torch.bfloat16, 1e4, True)):
+        tables = rotary_tables(torch.zeros(1), torch.ones(1), dtype)
+        operand = form.query_operand(torch.tensor([size, 0.0], dtype=dtype).expand(1, 1, 1, 2), tables)
+        assert bool(operand.isfinite().all()) == fits
