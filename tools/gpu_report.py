@@ -26,12 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.gpu.plans import PLANS, Part
+from tools.gpu.plans import PLANS, STAND_IN, Part
 
 NEEDED = ("torch", "triton", "pydantic")
 """Packages without which no part runs."""
-WITHOUT_VALUES = ("tools/gpu/smoke.py", "tools/gpu/parity.py", "tools/gpu/speed.py")
-"""Scripts with the option --without-values."""
 LEFT = 3
 """Exit status if parts are left for the next call."""
 
@@ -110,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     limits = "multiply the limits of all processes, for a slow machine (default: %(default)s)"
     parser.add_argument("--limits", type=positive, default=1.0, metavar="FACTOR", help=limits)
     parser.add_argument("--dry-run", action="store_true", help="print parts and commands")
-    stand_in = "run on the stand-in device (docs/pretend.md): compare no values"
+    stand_in = "run on the stand-in device (docs/pretend.md): compare no values, and reduce some sizes"
     parser.add_argument("--stand-in", action="store_true", help=stand_in)
     return parser
 
@@ -150,9 +148,10 @@ def _launched(part: Part, options: argparse.Namespace) -> Part:
     runs = {}
     for name, run in part.runs.items():
         command = run.command
-        if options.stand_in and command.startswith("tools/"):
-            command = f"-m tests.pretend run {command}"
-            command += " --without-values" if run.command.startswith(WITHOUT_VALUES) else ""
+        if options.stand_in:
+            script, _, _ = command.partition(" ")
+            command = f"{command} {STAND_IN[script]}"
+            command = command if script == "-m" else f"-m tests.pretend run {command}"
         runs[name] = run._replace(command=command, seconds=max(1, round(run.seconds * options.limits)))
     return part._replace(runs=runs)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tools.gpu.cases import read_lines
 from tools.gpu.plans import Part
-from tools.gpu.runner import DONE, MISSING, RUNNING, Item, Record, read_record
+from tools.gpu.runner import DONE, MISSING, RUNNING, Item, Record, identity, read_record
 
 SHOWN = 15
 """Number of lines that the page shows from the end of the output of a failed run."""
@@ -45,7 +45,10 @@ def _tests_in_log(item: Item) -> list[Line]:
     """Count the tests in pytest's output, which has a line for each test even if pytest was killed."""
     if "pytest" not in item.run.command or not item.log.is_file():
         return []
-    found = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (?:\[ *\d+%\] )?(\S+)", item.log.read_text(errors="replace"))
+    log = item.log.read_text(errors="replace")
+    if collected := re.search(r"(?:\d+/)?(\d+) tests collected", log):  # on the stand-in device
+        return [{"case": "tests", "status": "ok", "collected": int(collected[1])}]
+    found = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (?:\[ *\d+%\] )?(\S+)", log)
     outcomes = Counter(outcome.lower() for outcome, _ in found)
     failed = [name for outcome, name in found if outcome in ("FAILED", "ERROR")]
     if not found:
@@ -134,9 +137,11 @@ def page(plan: Mapping[str, Part], found: Sequence[Item], machine: Mapping[str, 
         answer = ANSWERS.get(name, _figures)(results) if results else _state(records, group)
         if results and any(records[item.title].get("status") != DONE for item in group):
             answer = f"so far: {answer}"
+        if before := sorted({text for item in group if (text := outdated(item, records[item.title], machine))}):
+            answer = f"measured {', or '.join(before)}: {answer}"
         lines.append(f"| {plan[name].title} | {_cell(answer)} |")
     lines += ["", "## Runs", "", "| run | status | seconds | limit |", "|---|---|---|---|"]
-    lines += [_row(item, records[item.title]) for item in found]
+    lines += [_row(item, records[item.title], machine) for item in found]
     for name, group in parts:
         lines += _section(plan[name], group, records)
     return "\n".join(lines) + "\n"
@@ -150,12 +155,23 @@ def _state(records: Mapping[str, Record], group: Sequence[Item]) -> str:
     return "no result" if tried else "not run yet"
 
 
-def _row(item: Item, record: Record) -> str:
+def outdated(item: Item, record: Record, machine: Mapping[str, Any]) -> str:
+    """Return how the GPU, the libraries and the code of a record differ from the present ones; empty if they do not."""
+    then, now = record.get("identity"), identity(item, machine)
+    if then is None:
+        return ""
+    texts = {"gpu": f"on {then.get('gpu')}", "versions": "with other libraries", "content": "with other code"}
+    return " and ".join(text for key, text in texts.items() if then.get(key) != now[key])
+
+
+def _row(item: Item, record: Record, machine: Mapping[str, Any]) -> str:
     status = record.get("status", "not run yet")
     if status == RUNNING:
         status = "running, or interrupted"
     if status == MISSING:
         status = f"not run: {', '.join(record['missing'])} is not installed"
+    if before := outdated(item, record, machine):
+        status += f", {before}"
     seconds = f"{record['seconds']:.0f}" if record.get("seconds") else ""
     return f"| {item.title} | {status} | {seconds} | {item.run.seconds} |"
 

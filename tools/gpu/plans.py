@@ -101,7 +101,7 @@ ONE_GPU: dict[str, Part] = {
     ),
     "resume": Part(
         "Does a killed run resume with the same losses, bit for bit?",
-        {"kill": Run(f"{RANKS} --check resume", 180, reads=TRAINING, needs=TRAINS)},
+        {"kill": Run(f"{RANKS} --check resume --keys num_layers=6", 180, reads=TRAINING, needs=TRAINS)},
     ),
     "tests": Part(
         "Do the GPU tests pass?",
@@ -133,6 +133,18 @@ EIGHT_GPUS: dict[str, Part] = {
     "one_gpu": Part("Are the losses those of one GPU?", {"one": _ranks("one_gpu", 240)}),
 }
 """Eight GPUs, 15 minutes. Every run trains the same small number of steps on the built-in corpus."""
+
+STAND_IN = {
+    "tools/gpu/smoke.py": "--without-values",
+    "tools/gpu/parity.py": "--without-values --only rotary coca alibi 'coca, packed documents' 'coca, rerope' pope",
+    "tools/gpu/speed.py": "--without-values --rounds 2",
+    "tools/bench_train.py": "--rounds 3",
+    "tools/gpu/ranks.py": "--stand-in --keys num_layers=2 hidden_size=256 num_attention_heads=4 torch_compile=false",
+    "-m": "--collect-only",
+}
+"""Scripts -> options that are added on the stand-in device (docs/pretend.md). Kernels compute nothing there, so no
+values are compared and pytest only collects the tests. The other options save time.
+"""
 
 PLANS = {1: ONE_GPU, 8: EIGHT_GPUS}
 """The plan by the number of GPUs."""

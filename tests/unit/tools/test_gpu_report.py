@@ -236,6 +236,23 @@ def test_a_finished_run_counts_for_its_gpu_and_libraries(tmp_path: Path) -> None
     )
 
 
+def test_the_page_tells_old_results_from_new_ones(tmp_path: Path) -> None:
+    """For example after `git pull`, or if the output folder comes from another machine."""
+    plan = plan_of({"step": shown("done")})
+    (item,) = found = items(plan, tmp_path)
+    execute(item, HERE)
+    write_line(item.results, case="x", status="ok", speed=1.5)
+    assert "| step.one | done |" in (text := pages.page(plan, found, HERE)) and "| speed 1.5 |" in text.replace(
+        "status ok, ", ""
+    )
+    other = HERE | {"gpu": "NVIDIA H100", "versions": {"torch": "2.14.0"}}
+    text = pages.page(plan, found, other)
+    assert "| step.one | done, on NVIDIA A100-SXM4-80GB and with other libraries |" in text
+    assert "| measured on NVIDIA A100-SXM4-80GB and with other libraries: status ok, speed 1.5 |" in text
+    changed = [item._replace(run=item.run._replace(command=shown("other")))]
+    assert "| step.one | done, with other code |" in pages.page(plan, changed, HERE)
+
+
 def test_parts_read_what_they_run() -> None:
     """A change of the report's own pages repeats no measurement; a change of a kernel repeats those that use it."""
     commands = {name: [run.command.split()[0] for run in part.runs.values()] for name, part in ONE_GPU.items()}
