@@ -18,7 +18,6 @@ from tests.pretend import budgets
 from tests.pretend.build import BUILT, build
 from tests.pretend.device import FOLDER, environment
 from tests.pretend.scenarios import SCENARIOS, Scenario
-from tools.gpu.plans import ONE_GPU
 
 POLL_SECONDS = 0.2
 
@@ -60,7 +59,6 @@ def parse() -> argparse.Namespace:
     plan = commands.add_parser("plan", help="run the plan of the GPU report, and kill each part once")
     plan.add_argument("--output", type=Path, default=BUILT / "plan", metavar="DIR", help="default: %(default)s")
     plan.add_argument("--limits", type=float, default=4.0, metavar="FACTOR", help="as of tools/gpu_report.py")
-    plan.add_argument("--only", nargs="+", choices=ONE_GPU, default=list(ONE_GPU), metavar="PART")
     plan.add_argument("--page", type=Path, metavar="FILE.md", help="write a page about it")
     plan.set_defaults(function=run_plan)
     script = commands.add_parser("run", help="run a script of this project, for example train.py")
@@ -80,7 +78,7 @@ def run_plan(options: argparse.Namespace) -> int:
     """Run the plan of the GPU report."""
     from tests.pretend import plan
 
-    return plan.main(options.output, options.limits, options.only, options.page)
+    return plan.main(options.output, options.limits, options.page)
 
 
 def run_scenarios(options: argparse.Namespace) -> int:

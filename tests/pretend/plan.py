@@ -1,20 +1,19 @@
-"""Run the plan of the GPU report on the stand-in device, kill every part once, and write a page about it.
+"""Run the plan of the GPU report on the stand-in device, kill it in every part, and write a page about it.
 
-    python -m tests.pretend plan --output build/pretend/plan --page benchmarks/pretend/plan.md
+    python -m tests.pretend plan --page benchmarks/pretend/plan.md
 
-Each part is started, killed by SIGKILL after its first result, and started again with the same command. The times say
-nothing about a GPU. They include the time that other programs used the CPU core.
+The report is started by the same command again and again. In every part that it reaches, it is killed by SIGKILL after
+the part's first result.
 """
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests.pretend import budgets
 from tests.pretend.build import ROOT
@@ -22,157 +21,137 @@ from tools.gpu.cases import read_lines
 from tools.gpu.plans import ONE_GPU, STAND_IN
 from tools.gpu.runner import DONE, RUNNING, Item, items, read_record
 
-PATIENCE = 45.0
-"""Seconds after which a process without a result is killed: `resume` and `tests` have only one result, at their end."""
-MINUTES = 180
+PATIENCE = 60.0
+"""Seconds after which a part is killed that has only one result, at its end: `resume` and `tests`."""
+MINUTES = 600
 SHOWN = {"smoke": 2, "parity": 5, "tests": 28}
 """Parts after which the page shows the answers, and the minute of the plan at which they end on a GPU at the latest."""
+Results = dict[tuple[str, str], Any]
+"""Finished results by run and case. A run without cases has one result, its record."""
 
 
-class Outcome(NamedTuple):
-    """How a part went.
+class Watched:
+    """The report, started by the same command after every kill.
 
     Attributes:
-        statuses: the final status of each run, by its name.
-        seconds: the sum of the runs' times, after the kill.
-        processor: seconds of CPU time of the second call, with its processes.
-        before: results that existed at the kill.
-        repeated: those of them that were measured again.
-        answers: the answers of the page after the part.
+        found: the runs of each part.
+        before: the results of each part at its kill.
+        answers: the table of answers on the page when the parts of `SHOWN` have ended.
     """
 
-    statuses: dict[str, str]
-    seconds: float
-    processor: float
-    before: int
-    repeated: int
-    answers: str
+    def __init__(self, output: Path, limits: float) -> None:
+        options = f"--stand-in --limits {limits:g} --minutes {MINUTES} --output {output}"
+        self.command = [sys.executable, "-m", "tests.pretend", "run", "tools/gpu_report.py", *options.split()]
+        self.page = output / "gpu_report.md"
+        every = items(ONE_GPU, output)
+        self.found = {part: [item for item in every if item.part == part] for part in ONE_GPU}
+        self.before: dict[str, Results] = {}
+        self.answers: dict[str, str] = {}
+
+    def run(self) -> None:
+        """Run the report to its end, with a kill in each part."""
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        for part in (*ONE_GPU, None):
+            process = subprocess.Popen(self.command, cwd=ROOT, env=environment)
+            try:
+                while process.poll() is None and not (part and self._has_result(part)):
+                    self._note_answers()
+                    time.sleep(0.2)
+            finally:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+            if part:
+                self.before[part] = results(self.found[part])
+                print(f"killed in {part} after {len(self.before[part])} results", flush=True)
+        self._note_answers()
+
+    def _has_result(self, part: str) -> bool:
+        found = self.found[part]
+        if results(found):
+            return True
+        begun = [item.record.stat().st_mtime for item in found if read_record(item).get("status") == RUNNING]
+        return len(found) == 1 and bool(begun) and time.time() - begun[0] > PATIENCE
+
+    def _note_answers(self) -> None:
+        for part in SHOWN.keys() - self.answers.keys():
+            ended = all(read_record(item).get("status") not in (None, RUNNING) for item in self.found[part])
+            text = self.page.read_text() if ended and self.page.is_file() else ""
+            if ended and all(f"| {item.title} | not run yet" not in text for item in self.found[part]):
+                self.answers[part] = text.partition("## Answers so far\n\n")[2].partition("\n\n")[0]
+
+    def repeated(self, part: str) -> int:
+        """Return how many results of a part were measured again after its kill."""
+        now = results(self.found[part])
+        return sum(now.get(key) != value for key, value in self.before[part].items())
 
 
-def command(part: str, output: Path, limits: float) -> list[str]:
-    """Return the command of the report for one part."""
-    options = f"--stand-in --limits {limits:g} --minutes {MINUTES} --only {part} --output {output}"
-    return [sys.executable, "-m", "tests.pretend", "run", "tools/gpu_report.py", *options.split()]
-
-
-def results(found: Sequence[Item]) -> dict[tuple[str, str], Any]:
-    """Return the finished results of a part by run and case. A run without cases counts if it is done."""
+def results(found: Sequence[Item]) -> Results:
+    """Return the finished results of some runs."""
     lines = {
         (item.title, line["case"]): line
         for item in found
         for line in read_lines(item.results)
         if "case" in line and line["status"] != "started"
     }
-    ended = {(item.title, ""): record for item in found if (record := read_record(item)).get("status") == DONE}
-    return lines | ended
+    return lines | {(item.title, ""): record for item in found if (record := read_record(item)).get("status") == DONE}
 
 
-def kill_after_a_result(part: str, found: Sequence[Item], output: Path, limits: float) -> dict[tuple[str, str], Any]:
-    """Start a part, kill the report by SIGKILL, and return the results until then."""
-    process = subprocess.Popen(command(part, output, limits), cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    begun: float | None = None
-    try:
-        while process.poll() is None and not results(found):
-            if begun is None and any(read_record(item).get("status") == RUNNING for item in found):
-                begun = time.monotonic()
-            if begun is not None and time.monotonic() - begun > PATIENCE and len(found) == 1:
-                break
-            time.sleep(0.2)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    return results(found)
+def page(watched: Watched, limits: float) -> str:
+    """Return the page in Markdown."""
+    return "\n".join([*_head(limits), *_rows(watched), *_reduced(), *_answers(watched)]) + "\n"
 
 
-def measure(part: str, output: Path, limits: float) -> Outcome:
-    """Kill a part and let it continue."""
-    found = [item for item in items(ONE_GPU, output) if item.part == part]
-    before = kill_after_a_result(part, found, output, limits)
-    start = processor_seconds()
-    subprocess.run(command(part, output, limits), cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
-    after, records = results(found), {item.name: read_record(item) for item in found}
-    return Outcome(
-        {name: record.get("status", "not run") for name, record in records.items()},
-        sum(record.get("seconds", 0.0) for record in records.values()),
-        processor_seconds() - start,
-        len(before),
-        sum(after.get(key) != value for key, value in before.items()),
-        answers((output / "gpu_report.md").read_text()),
+def _head(limits: float) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in budgets.versions().items())
+    yield from (
+        "# The plan on the stand-in device",
+        "",
+        "**No GPU was used.** The stand-in device ([pretend.md](../../docs/pretend.md)) computes nothing, so no value",
+        "was compared. The times are of processes that shared one CPU core with other programs. They show which parts",
+        "take longest on the host, and nothing about a GPU.",
+        "",
+        "The report was killed by SIGKILL in each part, after the part's first result, and started again by the same",
+        f"command. The limits of all processes were multiplied by {limits:g}. Versions: {versions}.",
+        "To write this page again:",
+        "",
+        "```bash",
+        f"python -m tests.pretend plan --limits {limits:g} --page benchmarks/pretend/plan.md",
+        "```",
     )
 
 
-def processor_seconds() -> float:
-    """Return the CPU time of all processes that have been waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def answers(page: str) -> str:
-    """Return the table of answers of a page."""
-    return page.partition("## Answers so far\n\n")[2].partition("\n\n")[0]
-
-
-def page(outcomes: dict[str, Outcome], limits: float) -> str:
-    """Return the page in Markdown."""
-    versions = ", ".join(f"{name} {version}" for name, version in budgets.versions().items())
-    return "\n".join([*_head(limits, versions), *_rows(outcomes), *_reduced(), *_answers(outcomes)]) + "\n"
-
-
-def _head(limits: float, versions: str) -> Iterator[str]:
-    yield "# The plan on the stand-in device"
+def _rows(watched: Watched) -> Iterator[str]:
     yield ""
-    yield "This page is written by `python -m tests.pretend plan`. **No GPU was used.** The stand-in device"
-    yield "([pretend.md](../../docs/pretend.md)) computes nothing, so no value was compared. Times are those of one CPU core"
-    yield "that other programs used at the same time. They show which parts take longest on the host, and nothing about a"
-    yield "GPU."
-    yield ""
-    yield "Each part was started, killed by SIGKILL after its first result, and started again with the same command. A"
-    yield f"result that existed at the kill is not repeated. All limits were multiplied by {limits:g}. Versions: {versions}."
-    yield ""
-    yield "```bash"
-    yield f"python -m tests.pretend plan --limits {limits:g} --page benchmarks/pretend/plan.md"
-    yield "```"
-
-
-def _rows(outcomes: dict[str, Outcome]) -> Iterator[str]:
-    yield ""
-    yield "| part | limit on a GPU | seconds here | CPU seconds here | results at the kill | repeated | runs |"
+    yield "| part | limit on a GPU | seconds here | CPU seconds here | results at the kill | repeated | its runs |"
     yield "|---|---|---|---|---|---|---|"
-    for part, outcome in outcomes.items():
-        counts = [f"{list(outcome.statuses.values()).count(each)} {each}" for each in {*outcome.statuses.values()}]
-        figures = f"{ONE_GPU[part].seconds} s | {outcome.seconds:.0f} | {outcome.processor:.0f}"
-        yield f"| `{part}` | {figures} | {outcome.before} | {outcome.repeated} | {', '.join(sorted(counts))} |"
+    for part, found in watched.found.items():
+        records = [read_record(item) for item in found]
+        seconds, used = (sum(each.get(key, 0.0) for each in records) for key in ("seconds", "processor_seconds"))
+        statuses = [each.get("status", "not run") for each in records]
+        counts = ", ".join(f"{statuses.count(each)} {each}" for each in sorted({*statuses}))
+        kept = f"{len(watched.before[part])} | {watched.repeated(part)}"
+        yield f"| `{part}` | {ONE_GPU[part].seconds} s | {seconds:.0f} | {used:.0f} | {kept} | {counts} |"
     yield ""
-    yield "The CPU seconds contain the start of the report, and not the time until the kill."
+    yield "Seconds are those of each run's last process, so a killed process does not count."
 
 
 def _reduced() -> Iterator[str]:
-    yield ""
-    yield "## Options that differ from the plan"
-    yield ""
-    yield "| script | added here |"
-    yield "|---|---|"
+    yield from ("", "## Options that differ from the plan", "", "| script | added here |", "|---|---|")
     yield from (f"| `python {script}` | `{added}` |" for script, added in STAND_IN.items())
     yield ""
-    yield "The sizes of all other models, batches and lengths are those of the plan."
+    yield "All other sizes of models, batches and lengths are those of the plan."
 
 
-def _answers(outcomes: dict[str, Outcome]) -> Iterator[str]:
+def _answers(watched: Watched) -> Iterator[str]:
     for part, minute in SHOWN.items():
-        if part in outcomes:
-            yield ""
-            yield f"## The answers after `{part}`, at minute {minute} of the plan"
-            yield ""
-            yield outcomes[part].answers
+        yield from ("", f"## The answers after `{part}`, at minute {minute} of the plan", "", watched.answers[part])
 
 
-def main(output: Path, limits: float, parts: Sequence[str], file: Path | None) -> int:
-    """Run the parts and write the page after each; return 1 if a result was repeated or a run is not done."""
-    outcomes: dict[str, Outcome] = {}
-    for part in parts:
-        outcomes[part] = measure(part, output, limits)
-        print(part, outcomes[part]._replace(answers=""), flush=True)
-        if file is not None:
-            file.write_text(page(outcomes, limits))
-    complete = all({*outcome.statuses.values()} == {DONE} and not outcome.repeated for outcome in outcomes.values())
-    return int(not complete)
+def main(output: Path, limits: float, file: Path | None) -> int:
+    """Run the report and write the page; return 1 if a result was repeated or a run is not done."""
+    watched = Watched(output, limits)
+    watched.run()
+    if file is not None:
+        file.write_text(page(watched, limits))
+    undone = [item for found in watched.found.values() for item in found if read_record(item).get("status") != DONE]
+    return int(bool(undone) or any(watched.repeated(part) for part in watched.found))

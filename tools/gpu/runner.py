@@ -7,6 +7,7 @@ itself) and PART.RUN.jsonl (its results, a line as soon as it is measured).
 import importlib.util
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -118,14 +119,20 @@ def execute(item: Item, here: Mapping[str, Any]) -> Record:
     if absent := missing_packages(item.run):
         return _written(item, record | {"status": MISSING, "seconds": 0.0, "missing": absent})
     item.place.parent.mkdir(parents=True, exist_ok=True)
-    start, cases = time.monotonic(), -1
+    start, cases, used = time.monotonic(), -1, _processor_seconds()
     status: int | None = -1
     with item.log.open("w") as log:
         while status is not None and status < 0 and cases < (cases := count_started(item.results)):
             status = _process(item, record, log, start + item.run.seconds - time.monotonic())
     ends = {0: DONE, None: LATE}
     record |= {"status": ends.get(status, FAILED), "seconds": time.monotonic() - start, "exit": status}
-    return _written(item, record)
+    return _written(item, record | {"processor_seconds": _processor_seconds() - used})
+
+
+def _processor_seconds() -> float:
+    """Return the CPU time of all processes that have been waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _process(item: Item, record: Record, log: IO[str], seconds: float) -> int | None:
