@@ -78,14 +78,16 @@ def run(plan: Mapping[str, Part], whole: Mapping[str, Part], options: argparse.N
         here["gpu"] = f"the stand-in for {here['gpu']}, where kernels compute nothing and times are host times"
     found, everything = items(plan, options.output), items(whole, options.output)
     file, left = options.output / "gpu_report.md", list(waiting(found, here))
-    while left and time.monotonic() + left[0].run.seconds <= deadline:
-        item = left.pop(0)
-        print(f"{item.title}: {plan[item.part].title} ({item.run.seconds} s at most)", file=sys.stderr)
-        record = execute(item, here)
+    try:
+        while left and time.monotonic() + left[0].run.seconds <= deadline:
+            item = left.pop(0)
+            print(f"{item.title}: {plan[item.part].title} ({item.run.seconds} s at most)", file=sys.stderr)
+            record = execute(item, here)
+            write_file(file, page(whole, everything, here))
+            detail = f" ({', '.join(record['missing'])} is not installed)" if record["status"] == MISSING else ""
+            print(f"{item.title}: {record['status']}{detail} after {record['seconds']:.0f} s", file=sys.stderr)
+    finally:
         write_file(file, page(whole, everything, here))
-        detail = f" ({', '.join(record['missing'])} is not installed)" if record["status"] == MISSING else ""
-        print(f"{item.title}: {record['status']}{detail} after {record['seconds']:.0f} s", file=sys.stderr)
-    write_file(file, page(whole, everything, here))
     print(file)
     if left:
         print(f"gpu_report: {len(left)} of {len(found)} runs are left; run the same command again", file=sys.stderr)
@@ -212,7 +214,10 @@ def missing_compiler(program: str) -> str | None:
     if done.returncode == 0:
         return None
     end = (done.stdout + done.stderr)[-2000:]
-    return f"a Triton kernel does not run here; install a C compiler and Python.h (gcc, python3-dev):\n{end}"
+    return (
+        "a Triton kernel does not run here; unless the end of its output names another reason, install a C compiler "
+        f"and Python.h (gcc, python3-dev):\n{end}"
+    )
 
 
 if __name__ == "__main__":

@@ -61,9 +61,13 @@ def _tests_in_log(item: Item) -> list[Line]:
 
 def _passed(results: Results) -> str:
     lines = [line for each in results.values() for line in each]
-    failed = [str(line["case"]) for line in lines if line.get("status") == "failed"]
-    text = f"{len(lines) - len(failed)} of {len(lines)} cases passed"
-    return text + (f"; failed: {', '.join(failed)}" if failed else "")
+    cases = {status: [str(line["case"]) for line in lines if line.get("status") == status] for status in _NOT_PASSED}
+    others = (f"; {status}: {', '.join(names)}" for status, names in cases.items() if names)
+    passed = len(lines) - sum(map(len, cases.values()))
+    return f"{passed} of {len(lines)} cases passed" + "".join(others)
+
+
+_NOT_PASSED = ("failed", "out of memory")
 
 
 def _step(results: Results) -> str:

@@ -183,6 +183,7 @@ def test_an_interruption_is_no_traceback(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(runner, "execute", interrupted)
     assert gpu_report.main(["--output", str(tmp_path)]) == 130
+    assert "| step.one | not run yet |" in (tmp_path / "gpu_report.md").read_text()
 
 
 @pytest.mark.parametrize("cores", [1, 4])
@@ -238,19 +239,18 @@ def test_a_finished_run_counts_for_its_gpu_and_libraries(tmp_path: Path) -> None
 
 def test_the_page_tells_old_results_from_new_ones(tmp_path: Path) -> None:
     """For example after `git pull`, or if the output folder comes from another machine."""
-    plan = plan_of({"step": shown("done")})
+    plan = plan_of({"resume": shown("done")})
     (item,) = found = items(plan, tmp_path)
     execute(item, HERE)
     write_line(item.results, case="x", status="ok", speed=1.5)
-    assert "| step.one | done |" in (text := pages.page(plan, found, HERE)) and "| speed 1.5 |" in text.replace(
-        "status ok, ", ""
-    )
+    text = pages.page(plan, found, HERE)
+    assert "| resume.one | done |" in text and "| status ok, speed 1.5 |" in text
     other = HERE | {"gpu": "NVIDIA H100", "versions": {"torch": "2.14.0"}}
     text = pages.page(plan, found, other)
-    assert "| step.one | done, on NVIDIA A100-SXM4-80GB and with other libraries |" in text
+    assert "| resume.one | done, on NVIDIA A100-SXM4-80GB and with other libraries |" in text
     assert "| measured on NVIDIA A100-SXM4-80GB and with other libraries: status ok, speed 1.5 |" in text
     changed = [item._replace(run=item.run._replace(command=shown("other")))]
-    assert "| step.one | done, with other code |" in pages.page(plan, changed, HERE)
+    assert "| resume.one | done, with other code |" in pages.page(plan, changed, HERE)
 
 
 def test_parts_read_what_they_run() -> None:
@@ -340,6 +340,10 @@ def test_a_reader_sees_what_is_known_so_far(tmp_path: Path) -> None:
             write_line(by_title[title].results, **line)
 
     finish("smoke.kernels", {"case": "loss head", "status": "ok"}, {"case": "sdpa", "status": "failed", "error": "x"})
+    full = {"case": "sdpa, CoCA", "status": "out of memory", "error": "CUDA out of memory"}
+    finish("parity.eager", {"case": "coca", "status": "ok"}, full)
+    assert "so far: 1 of 2 cases passed; out of memory: sdpa, CoCA" in pages.page(ONE_GPU, found, HERE)
+    by_title["parity.eager"].record.unlink()
     finish("step.roformer_16", {"method": "rotary", "tokens_per_second": 100000.0, "mfu": 0.41}, status=DONE)
     finish("step.coca_16", {"method": "coca", "tokens_per_second": 98000.0, "mfu": None})
     finish("step.llama_16", {"method": "llama", "error": "out of memory"})
