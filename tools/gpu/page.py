@@ -130,7 +130,7 @@ def page(plan: Mapping[str, Part], found: Sequence[Item], machine: Mapping[str, 
     records = {item.title: read_record(item) for item in found}
     boards = [", ".join(f"{key} {value}" for key, value in board.items()) for board in machine.get("nvidia-smi", [])]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    finished = sum(record.get("status") not in (None, RUNNING) for record in records.values())
+    finished = sum(record.get("status") not in (None, RUNNING, MISSING) for record in records.values())
     spent = sum(record.get("seconds", 0.0) for record in records.values())
     lines = [f"# Measured on {machine.get('gpu', 'no GPU')}", "", *boards, "", versions, ""]
     lines += [f"{finished} of {len(found)} runs have ended, after {spent / 60:.1f} minutes.", ""]

@@ -51,7 +51,7 @@ def _speed(arguments: str, seconds: int) -> Run:
 
 
 def _step(model: str, micro: int, seconds: int) -> Run:
-    needs = TRAINS if model.startswith("--methods") else (*TRAINS, "transformers")
+    needs = (*TRAINS, "transformers") if "--peer" in model else TRAINS
     return Run(f"{STEP} --seconds {seconds // 3} train_micro_batch_size_per_gpu={micro} {model}", seconds, needs=needs)
 
 

@@ -70,7 +70,9 @@ def started(file: Path) -> list[str]:
 
 
 def test_a_kill_in_any_part_loses_one_case_at_most(tmp_path: Path) -> None:
-    """SIGKILL of the report in the second case of every part. Its process ends when the report starts again."""
+    """SIGKILL or Ctrl-C of the report in the second case of every part. After SIGKILL, the part's process ends when the
+    report starts again.
+    """
     output, script = tmp_path / "results", tmp_path / "cases.py"
     script.write_text(CASES)
     fields = {"here": HERE, "command": f"{script} FILE", "parts": tuple(ONE_GPU), "output": str(output)}
@@ -80,11 +82,12 @@ def test_a_kill_in_any_part_loses_one_case_at_most(tmp_path: Path) -> None:
     for part in ONE_GPU:
         process = subprocess.Popen(driver, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         file, deadline = output / f"{part}.cases.jsonl", time.monotonic() + 60
-        while not file.with_suffix(".mark").exists():
+        while not (file.with_suffix(".mark").exists() and file.with_suffix(".json").exists()):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        how = signal.SIGINT if part == "parity" else signal.SIGKILL
+        process.send_signal(how)
+        assert process.wait() == (130 if how == signal.SIGINT else -signal.SIGKILL)
         record = json.loads((output / f"{part}.cases.json").read_text())
         assert record["status"] == RUNNING
         orphans.append(Path(f"/proc/{record['process']}/cmdline"))
@@ -277,7 +280,10 @@ def test_a_part_without_its_packages_is_named_and_the_others_run(tmp_path: Path)
     found = items(plan, tmp_path)
     records = [execute(item, HERE) for item in found]
     assert [record["status"] for record in records] == [DONE, MISSING]
-    assert "| step.one | not run: no_such_package is not installed |" in pages.page(plan, found, HERE)
+    text = pages.page(plan, found, HERE)
+    assert "| step.one | not run: no_such_package is not installed |" in text and "1 of 2 runs have ended" in text
+    needs = {name: run.needs for name, run in ONE_GPU["step"].runs.items()}
+    assert all(("transformers" in each) == name.startswith(("llama", "gpt_neox")) for name, each in needs.items())
     assert list(waiting(found, HERE)) == found[1:], "it runs as soon as the package is installed"
 
 
