@@ -46,7 +46,7 @@ def _tests_in_log(item: Item) -> list[Line]:
     if "pytest" not in item.run.command or not item.log.is_file():
         return []
     log = item.log.read_text(errors="replace")
-    if collected := re.search(r"(?:\d+/)?(\d+) tests collected", log):  # on the stand-in device
+    if collected := re.search(r"(\d+)(?:/\d+)? tests collected", log):  # on the stand-in device
         return [{"case": "tests", "status": "ok", "collected": int(collected[1])}]
     found = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (?:\[ *\d+%\] )?(\S+)", log)
     outcomes = Counter(outcome.lower() for outcome, _ in found)

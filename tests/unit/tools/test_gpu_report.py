@@ -381,6 +381,9 @@ def test_a_killed_test_run_names_its_failures(tmp_path: Path) -> None:
     item.results.write_text(kept[:60])  # by a kill
     assert pages.results_of(item)[0]["error"] == "tests/gpu/a.py::two", "as the log says"
     assert (line["passed"], line["failure"], line["skipped"], line["error"]) == (1, 1, 1, "two")
+    item.results.unlink()
+    item.log.write_text("===== 7/9 tests collected (2 deselected) in 1.20s =====\n")  # on the stand-in device
+    assert pages.results_of(item) == [{"case": "tests", "status": "ok", "collected": 7}]
 
 
 # The first check and the command line
@@ -417,6 +420,18 @@ def test_a_dry_run_prints_the_selected_parts(capsys: pytest.CaptureFixture[str])
     assert gpu_report.main(["--dry-run", "--skip", "smoke", "tests"]) == 0
     names = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "]
     assert names == [name for name in ONE_GPU if name not in ("smoke", "tests")]
+
+
+@pytest.mark.parametrize("gpus", PLANS)
+def test_the_stand_in_device_compares_no_values(gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_report.main(["--dry-run", "--stand-in", "--gpus", str(gpus), "--minutes", "60"]) == 0
+    commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    wrapped = [command for command in commands if " -m tests.pretend run tools/" in command]
+    assert [command for command in commands if command not in wrapped] == [
+        line for line in commands if "pytest" in line
+    ]
+    assert all("pytest" not in line or line.endswith("--collect-only") for line in commands)
+    assert all("--without-values" in line for line in wrapped if "tools/gpu/ranks" not in line and "bench" not in line)
 
 
 @pytest.mark.parametrize(
