@@ -85,9 +85,9 @@ ONE_GPU: dict[str, Part] = {
     "attention": Part(
         "How fast is attention from 512 to 32,768 tokens, and which backends should `auto` choose?",
         {
-            "methods": _speed("--kind 'layer forward+backward' --lengths 512 2048 8192", 70),
-            "long": _speed("--kind 'layer forward+backward' --lengths 32768 --rounds 3", 70),
-            "backends": _speed("--backends --lengths 512 2048 8192", 50),
+            "methods": _speed("--kind 'layer forward+backward' --lengths 512 2048 8192", 50),
+            "long": _speed("--kind 'layer forward+backward' --lengths 32768 --rounds 3", 40),
+            "backends": _speed("--backends --lengths 512 2048 8192", 100),  # compiles for 50 seconds
             "packed": _speed("--packed --lengths 512 2048 8192 32768", 50),
         },
     ),

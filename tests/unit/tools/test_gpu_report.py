@@ -297,6 +297,14 @@ def test_limits(plan: dict[str, Part], minutes: int) -> None:
             assert script == "-m" or (ROOT / script).is_file()
 
 
+def test_four_calls_are_enough() -> None:
+    """If every process needs all of its time. A call needs half a minute to begin."""
+    calls, left = 1, 60 * gpu_report.parser().get_default("minutes") - 30
+    for seconds in (run.seconds for part in ONE_GPU.values() for run in part.runs.values()):
+        calls, left = (calls, left - seconds) if seconds <= left else (calls + 1, 540 - seconds)
+    assert calls == 4, "docs/gpu_report.md"
+
+
 # Cases
 
 
