@@ -4,6 +4,7 @@ A run has three files in the output folder: PART.RUN.json (its record), PART.RUN
 itself) and PART.RUN.jsonl (its results, a line as soon as it is measured).
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -153,7 +154,7 @@ def _process(item: Item, record: Record, log: IO[str], seconds: float) -> int | 
     except subprocess.TimeoutExpired:
         return None
     finally:
-        end_group(process.pid)
+        end_tree(process.pid)
         process.wait()
 
 
@@ -169,12 +170,20 @@ def _environment(output: Path) -> dict[str, str]:
     return folders | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
 
 
-def end_group(group: int) -> None:
-    """Kill the processes that a run started."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def end_tree(root: int) -> None:
+    """Kill a process and everything that it started. A training run starts its ranks in sessions of their own."""
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parents[int(file.parent.name)] = int(file.read_text(errors="replace").rpartition(")")[2].split()[1])
+    tree = [root]
+    for process in tree:  # which grows
+        tree += [child for child, parent in parents.items() if parent == process]
+    for process in tree:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(root, signal.SIGKILL)
 
 
 def end_orphan(record: Record) -> None:
@@ -187,4 +196,4 @@ def end_orphan(record: Record) -> None:
     except OSError:
         return
     if [word.decode(errors="replace") for word in words] == record.get("command"):
-        end_group(number)
+        end_tree(number)
