@@ -154,7 +154,8 @@ def _process(item: Item, record: Record, log: IO[str], seconds: float) -> int | 
     except subprocess.TimeoutExpired:
         return None
     finally:
-        end_tree(process.pid)
+        end = end_tree if process.poll() is None else end_group  # another process may have the number of one that ended
+        end(process.pid)
         process.wait()
 
 
@@ -182,8 +183,13 @@ def end_tree(root: int) -> None:
     for process in tree:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
+    end_group(root)
+
+
+def end_group(group: int) -> None:
+    """Kill the processes that are left of a group."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(root, signal.SIGKILL)
+        os.killpg(group, signal.SIGKILL)
 
 
 def end_orphan(record: Record) -> None:
