@@ -7,6 +7,7 @@ the part's first result.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from tools.gpu.cases import read_lines
 from tools.gpu.plans import ONE_GPU, STAND_IN
 from tools.gpu.runner import DONE, RUNNING, Item, items, read_record
 
-PATIENCE = 60.0
+PATIENCE = 5.0
 """Seconds after which a part is killed that has only one result, at its end: `resume` and `tests`."""
 MINUTES = 600
 SHOWN = {"smoke": 2, "parity": 5, "tests": 28}
@@ -73,16 +74,21 @@ class Watched:
         return len(found) == 1 and bool(begun) and time.time() - begun[0] > PATIENCE
 
     def _note_answers(self) -> None:
+        text = self.page.read_text() if self.page.is_file() else ""
         for part in SHOWN.keys() - self.answers.keys():
-            ended = all(read_record(item).get("status") not in (None, RUNNING) for item in self.found[part])
-            text = self.page.read_text() if ended and self.page.is_file() else ""
-            if ended and all(f"| {item.title} | not run yet" not in text for item in self.found[part]):
-                self.answers[part] = text.partition("## Answers so far\n\n")[2].partition("\n\n")[0]
+            statuses = {item.title: read_record(item).get("status") for item in self.found[part]}
+            if all(f"| {title} | {status} |" in text and status != RUNNING for title, status in statuses.items()):
+                self.answers[part] = without_speeds(text.partition("## Answers so far\n\n")[2].partition("\n\n")[0])
 
     def repeated(self, part: str) -> int:
         """Return how many results of a part were measured again after its kill."""
         now = results(self.found[part])
         return sum(now.get(key) != value for key, value in self.before[part].items())
+
+
+def without_speeds(text: str) -> str:
+    """Return the answers without figures that a reader could take for those of a GPU."""
+    return re.sub(r"\d[\d,.]*(?= tokens/s| of RoFormer| x the time|%| MiB)", "...", text)
 
 
 def results(found: Sequence[Item]) -> Results:
@@ -143,6 +149,7 @@ def _reduced() -> Iterator[str]:
 
 
 def _answers(watched: Watched) -> Iterator[str]:
+    yield from ("", "Speeds, shares and memory are replaced by `...` below, because they are not those of a GPU.")
     for part, minute in SHOWN.items():
         yield from ("", f"## The answers after `{part}`, at minute {minute} of the plan", "", watched.answers[part])
 

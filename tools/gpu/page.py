@@ -25,13 +25,13 @@ def results_of(item: Item) -> list[Line]:
     """Return the finished lines of a run. For pytest's report, these are the numbers of tests by outcome."""
     if item.results.is_file() and item.results.read_bytes()[:1] == b"<":
         with contextlib.suppress(ElementTree.ParseError):  # a kill cut it off
-            return [_junit(item.results.read_text(errors="replace"))]
+            if tests := list(ElementTree.fromstring(item.results.read_text(errors="replace")).iter("testcase")):
+                return [_junit(tests)]
     lines = [line for line in read_lines(item.results) if line.get("status") != "started"]
     return lines or _tests_in_log(item)
 
 
-def _junit(text: str) -> Line:
-    cases = list(ElementTree.fromstring(text).iter("testcase"))
+def _junit(cases: Sequence[ElementTree.Element]) -> Line:
     outcomes = Counter(next((child.tag for child in case if child.tag in _OUTCOMES), "passed") for case in cases)
     failed = [str(case.get("name")) for case in cases if any(child.tag in ("failure", "error") for child in case)]
     figures: Line = {"case": "tests", "status": "failed" if failed else "ok"}
@@ -88,13 +88,18 @@ def _step(results: Results) -> str:
 
 
 def _ratios(results: Results) -> str:
+    """Return the ratios at the longest length of each pair of sides. A side is not compared with itself."""
     lines = [line for each in results.values() for line in each if "ratio" in line]
-    longest = {(line["kind"], line.get("method"), line["backend"]): line for line in lines}
-    shown = []
-    for (_, method, backend), line in longest.items():
-        name = " with ".join(filter(None, (method, backend)))
-        if line["base"] not in (method, backend):
-            shown.append(f"{name} at {line['length']:,}: {line['ratio']:.2f} x the time of {line['base']}")
+    longest = {}
+    for line in sorted(lines, key=lambda line: line["length"]):
+        sides = (line.get("method"), line["backend"].partition(" ")[0])
+        if line["base"] not in (*sides, " ".join(filter(None, sides))):
+            longest[line["kind"], *sides, line["base"]] = line
+    shown, kinds = [], {line["kind"] for line in longest.values()}
+    for line in longest.values():
+        name = " with ".join(filter(None, (line.get("method"), line["backend"])))
+        name = f"{line['kind']}, {name}" if len(kinds) > 1 else name
+        shown.append(f"{name} at {line['length']:,}: {line['ratio']:.2f} x the time of {line['base']}")
     return "; ".join(shown)
 
 
