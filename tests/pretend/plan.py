@@ -138,7 +138,8 @@ def _rows(watched: Watched) -> Iterator[str]:
         kept = f"{len(watched.before[part])} | {watched.repeated(part)}"
         yield f"| `{part}` | {ONE_GPU[part].seconds} s | {seconds:.0f} | {used:.0f} | {kept} | {counts} |"
     yield ""
-    yield "Seconds are those of each run's last process, so a killed process does not count."
+    yield "Seconds are those of each run's last process, so a killed process does not count. `resume` and `tests` have"
+    yield "one result, at their end, so they were killed while they ran."
 
 
 def _reduced() -> Iterator[str]:
