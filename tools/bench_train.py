@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.data import Batch
 from megatron_coca.evaluation.results import out_of_memory
+from megatron_coca.evaluation.subject import backend_record
 from megatron_coca.evaluation.tasks.speed import interleaved, measured_peak
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
@@ -57,12 +58,14 @@ class Contestant:
         name: the position method, or the peer's name.
         step: a function that runs a step on micro-batches and returns the loss.
         peak: a function that returns the peak memory of a step in bytes, without weights and optimizer states.
+        backend: our attention backend and, on a GPU, its kernel; None for the peer.
     """
 
     name: str
     config: Config
     step: Callable[[list[Tensor]], float]
     peak: Callable[[list[Tensor]], int]
+    backend: str | None = None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,8 +106,8 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     methods = []
     for name in options.methods:
         config = load_config(files, [*given, f"pos_emb={name}"])
-        step = own_step(config)
-        methods.append(Contestant(name, config, step, peak_of(step)))
+        step, backend = own_step(config)
+        methods.append(Contestant(name, config, step, peak_of(step), backend))
     if options.peer is None:
         return methods
     config = load_config(files, [*given, "pos_emb=rotary"]).override(PEERS[options.peer].keys)
@@ -114,12 +117,13 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     return peers + methods
 
 
-def own_step(config: Config) -> Callable[[list[Tensor]], float]:
-    """Return a function that runs an engine step like `megatron-coca train`."""
+def own_step(config: Config) -> tuple[Callable[[list[Tensor]], float], str]:
+    """Return a function that runs an engine step like `megatron-coca train`, and the attention backend."""
     model = build_model(config, group.local_device()).train()
     optimizer = build_optimizer(model, config.optimizer)
     own_engine = Engine(LanguageModelLoss(model), optimizer, config, config.batch.resolve(1))
-    return lambda micro_batches: own_engine.train_step([Batch(batch.numpy()) for batch in micro_batches], RATE).loss
+    step, backend = own_engine.train_step, backend_record(model, config, group.local_device(), trains=True)
+    return lambda micro_batches: step([Batch(batch.numpy()) for batch in micro_batches], RATE).loss, backend
 
 
 def peer(name: str, config: Config, compiled: bool, keeps_memory: bool) -> Contestant:
@@ -331,6 +335,7 @@ def record(own: Contestant, times: list[float], peak_bytes: int, ratio: dict[str
     return {
         "benchmark": "training step",
         "method": own.name,
+        "backend": own.backend,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "flops_per_second": achieved,

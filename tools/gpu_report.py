@@ -26,12 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.gpu.plans import PLANS, Part
+from tools.gpu.plans import PLANS, STAND_IN, Part
 
 NEEDED = ("torch", "triton", "pydantic")
 """Packages without which no part runs."""
-WITHOUT_VALUES = ("tools/gpu/smoke.py", "tools/gpu/parity.py", "tools/gpu/speed.py")
-"""Scripts with the option --without-values."""
 LEFT = 3
 """Exit status if parts are left for the next call."""
 
@@ -80,14 +78,16 @@ def run(plan: Mapping[str, Part], whole: Mapping[str, Part], options: argparse.N
         here["gpu"] = f"the stand-in for {here['gpu']}, where kernels compute nothing and times are host times"
     found, everything = items(plan, options.output), items(whole, options.output)
     file, left = options.output / "gpu_report.md", list(waiting(found, here))
-    while left and time.monotonic() + left[0].run.seconds <= deadline:
-        item = left.pop(0)
-        print(f"{item.title}: {plan[item.part].title} ({item.run.seconds} s at most)", file=sys.stderr)
-        record = execute(item, here)
+    try:
+        while left and time.monotonic() + left[0].run.seconds <= deadline:
+            item = left.pop(0)
+            print(f"{item.title}: {plan[item.part].title} ({item.run.seconds} s at most)", file=sys.stderr)
+            record = execute(item, here)
+            write_file(file, page(whole, everything, here))
+            detail = f" ({', '.join(record['missing'])} is not installed)" if record["status"] == MISSING else ""
+            print(f"{item.title}: {record['status']}{detail} after {record['seconds']:.0f} s", file=sys.stderr)
+    finally:
         write_file(file, page(whole, everything, here))
-        detail = f" ({', '.join(record['missing'])} is not installed)" if record["status"] == MISSING else ""
-        print(f"{item.title}: {record['status']}{detail} after {record['seconds']:.0f} s", file=sys.stderr)
-    write_file(file, page(whole, everything, here))
     print(file)
     if left:
         print(f"gpu_report: {len(left)} of {len(found)} runs are left; run the same command again", file=sys.stderr)
@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     limits = "multiply the limits of all processes, for a slow machine (default: %(default)s)"
     parser.add_argument("--limits", type=positive, default=1.0, metavar="FACTOR", help=limits)
     parser.add_argument("--dry-run", action="store_true", help="print parts and commands")
-    stand_in = "run on the stand-in device (docs/pretend.md): compare no values"
+    stand_in = "run on the stand-in device (docs/pretend.md): compare no values, and reduce some sizes"
     parser.add_argument("--stand-in", action="store_true", help=stand_in)
     return parser
 
@@ -150,9 +150,10 @@ def _launched(part: Part, options: argparse.Namespace) -> Part:
     runs = {}
     for name, run in part.runs.items():
         command = run.command
-        if options.stand_in and command.startswith("tools/"):
-            command = f"-m tests.pretend run {command}"
-            command += " --without-values" if run.command.startswith(WITHOUT_VALUES) else ""
+        if options.stand_in:
+            script, _, _ = command.partition(" ")
+            command = f"{command} {STAND_IN[script]}"
+            command = command if script == "-m" else f"-m tests.pretend run {command}"
         runs[name] = run._replace(command=command, seconds=max(1, round(run.seconds * options.limits)))
     return part._replace(runs=runs)
 
@@ -213,7 +214,10 @@ def missing_compiler(program: str) -> str | None:
     if done.returncode == 0:
         return None
     end = (done.stdout + done.stderr)[-2000:]
-    return f"a Triton kernel does not run here; install a C compiler and Python.h (gcc, python3-dev):\n{end}"
+    return (
+        "a Triton kernel does not run here; unless the end of its output names another reason, install a C compiler "
+        f"and Python.h (gcc, python3-dev):\n{end}"
+    )
 
 
 if __name__ == "__main__":

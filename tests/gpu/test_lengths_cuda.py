@@ -46,7 +46,7 @@ def test_two_hundred_lengths(formula: str) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("kv_heads", "batch"), product([1, 2, 4, 8, 16], [1, 3]))
+@pytest.mark.parametrize(("kv_heads", "batch"), [*product([1, 2, 4, 8, 16], [1, 3])])
 @torch.no_grad()
 def test_one_query_after_any_number_of_keys(kv_heads: int, batch: int) -> None:
     """Out of a longer buffer, as a cache gives them."""

@@ -17,6 +17,11 @@ CASES = [
     Case(4096, window=1024, far=True, first_keys=10, head_dim=64),
     Case(1000, queries=100, window=256, far=True, head_dim=64),
     Case(1000, documents=5, head_dim=64),
+    # Operands that the kernels compute from magnitudes.
+    *(Case(1000, rotated=rotated, heads=4, head_dim=64) for rotated in (16, 48, 64)),
+    Case(1000, rotated=64, angles=True, heads=4, kv_heads=2, documents=5, formula="log", head_dim=64),
+    Case(1000, rotated=32, angles=True, own_tables=True, queries=100, window=100, head_dim=64),
+    Case(1000, rotated=24, queries=1, head_dim=24),
     Case(1000, documents=5, window=100, far=True, first_keys=4, formula="log", head_dim=64),
 ]
 

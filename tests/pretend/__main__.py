@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.pretend import budgets
 from tests.pretend.build import BUILT, build
@@ -24,8 +25,8 @@ POLL_SECONDS = 0.2
 def main() -> int:
     """Run a command in a process that has the library loaded; return the exit status."""
     options = parse()
-    if options.function is list_scenarios:
-        return list_scenarios(options)
+    if options.function in (list_scenarios, run_plan):  # which need no device in this process
+        return int(options.function(options))
     if FOLDER not in os.environ:
         command = [sys.executable, "-m", "tests.pretend", *sys.argv[1:]]
         os.execve(sys.executable, command, environment(build(), options.cap))
@@ -55,6 +56,11 @@ def parse() -> argparse.Namespace:
     kernels = commands.add_parser("kernels", help="bytes of every kernel of a compiled block, forward and backward")
     kernels.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
     kernels.set_defaults(function=show_kernels)
+    plan = commands.add_parser("plan", help="run the plan of the GPU report, and kill each part once")
+    plan.add_argument("--output", type=Path, default=BUILT / "plan", metavar="DIR", help="default: %(default)s")
+    plan.add_argument("--limits", type=float, default=4.0, metavar="FACTOR", help="as of tools/gpu_report.py")
+    plan.add_argument("--page", type=Path, metavar="FILE.md", help="write a page about it")
+    plan.set_defaults(function=run_plan)
     script = commands.add_parser("run", help="run a script of this project, for example train.py")
     script.add_argument("script", metavar="SCRIPT.py")
     script.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -66,6 +72,13 @@ def list_scenarios(options: argparse.Namespace) -> int:
     """Print the names of the scenarios."""
     print("\n".join(SCENARIOS))
     return 0
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Run the plan of the GPU report."""
+    from tests.pretend import plan
+
+    return plan.main(options.output, options.limits, options.page)
 
 
 def run_scenarios(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import hashlib
 import re
 import subprocess
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def build() -> Path:
 
 def _compile(folder: Path, libraries: list[Path]) -> None:
     own = sorted(NATIVE.glob("*.c"))
-    common = [*COMPILER, f"-I{NATIVE}", f"-I{_cuda_headers()}"]
+    common = [*compiler(_cuda_headers(), metadata.requires("torch")), f"-I{NATIVE}"]
     written = folder / "written.so"
     _run([*common, *map(str, own), "-o", str(written)])
     wanted = {name for path in libraries for name in _symbols(path, "--undefined-only") if STOOD_IN.match(name)}
@@ -89,6 +90,15 @@ def _torch_libraries() -> list[Path]:
     if not (folder / "libtorch_cuda.so").exists():
         sys.exit(f"{sys.executable}: PyTorch is not a CUDA build; name another Python: make test-cuda CUDA_PYTHON=...")
     return libraries
+
+
+def compiler(headers: Path, requirements: list[str] | None) -> list[str]:
+    """Return the command of the compiler. `requirements` are those of PyTorch: cuDNN has the version that they name,
+    because PyTorch cannot use an older one.
+    """
+    found = re.search(r"nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", "\n".join(requirements or []))
+    major, minor, patch = map(int, found.groups() if found else (9, 20, 0))
+    return [*COMPILER, f"-I{headers}", f"-DCUDNN={10000 * major + 100 * minor + patch}"]
 
 
 def triton_headers() -> Path:

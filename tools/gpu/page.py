@@ -10,7 +10,7 @@ from typing import Any
 
 from tools.gpu.cases import read_lines
 from tools.gpu.plans import Part
-from tools.gpu.runner import DONE, MISSING, RUNNING, Item, Record, read_record
+from tools.gpu.runner import DONE, MISSING, RUNNING, Item, Record, identity, read_record
 
 SHOWN = 15
 """Number of lines that the page shows from the end of the output of a failed run."""
@@ -25,13 +25,13 @@ def results_of(item: Item) -> list[Line]:
     """Return the finished lines of a run. For pytest's report, these are the numbers of tests by outcome."""
     if item.results.is_file() and item.results.read_bytes()[:1] == b"<":
         with contextlib.suppress(ElementTree.ParseError):  # a kill cut it off
-            return [_junit(item.results.read_text(errors="replace"))]
+            if tests := list(ElementTree.fromstring(item.results.read_text(errors="replace")).iter("testcase")):
+                return [_junit(tests)]
     lines = [line for line in read_lines(item.results) if line.get("status") != "started"]
     return lines or _tests_in_log(item)
 
 
-def _junit(text: str) -> Line:
-    cases = list(ElementTree.fromstring(text).iter("testcase"))
+def _junit(cases: Sequence[ElementTree.Element]) -> Line:
     outcomes = Counter(next((child.tag for child in case if child.tag in _OUTCOMES), "passed") for case in cases)
     failed = [str(case.get("name")) for case in cases if any(child.tag in ("failure", "error") for child in case)]
     figures: Line = {"case": "tests", "status": "failed" if failed else "ok"}
@@ -45,7 +45,10 @@ def _tests_in_log(item: Item) -> list[Line]:
     """Count the tests in pytest's output, which has a line for each test even if pytest was killed."""
     if "pytest" not in item.run.command or not item.log.is_file():
         return []
-    found = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (?:\[ *\d+%\] )?(\S+)", item.log.read_text(errors="replace"))
+    log = item.log.read_text(errors="replace")
+    if collected := re.search(r"(\d+)(?:/\d+)? tests collected", log):  # on the stand-in device
+        return [{"case": "tests", "status": "ok", "collected": int(collected[1])}]
+    found = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (?:\[ *\d+%\] )?(\S+)", log)
     outcomes = Counter(outcome.lower() for outcome, _ in found)
     failed = [name for outcome, name in found if outcome in ("FAILED", "ERROR")]
     if not found:
@@ -58,9 +61,13 @@ def _tests_in_log(item: Item) -> list[Line]:
 
 def _passed(results: Results) -> str:
     lines = [line for each in results.values() for line in each]
-    failed = [str(line["case"]) for line in lines if line.get("status") == "failed"]
-    text = f"{len(lines) - len(failed)} of {len(lines)} cases passed"
-    return text + (f"; failed: {', '.join(failed)}" if failed else "")
+    cases = {status: [str(line["case"]) for line in lines if line.get("status") == status] for status in _NOT_PASSED}
+    others = (f"; {status}: {', '.join(names)}" for status, names in cases.items() if names)
+    passed = len(lines) - sum(map(len, cases.values()))
+    return f"{passed} of {len(lines)} cases passed" + "".join(others)
+
+
+_NOT_PASSED = ("failed", "out of memory")
 
 
 def _step(results: Results) -> str:
@@ -81,13 +88,18 @@ def _step(results: Results) -> str:
 
 
 def _ratios(results: Results) -> str:
+    """Return the ratios at the longest length of each pair of sides. A side is not compared with itself."""
     lines = [line for each in results.values() for line in each if "ratio" in line]
-    longest = {(line["kind"], line.get("method"), line["backend"]): line for line in lines}
-    shown = []
-    for (_, method, backend), line in longest.items():
-        name = " with ".join(filter(None, (method, backend)))
-        if line["base"] not in (method, backend):
-            shown.append(f"{name} at {line['length']:,}: {line['ratio']:.2f} x the time of {line['base']}")
+    longest = {}
+    for line in sorted(lines, key=lambda line: line["length"]):
+        sides = (line.get("method"), line["backend"].partition(" ")[0])
+        if line["base"] not in (*sides, " ".join(filter(None, sides))):
+            longest[line["kind"], *sides, line["base"]] = line
+    shown, kinds = [], {line["kind"] for line in longest.values()}
+    for line in longest.values():
+        name = " with ".join(filter(None, (line.get("method"), line["backend"])))
+        name = f"{line['kind']}, {name}" if len(kinds) > 1 else name
+        shown.append(f"{name} at {line['length']:,}: {line['ratio']:.2f} x the time of {line['base']}")
     return "; ".join(shown)
 
 
@@ -123,7 +135,7 @@ def page(plan: Mapping[str, Part], found: Sequence[Item], machine: Mapping[str, 
     records = {item.title: read_record(item) for item in found}
     boards = [", ".join(f"{key} {value}" for key, value in board.items()) for board in machine.get("nvidia-smi", [])]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    finished = sum(record.get("status") not in (None, RUNNING) for record in records.values())
+    finished = sum(record.get("status") not in (None, RUNNING, MISSING) for record in records.values())
     spent = sum(record.get("seconds", 0.0) for record in records.values())
     lines = [f"# Measured on {machine.get('gpu', 'no GPU')}", "", *boards, "", versions, ""]
     lines += [f"{finished} of {len(found)} runs have ended, after {spent / 60:.1f} minutes.", ""]
@@ -134,9 +146,11 @@ def page(plan: Mapping[str, Part], found: Sequence[Item], machine: Mapping[str, 
         answer = ANSWERS.get(name, _figures)(results) if results else _state(records, group)
         if results and any(records[item.title].get("status") != DONE for item in group):
             answer = f"so far: {answer}"
+        if before := sorted({text for item in group if (text := outdated(item, records[item.title], machine))}):
+            answer = f"measured {', or '.join(before)}: {answer}"
         lines.append(f"| {plan[name].title} | {_cell(answer)} |")
     lines += ["", "## Runs", "", "| run | status | seconds | limit |", "|---|---|---|---|"]
-    lines += [_row(item, records[item.title]) for item in found]
+    lines += [_row(item, records[item.title], machine) for item in found]
     for name, group in parts:
         lines += _section(plan[name], group, records)
     return "\n".join(lines) + "\n"
@@ -150,12 +164,23 @@ def _state(records: Mapping[str, Record], group: Sequence[Item]) -> str:
     return "no result" if tried else "not run yet"
 
 
-def _row(item: Item, record: Record) -> str:
+def outdated(item: Item, record: Record, machine: Mapping[str, Any]) -> str:
+    """Return how the GPU, the libraries and the code of a record differ from the present ones; empty if they do not."""
+    then, now = record.get("identity"), identity(item, machine)
+    if then is None:
+        return ""
+    texts = {"gpu": f"on {then.get('gpu')}", "versions": "with other libraries", "content": "with other code"}
+    return " and ".join(text for key, text in texts.items() if then.get(key) != now[key])
+
+
+def _row(item: Item, record: Record, machine: Mapping[str, Any]) -> str:
     status = record.get("status", "not run yet")
     if status == RUNNING:
         status = "running, or interrupted"
     if status == MISSING:
         status = f"not run: {', '.join(record['missing'])} is not installed"
+    if before := outdated(item, record, machine):
+        status += f", {before}"
     seconds = f"{record['seconds']:.0f}" if record.get("seconds") else ""
     return f"| {item.title} | {status} | {seconds} | {item.run.seconds} |"
 

@@ -48,6 +48,12 @@ PATHS: dict[str, dict[str, Any]] = {
     "rotary, lm_infinite": {"pos_emb": "rotary", "relative_positions": {"type": "lm_infinite", "window": 64}},
     "forgetting gate": {"pos_emb": "none", "forgetting_gate": "fox"},
     "pope": {"pos_emb": "pope"},
+    "pope, triton": {"pos_emb": "pope", "attention_backend": "triton"},
+    "polar": {"pos_emb": "polar"},
+    "kerple_power": {"pos_emb": "kerple_power"},
+    "sandwich": {"pos_emb": "sandwich"},
+    "fire": {"pos_emb": "fire"},
+    "sinusoidal": {"pos_emb": "sinusoidal"},
 }
 """Names of default paths -> keys. Methods that this version does not declare are left out."""
 FLOOR = 5e-3

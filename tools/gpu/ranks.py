@@ -29,8 +29,8 @@ from tools.gpu.cases import read_lines, run_cases
 INPUTS = ("configs/350M/roformer_coca.yml", "configs/cluster/gpu1.yml", "data_types=null")
 """The 350M model in bfloat16, with ZeRO 1."""
 STEPS = 16
-SAVED = 6
-"""Interval of checkpoints in steps."""
+SAVED = 9
+"""Interval of checkpoints in steps: a run saves one checkpoint on its way and one at its end."""
 BATCH = 128
 """Samples in a step, the same for any number of ranks."""
 ROUNDING = 5e-3
@@ -57,11 +57,13 @@ def command(options: Options, save: Path, ranks: int, *keys: str) -> list[str]:
         f"save={save}",
     )
     inputs = [*options.inputs, *shared, *options.keys, *keys]
-    return [sys.executable, "train.py", *inputs, "--num_gpus", str(ranks)]
+    wrapper = ("-m", "tests.pretend", "run") if options.stand_in else ()
+    return [sys.executable, *wrapper, "train.py", *inputs, "--num_gpus", str(ranks)]
 
 
-def train(options: Options, name: str, ranks: int, *keys: str) -> list[dict[str, Any]]:
-    """Train a run in an empty folder to its end, and return its metrics.
+def train(options: Options, name: str, ranks: int, *keys: str, keep: bool = False) -> list[dict[str, Any]]:
+    """Train a run in an empty folder to its end, and return its metrics. Checkpoints are deleted unless `keep` is set,
+    because one of the 350M model takes 6 GB.
 
     Raises:
         RuntimeError: the run failed; the message contains the end of its output.
@@ -72,7 +74,10 @@ def train(options: Options, name: str, ranks: int, *keys: str) -> list[dict[str,
     print(done.stdout, done.stderr, flush=True)
     if done.returncode:
         raise RuntimeError(f"train.py: exit status {done.returncode}: {done.stderr[-400:]}")
-    return read_lines(save / "metrics.jsonl")
+    metrics = read_lines(save / "metrics.jsonl")
+    if not keep:
+        shutil.rmtree(save)
+    return metrics
 
 
 def losses(metrics: Sequence[dict[str, Any]]) -> Losses:
@@ -108,7 +113,7 @@ def nearly(one: Losses, other: Losses) -> float:
 
 def resume(options: Options) -> dict[str, Any]:
     """Kill a run by SIGKILL after its checkpoint, resume it, and compare it with a run that was not killed."""
-    keys = (f"checkpoint_factor={SAVED}", "deterministic=true")
+    keys = (f"checkpoint_factor={SAVED}", "async_save=false", "deterministic=true")
     whole = losses(train(options, "whole", 1, *keys))
     save = options.folder.resolve() / "killed"
     shutil.rmtree(save, ignore_errors=True)
@@ -122,10 +127,12 @@ def resume(options: Options) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    assert killed_at < STEPS, f"train.py: reached its last step, {STEPS}, before it was killed"
     done = subprocess.run([*command(options, save, 1, *keys), "--auto-resume"], cwd=ROOT, check=False)
     if done.returncode:
         raise RuntimeError(f"train.py --auto-resume: exit status {done.returncode}")
     same_bits(losses(read_lines(save / "metrics.jsonl")), whole)
+    shutil.rmtree(save)
     return {"steps": len(whole), "killed_at_step": killed_at, "last_loss": whole[max(whole)]}
 
 
@@ -159,9 +166,10 @@ def wait(options: Options) -> dict[str, Any]:
 
 def elastic(options: Options) -> dict[str, Any]:
     """Resume a checkpoint of all ranks on half of them."""
-    whole = losses(train(options, "elastic", options.ranks, f"checkpoint_factor={SAVED}"))
+    whole = losses(train(options, "elastic", options.ranks, f"checkpoint_factor={SAVED}", keep=True))
     folder, half = options.folder.resolve(), max(1, options.ranks // 2)
     rest = losses(train(options, "elastic_half", half, f"load={folder / 'elastic'}", f"iteration={SAVED}"))
+    shutil.rmtree(folder / "elastic")
     return {"ranks": half, "difference": nearly(rest, {step: loss for step, loss in whole.items() if step > SAVED})}
 
 
@@ -227,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=8, help="number of GPUs (default: %(default)s)")
     parser.add_argument("--inputs", nargs="+", default=INPUTS, metavar="CONFIG.yml", help="the model and its training")
     parser.add_argument("--keys", nargs="+", default=[], metavar="key=value", help="further keys")
+    parser.add_argument("--stand-in", action="store_true", help="train on the stand-in device (docs/pretend.md)")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / "store").unlink(missing_ok=True)

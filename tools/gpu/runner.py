@@ -4,9 +4,11 @@ A run has three files in the output folder: PART.RUN.json (its record), PART.RUN
 itself) and PART.RUN.jsonl (its results, a line as soon as it is measured).
 """
 
+import contextlib
 import importlib.util
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -118,14 +120,20 @@ def execute(item: Item, here: Mapping[str, Any]) -> Record:
     if absent := missing_packages(item.run):
         return _written(item, record | {"status": MISSING, "seconds": 0.0, "missing": absent})
     item.place.parent.mkdir(parents=True, exist_ok=True)
-    start, cases = time.monotonic(), -1
+    start, cases, used = time.monotonic(), -1, _processor_seconds()
     status: int | None = -1
     with item.log.open("w") as log:
         while status is not None and status < 0 and cases < (cases := count_started(item.results)):
             status = _process(item, record, log, start + item.run.seconds - time.monotonic())
     ends = {0: DONE, None: LATE}
     record |= {"status": ends.get(status, FAILED), "seconds": time.monotonic() - start, "exit": status}
-    return _written(item, record)
+    return _written(item, record | {"processor_seconds": _processor_seconds() - used})
+
+
+def _processor_seconds() -> float:
+    """Return the CPU time of all processes that have been waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _process(item: Item, record: Record, log: IO[str], seconds: float) -> int | None:
@@ -146,7 +154,8 @@ def _process(item: Item, record: Record, log: IO[str], seconds: float) -> int | 
     except subprocess.TimeoutExpired:
         return None
     finally:
-        end_group(process.pid)
+        end = end_tree if process.poll() is None else end_group  # another process may have the number of one that ended
+        end(process.pid)
         process.wait()
 
 
@@ -162,12 +171,25 @@ def _environment(output: Path) -> dict[str, str]:
     return folders | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
 
 
+def end_tree(root: int) -> None:
+    """Kill a process and everything that it started. A training run starts its ranks in sessions of their own."""
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parents[int(file.parent.name)] = int(file.read_text(errors="replace").rpartition(")")[2].split()[1])
+    tree = [root]
+    for process in tree:  # which grows
+        tree += [child for child, parent in parents.items() if parent == process]
+    for process in tree:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    end_group(root)
+
+
 def end_group(group: int) -> None:
-    """Kill the processes that a run started."""
-    try:
+    """Kill the processes that are left of a group."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def end_orphan(record: Record) -> None:
@@ -180,4 +202,4 @@ def end_orphan(record: Record) -> None:
     except OSError:
         return
     if [word.decode(errors="replace") for word in words] == record.get("command"):
-        end_group(number)
+        end_tree(number)

@@ -32,6 +32,8 @@ ATTENTION: dict[str, tuple[str, Case]] = {
     "triton, two segments": ("triton", Case(500, window=100, far=True, **HEADS)),
     "triton, packed documents": ("triton", Case(500, documents=5, **HEADS)),
     "triton, linear bias": ("triton", Case(500, formula="linear", **HEADS)),
+    "triton, polar": ("triton", Case(500, rotated=64, **HEADS)),
+    "triton, polar with constant angles": ("triton", Case(500, rotated=16, angles=True, **HEADS)),
     "flex, packed documents": ("flex", Case(512, documents=5, **HEADS)),
     "flex, linear bias": ("flex", Case(512, formula="linear", **HEADS)),
     "merge, two segments": ("merge", Case(500, window=100, far=True, **HEADS)),

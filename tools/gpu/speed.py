@@ -50,6 +50,7 @@ CANDIDATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "kerple_log": ({"pos_emb": "kerple_log"}, ("flex", "triton")),
     "rerope": ({"pos_emb": "rotary", **REROPE}, ("triton", "merge")),
     "coca": ({"pos_emb": "coca"}, ("sdpa", "triton", "flex")),
+    "pope": ({"pos_emb": "pope"}, ("sdpa", "triton")),
 }
 """Methods and the backends of each that are compared with the first one."""
 TOKENS = 65536
@@ -139,10 +140,12 @@ def packed(setting: Setting, length: int, rounds: int, name: str, values: bool) 
     Raises:
         AssertionError: the output or a gradient differs from the base.
     """
-    rows, device, generator = max(1, min(ROWS, TOKENS // length)), setting.device, torch.Generator().manual_seed(length)
-    ids = (torch.rand(rows, length, generator=generator) < 1 / DOCUMENT).cumsum(1)
+    rows, device = max(1, min(ROWS, TOKENS // length)), setting.device
+    ids = (torch.rand(rows, length, generator=torch.Generator().manual_seed(length)) < 1 / DOCUMENT).cumsum(1)
     documents = documents_from_ids(ids, torch.device(device))
-    drawn = [torch.randn(rows, length, 16, 64, generator=generator).to(device, setting.dtype) for _ in range(4)]
+    generator = torch.Generator(device).manual_seed(length)  # a CPU would draw for seconds
+    shape, dtype = (rows, length, 16, 64), setting.dtype
+    drawn = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)]
     leaves = [x.transpose(1, 2).detach().requires_grad_() for x in drawn[:3]]
     cotangent = drawn[3].transpose(1, 2)
 

@@ -32,6 +32,11 @@ static int device_count(void) {
     return count ? atoi(count) : 1;
 }
 
+size_t device_memory(void) {
+    const char *gibibytes = getenv("PRETEND_GIB");
+    return (gibibytes ? strtoull(gibibytes, NULL, 10) : 80ull) << 30;
+}
+
 cudaError_t cudaGetDeviceCount(int *count) { return *count = device_count(), cudaSuccess; }
 cudaError_t cudaSetDevice(int index) { return device = index, cudaSuccess; }
 cudaError_t cudaGetDevice(int *index) { return *index = device, cudaSuccess; }
@@ -67,7 +72,7 @@ const char *cudaGetErrorString(cudaError_t error) {
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int index) {
     const struct gpu *chosen = gpu();
     *properties = (struct cudaDeviceProp){
-        .totalGlobalMem = DEVICE_MEMORY,
+        .totalGlobalMem = device_memory(),
         .sharedMemPerBlock = SHARED_WITHOUT_REQUEST,
         .sharedMemPerBlockOptin = chosen->shared_per_block,
         .sharedMemPerMultiprocessor = chosen->shared_per_processor,
@@ -153,7 +158,7 @@ CUresult cuDeviceGet(CUdevice *handle, int index) { return *handle = index, CUDA
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute number, CUdevice index) {
     return *value = attribute((int)number), CUDA_SUCCESS;
 }
-CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice index) { return *bytes = DEVICE_MEMORY, CUDA_SUCCESS; }
+CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice index) { return *bytes = device_memory(), CUDA_SUCCESS; }
 CUresult cuDeviceGetName(char *text, int length, CUdevice index) {
     snprintf(text, length, "%s", gpu()->name);
     return CUDA_SUCCESS;

@@ -30,13 +30,15 @@ int cublasGetStream_v2(void **handle, void **stream) { return *stream = handle[0
 
 // cuDNN: PyTorch's attention builds a graph of descriptors, asks for plans and executes one.
 
-size_t cudnnGetVersion(void) { return 92000; }
+size_t cudnnGetVersion(void) { return CUDNN; } // from build.py
 size_t cudnnGetCudartVersion(void) { return CUDART_VERSION; }
 const char *cudnnGetErrorString(int status) { return status ? "CUDNN_STATUS_OF_THE_STAND_IN" : "CUDNN_STATUS_SUCCESS"; }
 void cudnnGetLastErrorString(char *text, size_t length) {
     if (length) text[0] = 0;
 }
-int cudnnGetProperty(int type, int *value) { return *value = type == 0 ? 9 : type == 1 ? 20 : 0, 0; }
+int cudnnGetProperty(int type, int *value) {
+    return *value = type == 0 ? CUDNN / 10000 : type == 1 ? CUDNN / 100 % 100 : CUDNN % 100, 0;
+}
 int cudnnCreate(void ***handle) { return *handle = calloc(512, 8), 0; }
 int cudnnSetStream(void **handle, void *stream) { return handle[0] = stream, 0; }
 int cudnnGetStream(void **handle, void **stream) { return *stream = handle[0], 0; }

@@ -73,7 +73,7 @@ static cudaError_t allocate(void **address, size_t bytes, enum place place) {
     *address = NULL;
     if (!bytes) return cudaSuccess;
     bytes = (bytes + PAGE - 1) / PAGE * PAGE;
-    if (place == ON_DEVICE && device_bytes + bytes > DEVICE_MEMORY) return cudaErrorMemoryAllocation;
+    if (place == ON_DEVICE && device_bytes + bytes > device_memory()) return cudaErrorMemoryAllocation;
     void *start = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) return cudaErrorMemoryAllocation;
     remember(start, bytes, place);
@@ -106,7 +106,7 @@ cudaError_t cudaHostRegister(void *address, size_t bytes, unsigned flags) {
 }
 cudaError_t cudaHostUnregister(void *address) { return forget(address), cudaSuccess; }
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
-    return *available = DEVICE_MEMORY - device_bytes, *total = DEVICE_MEMORY, cudaSuccess;
+    return *available = device_memory() - device_bytes, *total = device_memory(), cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *address) {
     static const enum cudaMemoryType types[] = {

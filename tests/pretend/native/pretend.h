@@ -24,7 +24,8 @@ struct gpu {
 const struct gpu *gpu(void);
 #define GPUS 8
 int current_device(void);
-#define DEVICE_MEMORY (80ull << 30)
+// Bytes of memory of a device: PRETEND_GIB gibibytes, 80 by default.
+size_t device_memory(void);
 #define SHARED_WITHOUT_REQUEST 49152 // bytes; a kernel that uses more must ask for it by an attribute
 
 // streams.c: CUDA graphs being captured.

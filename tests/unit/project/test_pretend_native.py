@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs gcc, and the CUDA headers that Triton brings",
 )
 KERNEL = 0x1000
+OUT_OF_MEMORY = 2
 INVALID_CONFIGURATION, CAPTURE_UNSUPPORTED, CAPTURE_ISOLATION = 9, 900, 905
 
 
@@ -25,8 +26,8 @@ class Dim3(ctypes.Structure):
 def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     path = tmp_path_factory.mktemp("pretend") / "library.so"
     sources = [str(source) for source in sorted(build.NATIVE.glob("*.c"))]
-    command = [*build.COMPILER, f"-I{build.NATIVE}", f"-I{build.triton_headers()}", *sources, "-o", str(path)]
-    subprocess.run(command, check=True)
+    command = build.compiler(build.triton_headers(), ["nvidia-cudnn-cu13==9.24.1.43; platform_system == 'Linux'"])
+    subprocess.run([*command, f"-I{build.NATIVE}", *sources, "-o", str(path)], check=True)
     library = ctypes.CDLL(str(path))
     none = [None] * 5
     library.__getattr__("__cudaRegisterFunction")(None, ctypes.c_void_p(KERNEL), None, b"scale", 0, *none)
@@ -53,6 +54,19 @@ def allocated(cuda: ctypes.CDLL, count: int) -> int:
 
 def copy(cuda: ctypes.CDLL, to: object, source: object, count: int) -> None:
     assert cuda.cudaMemcpyAsync(to, source, ctypes.c_size_t(count), 0, None) == 0
+
+
+def test_cudnn_has_the_version_that_pytorch_requires(cuda: ctypes.CDLL) -> None:
+    parts = [ctypes.c_int() for _ in range(3)]
+    assert [cuda.cudnnGetProperty(kind, ctypes.byref(part)) for kind, part in enumerate(parts)] == [0, 0, 0]
+    assert cuda.cudnnGetVersion() == 92401 and [part.value for part in parts] == [9, 24, 1]
+
+
+def test_memory_of_the_device_ends(cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRETEND_GIB", "40")
+    address, memory = ctypes.c_void_p(), [ctypes.c_size_t() for _ in range(2)]
+    assert cuda.cudaMemGetInfo(*map(ctypes.byref, memory)) == 0 and memory[1].value == 40 << 30
+    assert cuda.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(41 << 30)) == OUT_OF_MEMORY
 
 
 def test_launches_are_counted_by_name_and_limits_are_those_of_the_device(cuda: ctypes.CDLL) -> None:

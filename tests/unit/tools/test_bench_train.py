@@ -32,7 +32,16 @@ SHAPE: dict[str, Any] = {
     "train_batch_size": 4,
     "pos_emb": "rotary",
 }
-EVERY_RECORD = {"benchmark", "method", "seconds", "tokens_per_second", "flops_per_second", "mfu", "peak_bytes"}
+EVERY_RECORD = {
+    "benchmark",
+    "method",
+    "backend",
+    "seconds",
+    "tokens_per_second",
+    "flops_per_second",
+    "mfu",
+    "peak_bytes",
+}
 EVERY_RECORD |= {"ratio", "ratio_to", "ratio_quartiles", "rounds", "compiled", "shape", "parameters"}
 EVERY_RECORD |= {"tokens_per_step", "dtype", "device", "threads", "python", "versions"}
 
