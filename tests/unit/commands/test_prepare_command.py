@@ -236,7 +236,7 @@ def test_empty_rows_are_no_faults_of_a_type(tmp_path: Path) -> None:
 
 def test_a_source_of_faults_stops_before_all_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "EARLY_FAULTS", 100)
-    monkeypatch.setattr("megatron_coca.data.preparation.run._write_shards", lambda *_: pytest.fail("all was read"))
+    monkeypatch.setattr("megatron_coca.data.preparation.run.run_stages", lambda *_: pytest.fail("all was read"))
     path = changelog(tmp_path / "changelog.gz", 101, 1)
     with pytest.raises(DataError, match="101 of 102 records are faulty"):
         prepare.main(options(tmp_path, path))
@@ -328,7 +328,7 @@ def test_passages_are_taken_from_all_texts_first() -> None:
 
 def test_a_tokenizer_that_loses_text_stops_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_coca.data.preparation.acceptance.EARLY_PASSAGES", 2)
-    monkeypatch.setattr("megatron_coca.data.preparation.run._write_shards", lambda *_: pytest.fail("all was read"))
+    monkeypatch.setattr("megatron_coca.data.preparation.run.run_stages", lambda *_: pytest.fail("all was read"))
     with pytest.raises(DataError, match="loses text"):
         prepare.main(options(tmp_path, write_texts(tmp_path / "s.jsonl", *CODE), *lowercasing(tmp_path)))
 
