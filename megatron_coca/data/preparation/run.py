@@ -120,16 +120,22 @@ def prepare_part(
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
     require_new(output, DataError)
-    with _work_is_kept(output):
-        settings = settings_of(sources, tokenizer, rules, notes)
-        blocks = Blocks(sources, find_inputs(sources), output, tokenizer, rules, settings)
-        if missing := blocks.missing():
-            blocks.make([number for number in missing if number % parts == part], execution)
-            return f"{blocks.folder}: {len(blocks) - len(blocks.missing())} of {len(blocks)} blocks are built"
-        plan = blocks.plan(rules.shard_bytes)
-        run_stages(plan, execution, part / parts, wait=False)
-    done, tasks = len(plan.tasks) - len(STAGES[-1].missing(plan)), len(plan.tasks)
-    return f"{plan.folder}: {done} of {tasks} tasks of shards are done"
+    try:
+        with _work_is_kept(output):
+            settings = settings_of(sources, tokenizer, rules, notes)
+            blocks = Blocks(sources, find_inputs(sources), output, tokenizer, rules, settings)
+            if missing := blocks.missing():
+                blocks.make([number for number in missing if number % parts == part], execution)
+                return f"{blocks.folder}: {len(blocks) - len(blocks.missing())} of {len(blocks)} blocks are built"
+            plan = blocks.plan(rules.shard_bytes)
+            run_stages(plan, execution, part / parts, wait=False)
+            done, tasks = len(plan.tasks) - len(STAGES[-1].missing(plan)), len(plan.tasks)
+            return f"{plan.folder}: {done} of {tasks} tasks of shards are done"
+    except DataError:
+        if not (output / manifest.MANIFEST).is_file():
+            raise
+        remove_blocks(output)  # another process completed the folder and removed the blocks
+        return f"{output}: is complete"
 
 
 def count_tasks(sources: Sequence[CorpusSource], rules: Rules, output: Path) -> tuple[int, int]:

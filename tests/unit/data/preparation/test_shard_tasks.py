@@ -18,7 +18,7 @@ from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, SourceSpec, load_tokenizer
 from megatron_coca.data.inspection import find_shards
 from megatron_coca.data.preparation import blocks as blocks_module
-from megatron_coca.data.preparation import duplicates, shard_files, stages
+from megatron_coca.data.preparation import duplicates, run, shard_files, stages
 from megatron_coca.data.preparation.blocks import Blocks
 from megatron_coca.data.preparation.manifest import read_manifest, training_weights
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Rules, find_inputs
@@ -154,6 +154,22 @@ def test_parts_build_blocks_and_then_share_the_shards(
     tasks = count_tasks(corpus, RULES, output)[1]
     assert all(each.endswith(f"{tasks} of {tasks} tasks of shards are done") for each in told[3:])
     assert everything(prepare(corpus, output, CHARACTERS, RULES, QUIET).parent) == divided
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
+
+
+def test_a_part_that_is_overtaken_by_the_last_command(
+    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks disappear while it works. It leaves no files behind."""
+    open_plan(corpus, tmp_path / "out")
+
+    def overtaken(*arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(run, "run_stages", run_stages)
+        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+        run_stages(*arguments, **options)
+
+    monkeypatch.setattr(run, "run_stages", overtaken)
+    assert prepare_part(corpus, tmp_path / "out", CHARACTERS, 0, 2, RULES, QUIET) == f"{tmp_path / 'out'}: is complete"
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
 
 
