@@ -297,12 +297,12 @@ def _run_on(engine: EngineSettings, options: argparse.Namespace, given: Sequence
     blocks, shards = count_tasks(recipe.sources, recipe.rules, output)
     most = MOST_TASKS if engine.tasks is None else engine.tasks
     line = ["prepare", *without_engine(given)]
-    if options.workers is None:
-        line += ["--workers", str(engine.cpus if engine.cpus > 1 else 0)]
-    step, second = (
-        CommandTask(tuple(line), Path.cwd(), tasks, tuple(range(tasks)))
-        for tasks in (min(most, blocks), min(most, shards))
-    )
+    workers = options.workers
+    if workers is None:
+        workers = engine.cpus if engine.cpus > 1 else 0
+        line += ["--workers", str(workers)]
+    counts = min(most, blocks), min(most, -(-shards // max(1, workers)))
+    step, second = (CommandTask(tuple(line), Path.cwd(), tasks, tuple(range(tasks))) for tasks in counts)
     logs = output.with_name(f".{output.name}.tasks")
     finish = CommandTask(tuple(line), Path.cwd())
     return run(engine, step, finish, logs, second if shards > 1 else None)  # the last task writes a few shards itself

@@ -7,6 +7,8 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,23 @@ def test_a_process_without_space(corpus: list[CorpusSource], tmp_path: Path) -> 
     missing = STAGES[-1].missing(plan)
     assert missing and not (tmp_path / "out").exists() and not list(plan.folder.glob(".*.partial"))
     assert everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == expected
+
+
+def test_an_error_ends_the_workers(corpus: list[CorpusSource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards that are complete are kept. Worker processes have the usual sizes of groups and runs."""
+    monkeypatch.undo()
+    monkeypatch.setattr(blocks_module, "open_reader", lambda spec: FileReader(spec, block=10_000))
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", (50_000, 50_000))
+    expected = everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent)
+    os.rename(tmp_path / "out", tmp_path / "first")
+    plan = open_plan(corpus, tmp_path / "out")
+    path = plan.blocks[-3][0]
+    run_stages(replace(plan, tasks=[]), QUIET)  # the digests
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=f"{path.name}: cannot be read .*delete this file"):
+        run_stages(plan, Execution(2, progress=False))
+    assert not active_children()
+    assert 0 < len(STAGES[-1].missing(plan)) < len(plan.tasks)
+    path.unlink()
+    prepare(corpus, tmp_path / "out", CHARACTERS, RULES, Execution(2, progress=False))
+    assert everything(tmp_path / "out") == expected

@@ -114,6 +114,13 @@ def _attempt_in_worker(number: int, item: int) -> bool:
     return attempt(_plan, number, item, lambda size: None)
 
 
+def _end(pool: ProcessPoolExecutor) -> None:
+    """End worker processes at once, even during an item. Then its result is missing, and its lock is free."""
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+    pool.shutdown(cancel_futures=True)
+
+
 class _Team:
     """The processes of one command. They start when there is more than one item to do."""
 
@@ -125,16 +132,17 @@ class _Team:
         """Attempt items of a stage. Return how many of them have a result now."""
         stage = STAGES[number]
         sizes = {item: stage.size(self._plan, item) for item in items}
-        unit = "B" if stage.kind == SHARDS else "items"
-        with Progress(stage.title, sum(sizes.values()) or None, unit, show=self._execution.progress) as progress:
+        in_bytes = stage.kind == SHARDS
+        unit, show = "B" if in_bytes else "items", self._execution.progress and (in_bytes or len(items) > 1)
+        with Progress(stage.title, sum(sizes.values()) or None, unit, show=show) as progress:
             if self._execution.workers < 2 or len(items) < 2:
                 return sum([attempt(self._plan, number, item, progress.advance) for item in items])
             return self._in_workers(number, sizes, progress)
 
     def _in_workers(self, number: int, sizes: dict[int, int], progress: Progress) -> int:
         if self._executor is None:
-            pool = process_pool(self._execution.workers, partial(_start_worker, self._plan))
-            self._executor = self._stack.enter_context(pool)
+            self._executor = process_pool(self._execution.workers, partial(_start_worker, self._plan))
+            self._stack.callback(_end, self._executor)
         made = 0
         try:
             futures = [self._executor.submit(_attempt_in_worker, number, item) for item in sizes]
