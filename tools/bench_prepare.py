@@ -57,6 +57,7 @@ TOKENIZER_BYTES = 5_000_000
 FILES = 4
 SHARDS = 8
 """Number of shards of the training split. The corpus has 16 blocks."""
+LIBRARIES = ("tokenizers", "numpy", "datatrove")
 DATATROVE = """
 import sys
 from datatrove.executor import LocalPipelineExecutor
@@ -153,6 +154,7 @@ class Race:
         self._blocks = folder / "blocks"  # of all rounds of `shards`
         on_disk = sum(path.stat().st_size for path in self._corpus.iterdir())
         self._block, self._shard_gib = on_disk // 16, on_disk / SHARDS / 2**30
+        self._libraries = [libraries(sys.executable), libraries(options.datatrove) if options.datatrove else {}]
         self._python = {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
     def run(self) -> list[dict[str, Any]]:
@@ -191,6 +193,7 @@ class Race:
             "documents_per_second": documents / middle,
             "of_ideal": efficiency,
             "shards": SHARDS,
+            "libraries": self._libraries[name == "datatrove"],
             "affinity": len(os.sched_getaffinity(0)),
         }
 
@@ -237,6 +240,13 @@ class Race:
         if any(statuses):
             sys.exit(f"{commands[0][:3]} failed:\n{output[-3000:]}")
         return seconds, output
+
+
+def libraries(python: str) -> dict[str, str]:
+    """Return the versions of the libraries that a Python has."""
+    found = f"{{d.name: d.version for d in m.distributions() if d.name in {LIBRARIES}}}"
+    program = f"import importlib.metadata as m, json; print(json.dumps({found}))"
+    return json.loads(subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout)
 
 
 def train_bpe(texts: Iterator[str], path: Path) -> None:
@@ -332,8 +342,12 @@ def tables(records: Sequence[Mapping[str, Any]]) -> str:
         divided = shards_of_one * each.text / shards / (rate["shards"] * share["shards"])
         divided = max(divided, moved / (each.hosts * STORAGE))
         hours = [tokenize, each.text / rate["shards"], divided, tokenize + divided]
-        lines.append(f"| {each.name} | " + " | ".join(f"{seconds / 3600:.2g} h" for seconds in hours) + " |")
+        lines.append(f"| {each.name} | " + " | ".join(_hours(seconds / 3600) for seconds in hours) + " |")
     return "\n".join(lines)
+
+
+def _hours(value: float) -> str:
+    return f"{value:.2g} h" if value < 99.5 else f"{value:,.0f} h"
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def build_manifest(
     """Return the manifest of finished shards."""
     entries: dict[tuple[int, str, int | None], dict[str, Any]] = {}
     for shard in shards:
-        source = sources[shard.source].spec.name
-        new = {"name": shard_name(source, shard.part, "", shard.number), "source": source, "part": shard.part}
+        owner = sources[shard.source].spec.name
+        new = {"name": shard_name(owner, shard.part, "", shard.number), "source": owner, "part": shard.part}
         key = (shard.source, shard.part, shard.number)
         entries.setdefault(key, new | {split: dict(_EMPTY) for split in SPLITS})[shard.split] = dict(shard.facts)
     read = []
