@@ -57,7 +57,7 @@ def _write_run(folder: Path, number: int, waiting: list[np.ndarray]) -> int:
     if not rows.shape[1]:
         return number
     rows, again = _sorted(rows)
-    rows[:, ~again].astype("<u8").tofile(folder / f"{number:06d}.run")
+    rows[:, ~again].astype("<u8", copy=False).tofile(folder / f"{number:06d}.run")
     _write_positions(folder / f"{number:06d}.dropped", rows[2, again])
     return number + 1
 
@@ -75,7 +75,7 @@ def _sorted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _write_positions(path: Path, positions: np.ndarray) -> None:
     """Write the positions in order, without those of sources that keep their duplicates."""
-    np.sort(positions[positions & np.uint64(1) == 0]).astype("<u8").tofile(path)
+    np.sort(positions[positions & np.uint64(1) == 0]).astype("<u8", copy=False).tofile(path)
 
 
 def _runs(plan: ShardPlan) -> Iterator[Path]:
