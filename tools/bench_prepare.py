@@ -8,7 +8,7 @@ The text is Python source code of this installation in JSONL files. All methods 
     prepare 1, 2     megatron-coca prepare in 1 process, and with 2 workers
     nodes 2          two simulated nodes with one process each: --part 1/2 and 2/2 for the blocks, both again for the
                      shards, and the command that finishes the folder
-    shards 1, 2      only the steps from the blocks to the shards, with 1 and 2 processes, on 40 times the text
+    shards 1, 2      only the steps from the blocks to the shards, with 1 and 2 processes, on 20 times the text
     datatrove 1, 2   JsonlReader and DocumentTokenizer with 1 and 2 tasks, without removal of duplicates or checks
 
 Whole commands are timed, imports included, in turns; for `shards` only the steps are timed. Each record has the seconds
@@ -130,9 +130,9 @@ def _changed(unit: int, chunk: TokenizedChunk, copy: int) -> tuple[int, Tokenize
 
 def main() -> None:
     """Measure and append the records, or print the tables."""
-    parser = benchmark_parser(__doc__, "prepare.jsonl", rounds=2)
-    parser.add_argument("--megabytes", type=float, default=60, help="size of the text (default: %(default)s)")
-    parser.add_argument("--copies", type=int, default=40, help="size of the text of `shards` (default: %(default)s)")
+    parser = benchmark_parser(__doc__, "prepare.jsonl", rounds=1)
+    parser.add_argument("--megabytes", type=float, default=120, help="size of the text (default: %(default)s)")
+    parser.add_argument("--copies", type=int, default=20, help="size of the text of `shards` (default: %(default)s)")
     parser.add_argument("--datatrove", metavar="PYTHON", help="a Python with datatrove")
     parser.add_argument("--tables", action="store_true", help="compute the tables from the newest records")
     options = parser.parse_args()
