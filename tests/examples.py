@@ -143,6 +143,8 @@ NOT_RUN = {
     "megatron-coca import runs/finetune": CHAIN,
     "megatron-coca evaluate perplexity --checkpoint runs/finetune": CHAIN,
     "megatron-coca stretch": "reads SmolLM2 or books; test_stretch.py runs a small model",
+    "python tools/bench_prepare.py --tables": "reads measurements; test_bench_prepare.py computes the tables",
+    "python tools/bench_prepare.py": TIMED,
     "python tools/bench_train.py": TIMED,
     "python tools/bench_methods.py": "times two methods side by side, for minutes",
     "python tools/bench_families.py": "times models of 51 families, for hours",

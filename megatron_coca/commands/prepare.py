@@ -5,7 +5,7 @@
     megatron-coca prepare --input books=books.jsonl.zst code=src.jsonl.gz --train-tokenizer 32000 --output data/mine
 
     megatron-coca prepare RECIPE.yml --engine slurm --tasks 400 --cpus 4
-    megatron-coca prepare RECIPE.yml --part 3/16        # on each of 16 hosts; then run once without --part
+    megatron-coca prepare RECIPE.yml --part 3/16        # on each of 16 hosts, twice; then run once without --part
 
 After a kill or an error, the same command resumes.
 """
@@ -13,8 +13,9 @@ After a kill or an error, the same command resumes.
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,15 @@ from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.blocks import TokenizerSource
 from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
-from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource, Execution, training_texts
+from megatron_coca.data.preparation.preparation_plan import (
+    SPLITS,
+    CorpusSource,
+    Execution,
+    shard_name,
+    training_texts,
+)
 from megatron_coca.data.preparation.recipe import MAX_VOCAB_SIZE, Recipe, read_recipe, resolve_recipe
-from megatron_coca.data.preparation.run import count_blocks, prepare, prepare_part
+from megatron_coca.data.preparation.run import count_tasks, prepare, prepare_part
 from megatron_coca.data.readers import READERS
 from megatron_coca.data.readers.folders import REPOSITORIES, holds_repository
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer, train_sentencepiece
@@ -51,7 +58,7 @@ MOST_TASKS = 1000
 """Default limit of the number of tasks of an engine. Slurm's default limit of an array is 1001."""
 
 _TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "start_token", "end_token", "accept_tokenizer")
-_RECIPE_KEYS = (*_TOKENIZER_KEYS, "chat_template", "chat_time", "valid_fraction", "test_fraction")
+_RECIPE_KEYS = (*_TOKENIZER_KEYS, "chat_template", "chat_time", "valid_fraction", "test_fraction", "shard_gib")
 _SOURCE_KEYS = ("reader", "messages", "documents", "max_record_mib", "max_faulty", "duplicates")
 _OF_INPUT = (*_RECIPE_KEYS, "train_tokenizer", "text_field", *_SOURCE_KEYS)
 
@@ -78,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         "--part",
         type=part_of,
         metavar="I/N",
-        help=f"tokenize every N-th block only; {PART_HELP}",
+        help=f"tokenize every N-th block, or write shards if all blocks exist; {PART_HELP}",
     )
     parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
     parser.add_argument("--root", type=expanded, help="with a recipe: folder or URL that replaces the recipe's root")
@@ -119,6 +126,8 @@ def parser() -> argparse.ArgumentParser:
         help="fraction of documents to hold out for validation, selected by a hash of the document's key (0.01)",
     )
     plain.add_argument("--test-fraction", type=float, help="fraction of documents to hold out for testing (0.01)")
+    shards = "write shards from about this many GiB of files each (one shard for each source, set and split)"
+    plain.add_argument("--shard-gib", type=float, metavar="GIB", help=shards)
     add_engine_options(parser)
     return parser
 
@@ -236,8 +245,8 @@ def _beginning(tokenizer: Tokenizer, symbol: str | None) -> Tokenizer:
 def _summary(path: Path, sources: Sequence[CorpusSource] = ()) -> str:
     record = read_manifest(path)
     lines = [f"{path}"]
-    for entry in record["sources"]:
-        lines += [f"  {entry['name']} {split}: {_sizes(entry[split])}" for split in SPLITS]
+    for (source, part), entries in groupby(record["sources"], key=lambda entry: (entry["source"], entry["part"])):
+        lines += [f"  {shard_name(source, part, '')} {split}: {line}" for split, line in _sizes(list(entries))]
     for source in record["inputs"]:
         name = source["name"]
         lines += [f"  {name} left out: {count:,} x {reason}" for reason, count in source["left_out"].items()]
@@ -260,11 +269,14 @@ def _summary(path: Path, sources: Sequence[CorpusSource] = ()) -> str:
     return "\n".join(lines)
 
 
-def _sizes(facts: dict[str, Any]) -> str:
-    if not facts["documents"]:
-        return "no document"
-    per_token = facts["bytes"] / facts["tokens"]
-    return f"{facts['documents']:,} documents, {facts['tokens']:,} tokens, {per_token:.2f} bytes per token"
+def _sizes(entries: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield (split, text) for the shards of a source or set."""
+    for split in SPLITS:
+        shards = [entry[split] for entry in entries if entry[split]["documents"]]
+        documents, tokens, size = (sum(shard[name] for shard in shards) for name in ("documents", "tokens", "bytes"))
+        text = f"{documents:,} documents, {tokens:,} tokens, {size / max(1, tokens):.2f} bytes per token"
+        text += f", in {len(shards)} shards" if len(shards) > 1 else ""
+        yield split, text if shards else "no document"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -282,11 +294,15 @@ def _run_on(engine: EngineSettings, options: argparse.Namespace, given: Sequence
     """Run the command line `given` in many tasks, and return the exit status."""
     _exclude(options, ["builtin", "part"], "not supported with --engine; leave it out")
     recipe, output = _recipe(options)
-    tasks = count_blocks(recipe.sources, recipe.rules, output)
-    tasks = min(MOST_TASKS if engine.tasks is None else engine.tasks, tasks)
+    blocks, shards = count_tasks(recipe.sources, recipe.rules, output)
+    most = MOST_TASKS if engine.tasks is None else engine.tasks
     line = ["prepare", *without_engine(given)]
-    if options.workers is None:
-        line += ["--workers", str(engine.cpus if engine.cpus > 1 else 0)]
-    step = CommandTask(tuple(line), Path.cwd(), tasks, tuple(range(tasks)))
+    workers = options.workers
+    if workers is None:
+        workers = engine.cpus if engine.cpus > 1 else 0
+        line += ["--workers", str(workers)]
+    counts = min(most, blocks), min(most, -(-shards // max(1, workers)))
+    step, second = (CommandTask(tuple(line), Path.cwd(), tasks, tuple(range(tasks))) for tasks in counts)
     logs = output.with_name(f".{output.name}.tasks")
-    return run(engine, step, CommandTask(tuple(line), Path.cwd()), logs)
+    finish = CommandTask(tuple(line), Path.cwd())
+    return run(engine, step, finish, logs, second if shards > 1 else None)  # the last task writes a few shards itself

@@ -63,6 +63,7 @@ def write_corpus(folder: Path) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     sources = {name: {"paths": [f"{name}.jsonl"]} for name in ("a", "b", "c")}
     recipe = {"root": str(folder), "sources": sources, "tokenizer_type": "CharLevelTokenizer", "output": "prepared"}
+    recipe["shard_gib"] = 0.005  # a task for each source
     (folder / "recipe.yml").write_text(yaml.dump(recipe))
     return folder / "recipe.yml"
 
@@ -72,15 +73,17 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_preparation_with_killed_tasks(cluster: Slurm, tmp_path: Path) -> None:
-    """The shipped settings; an array and its end have the bytes of one process."""
+    """The shipped settings; an array for blocks, one for shards, and the end have the bytes of one process."""
     recipe = write_corpus(tmp_path)
     (tmp_path / "one").mkdir()
     submit(None, tmp_path / "one", "prepare", recipe, "--workers", 0)
     (tmp_path / "many").mkdir()
     engine = ROOT / "configs/cluster/prepare_slurm.yaml"
     shown = submit(cluster, tmp_path / "many", "prepare", recipe, "--engine", engine, "--cpus", 1)
-    assert "3 tasks" in shown and ": the end" in shown
-    assert kill_tasks(cluster, 5, random.Random(3), SECONDS) == 5
+    assert "3 tasks, then 3 tasks" in shown and ": 3 tasks, second step" in shown and ": the end" in shown
+    assert kill_tasks(cluster, 8, random.Random(3), SECONDS) >= 5
+    second = "".join(path.read_text() for path in (tmp_path / "many").rglob("second/output/part_*.txt"))
+    assert "tasks of shards are done" in second
     assert everything(tmp_path / "many/prepared") == everything(tmp_path / "one/prepared")
     logs = "".join(path.read_text() for path in (tmp_path / "many").rglob("slurm_logs/*.out"))
     assert "scontrol requeue" in logs and "+ scontrol requeue 1\n" not in logs, "one task is requeued, not the array"

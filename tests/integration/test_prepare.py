@@ -110,13 +110,14 @@ def test_killed_at_random_it_ends_with_the_same_bytes(
 
 @pytest.mark.slow
 def test_jobs_of_an_array_that_are_killed(corpus: Path, tmp_path: Path) -> None:
-    """Two jobs, each killed at random moments until it ends, and then the merge, killed as well."""
-    chosen, kills, begin = random.Random(2), 0, time.monotonic()
-    finished(small_blocks(corpus, tmp_path / "whole"))
+    """Two jobs for blocks, the same for shards, and the last one, each killed at random moments until it ends."""
+    chosen, kills, begin, divided = random.Random(2), 0, time.monotonic(), ("--shard-gib", 0.001)
+    finished(small_blocks(corpus, tmp_path / "whole", *divided))
     whole = time.monotonic() - begin
-    for part in (["--part", "1/2"], ["--part", "2/2"], []):
+    assert (tmp_path / "whole/c_train_00005.bin").is_file()
+    for part in (*[["--part", "1/2"], ["--part", "2/2"]] * 2, []):
         for attempt in range(100):
-            line = small_blocks(corpus, tmp_path / "out", "--workers", 1, *part)
+            line = small_blocks(corpus, tmp_path / "out", "--workers", 1, *divided, *part)
             process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL)
             try:
                 assert process.wait(whole * (chosen.uniform(0.2, 0.7) + attempt / 20)) == 0

@@ -10,17 +10,14 @@ them are built again.
 import hashlib
 import json
 import math
-import secrets
 import shutil
 import tempfile
-import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
-from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,16 +26,16 @@ import numpy as np
 
 from megatron_coca.data.errors import DataError, StoreUnavailable
 from megatron_coca.data.preparation.acceptance import Watch
-from megatron_coca.data.preparation.manifest import FORMAT
+from megatron_coca.data.preparation.block_files import BLOCK_FORMAT, write_block
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Inputs, Rules
+from megatron_coca.data.preparation.shard_plan import ShardPlan, divide
 from megatron_coca.data.preparation.unit_identity import identity, token_libraries
 from megatron_coca.data.preparation.workers import Pool, TokenizedChunk
 from megatron_coca.data.readers import open_reader
-from megatron_coca.data.readers.source import Chunk, ReadingProblems
+from megatron_coca.data.readers.source import Chunk, ReadUnit
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
-from megatron_coca.data.tokenizers.losses import Sample
-from megatron_coca.support.atomic_write import atomic_dir, exclusive_lock, flush
+from megatron_coca.support.atomic_write import atomic_dir, exclusive_lock
 from megatron_coca.support.console import Progress
 
 TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
@@ -51,7 +48,6 @@ BLOCK_BYTES = (8 << 20, 256 << 20)
 """Minimum and maximum size of a block in bytes on disk. A block takes one core seconds to minutes, and a large corpus
 has few block files.
 """
-_COLUMNS = ("target", "lengths", "text_bytes", "tokens", "digests", "labels")
 
 
 def settings_of(
@@ -85,7 +81,7 @@ def block_bytes(size: int) -> int:
 
 
 def _digest(content: object) -> str:
-    text = json.dumps([FORMAT, content], sort_keys=True)
+    text = json.dumps([BLOCK_FORMAT, content], sort_keys=True)
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:24]
 
 
@@ -122,6 +118,13 @@ def cut(sizes: Sequence[int]) -> list[Block]:
             continue
         first, size = number + 1, 0
     return blocks
+
+
+def contents(blocks: Sequence[Block], units: Sequence[tuple[int, ReadUnit]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (source, block, bytes on disk) for each source of each block, in order."""
+    for number, block in enumerate(blocks):
+        for source, own in groupby(units[block.units.start : block.units.stop], key=lambda unit: unit[0]):
+            yield source, number, sum(int(min(unit.size, block.end)) - block.begin for _, unit in own)
 
 
 class ChunkStream:
@@ -165,6 +168,7 @@ class Blocks:
 
     Attributes:
         tokenizer: the tokenizer of the preparation. Its chat template has no fixed time.
+        paths: the block files in order, whether they exist or not.
         chat_time: the time that the template prints in all chats, in ISO 8601; None if the template does not ask for
             the time.
 
@@ -199,7 +203,7 @@ class Blocks:
         if chats:
             self.tokenizer.encode_rendered("")
         self._blocks = cut([unit.size for _, unit in inputs.units])
-        self._paths = [self.folder / f"{self._name(block, settings)}.block" for block in self._blocks]
+        self.paths = [self.folder / f"{self._name(block, settings)}.block" for block in self._blocks]
 
     def _share(self, source: TokenizerSource) -> Tokenizer:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -241,12 +245,22 @@ class Blocks:
 
     def missing(self) -> list[int]:
         """Return the numbers of the blocks that are not built yet."""
-        return [number for number, path in enumerate(self._paths) if not path.is_file()]
+        return [number for number, path in enumerate(self.paths) if not path.is_file()]
 
     def size(self, number: int) -> int:
         """Return the size of a block's content in bytes on disk."""
-        block = self._blocks[number]
-        return int(min(sum(self._inputs.units[unit][1].size for unit in block.units), block.end) - block.begin)
+        return sum(size for *_, size in contents([self._blocks[number]], self._inputs.units))
+
+    def plan(self, shard_bytes: int | None) -> ShardPlan:
+        """Return the plan of the shards. The numbers of the units of a block are positions in `owners`."""
+        return ShardPlan(
+            folder=self.folder / f"shards-{_digest([[path.name for path in self.paths], shard_bytes])}",
+            sources=self._sources,
+            vocab_size=self.tokenizer.vocab_size,
+            owners=np.array([source for source, _ in self._inputs.units], dtype=np.int64),
+            blocks=[(path, block.units.start) for path, block in zip(self.paths, self._blocks, strict=True)],
+            tasks=divide(contents(self._blocks, self._inputs.units), shard_bytes),
+        )
 
     def make(self, numbers: Sequence[int], execution: Execution) -> None:
         """Build blocks in order. A large unit is read only once for all its pieces.
@@ -261,10 +275,17 @@ class Blocks:
             Progress("tokenizing", sum(map(self.size, numbers)) or None, "B", show=execution.progress) as progress,
         ):
             for number, results in groupby(self._tokenized(numbers, pool), key=lambda result: result[0]):
-                if damage := self._write(number, (result[1:] for result in results), progress):
+                if damage := self._write(number, results, progress):
                     damages[damage] = None
         if damages:
             raise DataError("\n".join(damages))
+
+    def _write(
+        self, number: int, results: Iterator[tuple[int, int, TokenizedChunk | DataError | None]], progress: Progress
+    ) -> str:
+        first = self._blocks[number].units.start
+        found = ((unit - first, result) for _, unit, result in results)
+        return write_block(self.paths[number], found, progress.advance)
 
     def _chunks(self, numbers: Sequence[int]) -> Iterator[tuple[int, int, Chunk | DataError | None]]:
         """Yield (block, unit, chunk) in order. At the end of each unit or piece, yield its error, or None, in place of
@@ -325,45 +346,6 @@ class Blocks:
             return error
         return damage
 
-    def _write(
-        self, number: int, results: Iterator[tuple[int, TokenizedChunk | DataError | None]], progress: Progress
-    ) -> str:
-        """Write a block file and return an empty string. If a unit is damaged, write no file and return the error
-        message.
-        """
-        path, first = self._paths[number], self._blocks[number].units.start
-        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # process numbers are equal in all pods
-        try:
-            with zipfile.ZipFile(unfinished, "w") as file:
-                for index, (unit, result) in enumerate(results):
-                    if isinstance(result, TokenizedChunk):
-                        file.writestr(f"{unit - first}/{index}", _encoded(result))
-                        progress.advance(result.read)
-                    elif result is not None:
-                        return str(result)
-                # read() compares the comment with the file name, to detect copied files.
-                file.comment = path.name.encode()
-            flush(unfinished)
-            unfinished.rename(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-        return ""
-
-    def read(self, number: int) -> Iterator[tuple[int, TokenizedChunk]]:
-        """Yield (unit, chunk) for the chunks of a block, in order. Raises `DataError` for a damaged block."""
-        path, first = self._paths[number], self._blocks[number].units.start
-        try:
-            with zipfile.ZipFile(path) as file:
-                if file.comment != path.name.encode():
-                    raise ValueError(f"the file is a copy of {file.comment.decode(errors='replace')}")
-                for name in file.namelist():
-                    unit = first + int(name.partition("/")[0])
-                    yield unit, _decoded(file.read(name))  # reading also checks the CRC
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(
-                f"{path}: cannot be read ({error}); delete this file and run the same command again"
-            ) from error
-
 
 def blocks_folder(output: Path) -> Path:
     """Return the folder that contains the blocks of `output`."""
@@ -375,32 +357,3 @@ def remove_blocks(output: Path, unused: bool = False) -> None:
     folder = blocks_folder(output)
     if not (unused and any(folder.glob("*.block*"))):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _encoded(chunk: TokenizedChunk) -> bytes:
-    """Encode a chunk as an .npz file with its columns, and with its other attributes as JSON."""
-    facts = {
-        "targets": chunk.targets,
-        "sets": sorted(chunk.sets),
-        "problems": chunk.problems.facts(),
-        "read": chunk.read,
-        "sample": asdict(chunk.sample),
-    }
-    columns = {name: column for name in _COLUMNS if (column := getattr(chunk, name)) is not None}
-    stream = BytesIO()
-    np.savez(stream, facts=np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8), **columns)
-    return stream.getvalue()
-
-
-def _decoded(content: bytes) -> TokenizedChunk:
-    with np.load(BytesIO(content), allow_pickle=False) as file:
-        columns = dict(file)
-    facts = json.loads(columns.pop("facts").tobytes())
-    return TokenizedChunk(
-        targets=[(part, split) for part, split in facts["targets"]],
-        sets=frozenset(facts["sets"]),
-        problems=ReadingProblems.restored(facts["problems"]),
-        read=facts["read"],
-        sample=Sample.restored(facts.get("sample", {})),
-        **columns,
-    )

@@ -5,6 +5,7 @@ a run).
 import hashlib
 import json
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -30,17 +31,16 @@ _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": Non
 
 
 @dataclass(frozen=True)
-class ShardState:
-    """A written shard: the number of its source, its set, its split and its size. `bytes` is the number of UTF-8 bytes
-    of the text.
+class WrittenShard:
+    """A written shard: the number of its source, its set, its split, its number within them, and its facts in the
+    manifest. `number` is None if the source is not divided.
     """
 
     source: int
     part: str
     split: str
-    documents: int
-    tokens: int
-    bytes: int
+    number: int | None
+    facts: Mapping[str, Any]
 
 
 @dataclass
@@ -59,22 +59,20 @@ def build_manifest(
     tokenizer: Tokenizer,
     settings: Mapping[str, Any],
     inputs: Inputs,
-    shards: Sequence[ShardState],
+    shards: Sequence[WrittenShard],
     findings: Sequence[Findings],
-    folder: Path,
 ) -> dict[str, Any]:
-    """Check and hash all finished shards in `folder`, and return the manifest."""
-    entries: dict[tuple[int, str], dict[str, Any]] = {}
+    """Return the manifest of finished shards."""
+    entries: dict[tuple[int, str, int | None], dict[str, Any]] = {}
     for shard in shards:
-        spec = sources[shard.source].spec
-        new = {"name": shard_name(spec.name, shard.part, ""), "source": spec.name, "part": shard.part}
-        entry = entries.setdefault((shard.source, shard.part), new | {split: dict(_EMPTY) for split in SPLITS})
-        name = shard_name(spec.name, shard.part, shard.split)
-        entry[shard.split] = _shard_facts(folder, name, shard)
+        owner = sources[shard.source].spec.name
+        new = {"name": shard_name(owner, shard.part, "", shard.number), "source": owner, "part": shard.part}
+        key = (shard.source, shard.part, shard.number)
+        entries.setdefault(key, new | {split: dict(_EMPTY) for split in SPLITS})[shard.split] = dict(shard.facts)
     read = []
     for number, source in enumerate(sources):
         own = inputs.of(number)
-        written = sum(shard.documents for shard in shards if shard.source == number)
+        written = sum(shard.facts["documents"] for shard in shards if shard.source == number)
         problems = findings[number].problems
         read.append(
             {
@@ -107,14 +105,16 @@ def build_manifest(
     }
 
 
-def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
+def shard_facts(folder: Path, name: str, documents: int, tokens: int, text_bytes: int) -> dict[str, Any]:
+    """Check and hash a shard that was written with these counts, and return its facts for the manifest."""
     labelled = shard_paths(labels := folder / f"{name}{LABELS_SUFFIX}")[1].exists()
     shard = Shard(folder / name, labels if labelled else None)  # opening the shard checks its files
-    if (shard.documents, shard.len_tokens) != (state.documents, state.tokens):
+    if (shard.documents, shard.len_tokens) != (documents, tokens):
         raise DataError(
-            f"{folder / name}: contains {shard}, but {state} was written; delete {folder} and run the command again"
+            f"{folder / name}: contains {shard}, but {documents} documents and {tokens} tokens were written; run the "
+            "same command again"
         )
-    facts = {"prefix": name, "documents": state.documents, "tokens": state.tokens, "bytes": state.bytes}
+    facts = {"prefix": name, "documents": documents, "tokens": tokens, "bytes": text_bytes}
     facts["sha256"] = _sha256(shard_paths(folder / name)[0])
     return facts | ({"labels": labels.name, "labels_sha256": _sha256(shard_paths(labels)[0])} if labelled else {})
 
@@ -193,13 +193,20 @@ def training_weights(sources: Sequence[CorpusSource], entries: Sequence[Mapping[
     """Return the share of the training tokens for each entry of the manifest, by name. The shares sum to 1.
 
     A source without a weight is weighted by its token count. A set without a weight is weighted by its token count
-    within its source.
+    within its source. The shards of a divided set share its weight by their token counts.
     """
     tokens = {entry["name"]: sum(entry[split]["tokens"] for split in SPLITS) for entry in entries}
     shares: dict[str, float] = {}
     for source in sources:
         own = [entry for entry in entries if entry["source"] == source.spec.name]
-        within = [source.set_weights.get(entry["part"], tokens[entry["name"]]) for entry in own]
+        of_set = Counter[str]()
+        for entry in own:
+            of_set[entry["part"]] += tokens[entry["name"]]
+        shares_of_set = [tokens[entry["name"]] / of_set[entry["part"]] for entry in own]
+        within = [
+            source.set_weights.get(entry["part"], of_set[entry["part"]]) * share
+            for entry, share in zip(own, shares_of_set, strict=True)
+        ]
         weight = sum(tokens[entry["name"]] for entry in own) if source.weight is None else source.weight
         shares |= {entry["name"]: weight * share / sum(within) for entry, share in zip(own, within, strict=True)}
     total = sum(shares.values())

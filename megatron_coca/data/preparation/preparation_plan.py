@@ -52,12 +52,20 @@ class Rules:
         strict: whether the first unusable record is an error. Otherwise unusable records are skipped, counted and
             listed.
         accept_tokenizer: whether a tokenizer that loses text is accepted.
+        shard_gib: a source with at least twice this size on disk, in GiB, is divided into shards of about this size.
+            None writes one shard for each source, set and split.
     """
 
     valid_fraction: float = 0.01
     test_fraction: float = 0.01
     strict: bool = False
     accept_tokenizer: bool = False
+    shard_gib: float | None = None
+
+    @property
+    def shard_bytes(self) -> int | None:
+        """`shard_gib` in bytes."""
+        return None if self.shard_gib is None else max(1, int(self.shard_gib * (1 << 30)))
 
 
 @dataclass(frozen=True)
@@ -89,15 +97,15 @@ def split_of(key: str, rules: Rules) -> str:
     return "valid" if fraction < rules.test_fraction + rules.valid_fraction else "train"
 
 
-def shard_name(source: str, part: str, split: str) -> str:
-    """Return the file name of a shard, composed of source, set and split. The set is converted to lower case, and every
-    run of characters other than letters and digits becomes `-`.
+def shard_name(source: str, part: str, split: str, number: int | None = None) -> str:
+    """Return the file name of a shard, composed of source, set and split, and its number if the source has several
+    shards. The set is converted to lower case, and every run of characters other than letters and digits becomes `-`.
 
-    >>> shard_name("pile", "OpenWebText2", "train"), shard_name("pile", "PubMed Central", "test")
-    ('pile_openwebtext2_train', 'pile_pubmed-central_test')
+    >>> shard_name("pile", "OpenWebText2", "train"), shard_name("pile", "PubMed Central", "test", 7)
+    ('pile_openwebtext2_train', 'pile_pubmed-central_test_00007')
     """
     slug = re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-")
-    return "_".join(filter(None, (source, slug, split)))
+    return "_".join(filter(None, (source, slug, split, "" if number is None else f"{number:05d}")))
 
 
 def has_labels(source: CorpusSource) -> bool:
@@ -123,6 +131,8 @@ def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
             f"valid_fraction, test_fraction: {rules.valid_fraction}, {rules.test_fraction} and their sum must be "
             "between 0 and 1"
         )
+    if rules.shard_gib is not None and not 0 < rules.shard_gib < float("inf"):
+        raise DataError(f"shard_gib: must be a positive number, not {rules.shard_gib}")
 
 
 def _check_source(source: CorpusSource) -> None:

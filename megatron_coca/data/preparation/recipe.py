@@ -122,6 +122,7 @@ class _Recipe(_Strict):
     chat_time: datetime | None = None
     valid_fraction: Share = Rules.valid_fraction
     test_fraction: Share = Rules.test_fraction
+    shard_gib: Positive | None = None
     sources: dict[str, _Source] = Field(min_length=1)
 
 
@@ -192,7 +193,12 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
         tokenizer |= {"tokenizer_type": kind} | ({} if recipe.end_token is None else {"eod": recipe.end_token})
     return Recipe(
         sources=[source.resolve(name, base) for name, source in recipe.sources.items()],
-        rules=Rules(recipe.valid_fraction, recipe.test_fraction, accept_tokenizer=recipe.accept_tokenizer),
+        rules=Rules(
+            recipe.valid_fraction,
+            recipe.test_fraction,
+            accept_tokenizer=recipe.accept_tokenizer,
+            shard_gib=recipe.shard_gib,
+        ),
         output=None if recipe.output is None else os.path.expanduser(recipe.output),
         tokenizer=tokenizer,
         training=recipe.train_tokenizer,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,13 +177,34 @@ _chunk_tokenizer: ChunkTokenizer | None = None
 
 def _start_worker(sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
     global _chunk_tokenizer  # noqa: PLW0603 - a process pool has no other place for the results of its initializer
-    threading.Thread(target=exit_with_parent, daemon=True).start()
     _chunk_tokenizer = ChunkTokenizer(sources, load_saved_tokenizer(tokenizer), rules)
 
 
 def _tokenize_in_worker(number: int, chunk: Chunk) -> TokenizedChunk:
     assert _chunk_tokenizer is not None
     return _chunk_tokenizer.tokenize(number, chunk)
+
+
+def _start(initializer: Callable[[], None]) -> None:
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    initializer()
+
+
+def process_pool(workers: int, initializer: Callable[[], None]) -> ProcessPoolExecutor:
+    """Return a pool of processes that end when this process is killed. Each of them calls `initializer` first.
+
+    Ctrl-C reaches the whole process group. Workers inherit a handler that ignores Ctrl-C, and this process ends them.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
+    try:
+        with safe_path():
+            pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start, initargs=(initializer,))
+            pool.submit(int)  # starts a worker process
+            return pool
+    finally:
+        if in_main:
+            signal.signal(signal.SIGINT, before)
 
 
 class Pool:
@@ -196,19 +218,7 @@ class Pool:
         if not workers:
             self._local = ChunkTokenizer(sources, load_saved_tokenizer(tokenizer), rules)
             return
-        # Ctrl-C reaches the whole process group. Workers inherit a handler that ignores Ctrl-C, and this process ends
-        # them.
-        in_main = threading.current_thread() is threading.main_thread()
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
-        try:
-            with safe_path():
-                self._executor = ProcessPoolExecutor(
-                    workers, get_context("spawn"), initializer=_start_worker, initargs=(list(sources), tokenizer, rules)
-                )
-                self._executor.submit(int)  # starts the worker processes
-        finally:
-            if in_main:
-                signal.signal(signal.SIGINT, before)
+        self._executor = process_pool(workers, partial(_start_worker, list(sources), tokenizer, rules))
 
     def __enter__(self) -> "Pool":
         return self
@@ -226,7 +236,7 @@ class Pool:
         try:
             future = self._executor.submit(_tokenize_in_worker, source, chunk)
         except (BrokenProcessPool, OSError) as error:  # OSError: the pool is shutting down and has closed its pipe
-            raise _lost_worker() from error
+            raise lost_worker() from error
         return lambda: _fetch(future)
 
 
@@ -234,10 +244,11 @@ def _fetch(future: Future[TokenizedChunk]) -> TokenizedChunk:
     try:
         return future.result()
     except BrokenProcessPool as error:
-        raise _lost_worker() from error
+        raise lost_worker() from error
 
 
-def _lost_worker() -> DataError:
+def lost_worker() -> DataError:
+    """Return the error for a worker process that was killed."""
     return DataError(
         "workers: a worker process was killed, probably because memory ran out; run the same command again with "
         "fewer --workers or a smaller max_record_mib, and it resumes"

@@ -25,7 +25,7 @@ from megatron_coca.checkpoints.neox.optimizer import TYPES
 from megatron_coca.checkpoints.weights import RANDOM_STATE, load_pickle
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data import CorpusSource, DataError, Execution, Rules, load_tokenizer, prepare
-from megatron_coca.data.preparation.blocks import _decoded
+from megatron_coca.data.preparation.block_files import _decoded
 from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.preparation.recipe import read_recipe
 from megatron_coca.data.readers.folders import saved_splits

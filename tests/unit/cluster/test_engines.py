@@ -62,6 +62,18 @@ def test_every_part_runs_and_then_the_end(
     )
 
 
+def test_a_second_step_runs_after_the_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Even if a task of the first step failed. Its output has a folder of its own."""
+    step, second = CommandTask(("wrong",), tmp_path, 3, (0, 1, 2)), CommandTask(("again",), tmp_path, 2, (0, 1))
+    finish = CommandTask(("finish", "end"), tmp_path)
+    assert run(EngineSettings(engine="local"), step, finish, tmp_path / "logs", second) == 0
+    assert starts(tmp_path) == {"1of3": 1, "2of3": 1, "3of3": 1, "1of2": 1, "2of2": 1, "end": 1}
+    assert "3 tasks, then 2 tasks on the engine local" in capfd.readouterr().err
+    (log,) = tmp_path.glob("logs/*/second/output/part_2.txt")
+    ended = max((tmp_path / f"{number}of3.starts").stat().st_mtime_ns for number in (1, 2, 3))
+    assert log.read_text() == "output of 2of2\n" and (tmp_path / "1of2.starts").stat().st_mtime_ns >= ended
+
+
 def test_a_scheduler_s_signal_lets_the_command_save(tmp_path: Path) -> None:
     def interrupt() -> None:
         while not (tmp_path / "ready").exists():

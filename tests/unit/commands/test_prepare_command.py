@@ -13,8 +13,9 @@ import tokenizers
 from megatron_coca.commands import generate, prepare
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, load_saved_tokenizer, load_tokenizer
-from megatron_coca.data.preparation import faults
+from megatron_coca.data.preparation import blocks, faults
 from megatron_coca.data.preparation.workers import ChunkTokenizer
+from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.tokenizers.losses import PASSAGE, Sample, passages_of
 from megatron_coca.evaluation.documents import collect_documents
 from megatron_coca.training.corpus import open_corpus
@@ -236,7 +237,7 @@ def test_empty_rows_are_no_faults_of_a_type(tmp_path: Path) -> None:
 
 def test_a_source_of_faults_stops_before_all_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "EARLY_FAULTS", 100)
-    monkeypatch.setattr("megatron_coca.data.preparation.run._write_shards", lambda *_: pytest.fail("all was read"))
+    monkeypatch.setattr("megatron_coca.data.preparation.run.run_stages", lambda *_: pytest.fail("all was read"))
     path = changelog(tmp_path / "changelog.gz", 101, 1)
     with pytest.raises(DataError, match="101 of 102 records are faulty"):
         prepare.main(options(tmp_path, path))
@@ -328,7 +329,7 @@ def test_passages_are_taken_from_all_texts_first() -> None:
 
 def test_a_tokenizer_that_loses_text_stops_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_coca.data.preparation.acceptance.EARLY_PASSAGES", 2)
-    monkeypatch.setattr("megatron_coca.data.preparation.run._write_shards", lambda *_: pytest.fail("all was read"))
+    monkeypatch.setattr("megatron_coca.data.preparation.run.run_stages", lambda *_: pytest.fail("all was read"))
     with pytest.raises(DataError, match="loses text"):
         prepare.main(options(tmp_path, write_texts(tmp_path / "s.jsonl", *CODE), *lowercasing(tmp_path)))
 
@@ -347,3 +348,23 @@ def test_repositories_suggest_their_reader(tmp_path: Path, capsys: pytest.Captur
     assert "s train: 2 documents" in shown and "--reader" not in shown
     assert "so training reports no validation loss; increase valid_fraction, or add repositories" in shown
     assert "a source with `split: valid`" in (tmp_path / "code" / "data.yml").read_text()
+
+
+def test_divided_shards_on_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second set of tasks writes the shards, one task for the shards of all its workers. The summary adds them up."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", (1000, 1000))
+    monkeypatch.setattr(blocks, "open_reader", lambda spec: FileReader(spec, block=500))
+    calls = list[Any]()
+    monkeypatch.setattr(prepare, "run", lambda *arguments: calls.append(arguments) or 0)
+    given = options(tmp_path, write_texts(tmp_path / "s.jsonl", *(f"text {number}" * 9 for number in range(100))))
+    given.remove("--workers")
+    given.remove("0")
+    for cpus, divided in (("1", ["--shard-gib", "0.000002"]), ("2", ["--shard-gib", "0.000002"]), ("1", [])):
+        assert prepare.main([*given, *divided, "--engine", "local", "--cpus", cpus]) == 0
+    (_, one, finish, _, second), (*_, halves), (*_, none) = calls
+    assert len(one.numbers) == 7 and len(second.numbers) == second.parts == 3 and len(halves.numbers) == 2
+    assert none is None and finish.parts is None and "--shard-gib" in second.arguments
+    assert prepare.main([*given, "--workers", "0", "--shard-gib", "0.000002"]) == 0
+    assert "s train: 100 documents, 6,310 tokens, 0.98 bytes per token, in 3 shards" in capsys.readouterr().out

@@ -14,8 +14,8 @@ import zstandard
 from pyarrow import parquet
 
 from megatron_coca.data import DataError, Tokenizer, load_tokenizer
+from megatron_coca.data.preparation import block_files, unit_identity
 from megatron_coca.data.preparation import blocks as blocks_module
-from megatron_coca.data.preparation import unit_identity
 from megatron_coca.data.preparation.blocks import Blocks
 from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.preparation.preparation_plan import (
@@ -223,7 +223,7 @@ def test_a_block_that_is_not_complete_is_not_there(
     tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = open_blocks(corpus, tmp_path / "out")
-    monkeypatch.setattr(blocks_module, "flush", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(block_files, "flush", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space"):
         blocks.make([0], QUIET)
     assert len(blocks.missing()) == len(blocks) and not list(blocks.folder.glob("*block*"))
@@ -240,7 +240,7 @@ def test_a_block_that_was_copied_over_another_is_named(
     prepare_part(corpus, tmp_path / "out", CHARACTERS, 0, 1, RULES, QUIET)
     blocks = open_blocks(corpus, tmp_path / "out")
     counts = [len(block.units) for block in blocks._blocks]
-    small, large = blocks._paths[counts.index(min(counts))], blocks._paths[counts.index(max(counts))]
+    small, large = blocks.paths[counts.index(min(counts))], blocks.paths[counts.index(max(counts))]
     shutil.copy(large, small)
     with pytest.raises(DataError, match=f"{small.name}: cannot be read .the file is a copy of .*delete this file"):
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)

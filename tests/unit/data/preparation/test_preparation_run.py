@@ -19,7 +19,8 @@ from megatron_coca.data import DataError, Shard, SourceSpec, load_saved_tokenize
 from megatron_coca.data.preparation import blocks
 from megatron_coca.data.preparation.manifest import read_manifest, training_weights
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Rules, find_inputs, split_of
-from megatron_coca.data.preparation.run import Outputs, prepare
+from megatron_coca.data.preparation.run import prepare
+from megatron_coca.data.preparation.shard_files import Outputs
 from megatron_coca.data.preparation.workers import ChunkTokenizer, Pool
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.shards import ShardWriter
@@ -178,7 +179,7 @@ def test_killed_at_its_end_nothing_is_tokenized_again(
             raise Killed
 
     place = {
-        "hash": "megatron_coca.data.preparation.manifest._shard_facts",
+        "hash": "megatron_coca.data.preparation.shard_files.shard_facts",
         "run config": "megatron_coca.data.preparation.manifest.write_run_config",
         "rename": "megatron_coca.support.atomic_write.complete_folder",
     }[when]

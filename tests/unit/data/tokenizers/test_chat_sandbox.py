@@ -195,7 +195,7 @@ def test_a_preparation_has_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "chat.jinja").write_text(TIMED)
     given = write_chats(tmp_path, *(f"chat {number}" for number in range(50)))
     with monkeypatch.context() as patched:
-        patched.setattr("megatron_coca.data.preparation.run._write_shards", lambda *_: (_ for _ in ()).throw(KeyError))
+        patched.setattr("megatron_coca.data.preparation.run.run_stages", lambda *_: (_ for _ in ()).throw(KeyError))
         with pytest.raises(KeyError):
             prepare.main(given)
     prepare.main([*given, "--part", "1/1"])

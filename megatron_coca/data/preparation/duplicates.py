@@ -1,0 +1,137 @@
+"""Find the documents with a text that occurred before. The result is exact, and memory does not depend on the corpus.
+
+First, each *group* of blocks becomes sorted runs of (digest, position), each digest once. Then each *range* of digests
+is compared: equal digests of all runs meet in one range, and all but the first position are dropped. Groups and ranges
+are independent of each other, so any process on any host can do any of them.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron_coca.data.preparation.block_files import read_digests
+from megatron_coca.data.preparation.shard_plan import ShardPlan
+
+SORTED, DROPPED = "sorted", "dropped"
+"""Kinds of results: the runs of a group, each with the documents that it drops, and the documents that a range drops.
+"""
+GROUP = 16
+"""Number of blocks in a group."""
+RUN = 1 << 22
+"""Number of documents in a run, or in a range on average. Sorting takes about 80 bytes for each of them."""
+_ROWS = 3
+"""A run is an array [3, documents] of unsigned 64-bit numbers: both halves of the digests, and the positions.
+
+A position is `block << 33 | document << 1 | keep`. `keep` is 1 if the source keeps its duplicates.
+"""
+_INDEX = (1 << 32) - 1
+
+
+def count_groups(plan: ShardPlan) -> int:
+    """Return the number of groups; 0 if no source removes duplicates."""
+    return 0 if plan.last_compared < 0 else -(-len(plan.blocks) // GROUP)
+
+
+def sort_group(plan: ShardPlan, number: int, folder: Path, advance: Callable[[float], None]) -> None:
+    """Write the runs of a group of blocks into `folder`."""
+    kept = np.array([source.duplicates == "keep" for source in plan.sources], dtype=np.uint64)
+    waiting, runs = list[np.ndarray](), 0
+    for block in range(number * GROUP, min((number + 1) * GROUP, len(plan.blocks))):
+        path, first = plan.blocks[block]
+        documents = read_digests(path)
+        sources = plan.owners[first + documents["unit"]]
+        positions = np.uint64(block << 33) | np.arange(len(documents), dtype=np.uint64) << np.uint64(1)
+        rows = np.stack([documents["high"], documents["low"], positions | kept[sources]])
+        waiting.append(rows[:, sources <= plan.last_compared])
+        if sum(rows.shape[1] for rows in waiting) >= RUN:
+            runs = _write_run(folder, runs, waiting)
+    _write_run(folder, runs, waiting)
+    advance(1)
+
+
+def _write_run(folder: Path, number: int, waiting: list[np.ndarray]) -> int:
+    """Write a run with all waiting documents, and empty the list. Return the number of the next run."""
+    rows = np.concatenate([np.empty((_ROWS, 0), dtype=np.uint64), *waiting], axis=1)
+    waiting.clear()
+    if not rows.shape[1]:
+        return number
+    rows, again = _sorted(rows)
+    rows[:, ~again].astype("<u8", copy=False).tofile(folder / f"{number:06d}.run")
+    _write_positions(folder / f"{number:06d}.dropped", rows[2, again])
+    return number + 1
+
+
+def _sorted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the documents by digest, and a mask of those with a digest that occurred before.
+
+    Equal digests stay in their order, which is that of their positions.
+    """
+    rows = rows[:, np.lexsort((rows[1], rows[0]))]
+    again = np.zeros(rows.shape[1], dtype=bool)
+    again[1:] = (rows[:2, 1:] == rows[:2, :-1]).all(axis=0)
+    return rows, again
+
+
+def _write_positions(path: Path, positions: np.ndarray) -> None:
+    """Write the positions in order, without those of sources that keep their duplicates."""
+    np.sort(positions[positions & np.uint64(1) == 0]).astype("<u8", copy=False).tofile(path)
+
+
+def _runs(plan: ShardPlan) -> Iterator[Path]:
+    """Yield all runs in the order of their positions."""
+    for group in range(count_groups(plan)):
+        yield from sorted(plan.result(SORTED, group).glob("*.run"))
+
+
+def count_ranges(plan: ShardPlan) -> int:
+    """Return the number of ranges of digests. All groups must be sorted."""
+    documents = sum(run.stat().st_size for run in _runs(plan)) // (8 * _ROWS)
+    return -(-documents // RUN)
+
+
+def compare_range(plan: ShardPlan, number: int, folder: Path, advance: Callable[[float], None]) -> None:
+    """Write the positions of the documents to drop in a range of digests into `folder`, in order."""
+    count = count_ranges(plan)
+    limits = np.array([(number << 64) // count, (number + 1 << 64) // count - 1], dtype=np.uint64)
+    found = []
+    for run in _runs(plan):
+        rows = np.memmap(run, dtype="<u8", mode="r").reshape(_ROWS, -1)
+        begin, end = np.searchsorted(rows[0], limits[0], "left"), np.searchsorted(rows[0], limits[1], "right")
+        found.append(np.array(rows[:, begin:end]))
+    rows, again = _sorted(np.concatenate(found, axis=1))
+    _write_positions(folder / "positions.dropped", rows[2, again])
+    advance(1)
+
+
+class Dropped:
+    """The documents to drop, for blocks that are requested in order. The results of all ranges must be complete."""
+
+    def __init__(self, plan: ShardPlan) -> None:
+        self._ranges = [plan.result(DROPPED, n) / "positions.dropped" for n in range(count_ranges(plan))]
+        self._groups = [plan.result(SORTED, n) for n in range(count_groups(plan))]
+        self._blocks, self._positions = range(0), np.empty(0, dtype=np.uint64)
+
+    def of(self, block: int) -> np.ndarray:
+        """Return the numbers of the documents of a block that are dropped, in order."""
+        if self._groups and block not in self._blocks:
+            group = block // GROUP
+            self._blocks = range(group * GROUP, (group + 1) * GROUP)
+            self._positions = np.sort(self._within(group))
+        begin, end = np.searchsorted(self._positions, _limits(range(block, block + 1)))
+        return (self._positions[begin:end] >> np.uint64(1) & np.uint64(_INDEX)).astype(np.int64)
+
+    def _within(self, group: int) -> np.ndarray:
+        """Return the positions of the documents that are dropped from a group of blocks."""
+        found, within = [np.empty(0, dtype=np.uint64)], sorted(self._groups[group].glob("*.dropped"))
+        for path in (*self._ranges, *within):
+            if path.stat().st_size:  # an empty file cannot be mapped
+                positions = np.memmap(path, dtype="<u8", mode="r")
+                begin, end = np.searchsorted(positions, _limits(self._blocks))
+                found.append(np.array(positions[begin:end]))
+        return np.concatenate(found)
+
+
+def _limits(blocks: range) -> np.ndarray:
+    """Return the positions at which the blocks begin and end."""
+    return np.array([blocks.start << 33, blocks.stop << 33], dtype=np.uint64)

@@ -1,0 +1,93 @@
+"""The plan of the shards: which blocks go to which shards, divided into tasks that any process on any host can do.
+
+The plan follows from the sizes of the inputs on disk, so it does not depend on the processes or on their number.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+
+from megatron_coca.data.preparation.preparation_plan import CorpusSource
+
+TASK_BYTES = 8 << 30
+"""Small sources are written by one task until they have this size on disk together, unless shards are smaller."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a source in one task: the documents of the source in consecutive blocks.
+
+    Each set and split of a piece is a shard. `number` is the number of the piece in the source, or None if the source
+    has only one.
+    """
+
+    source: int
+    number: int | None
+    blocks: range
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """All that a process needs to write shards from blocks.
+
+    Attributes:
+        folder: the folder for the results of the tasks. Its name is a digest of the blocks and of the division.
+        sources: the sources of the preparation.
+        vocab_size: vocabulary size of the tokenizer.
+        owners: number of the source of each unit, int64 [units].
+        blocks: for each block, its file and the number of its first unit.
+        tasks: the pieces of each task, in order.
+    """
+
+    folder: Path
+    sources: Sequence[CorpusSource]
+    vocab_size: int
+    owners: np.ndarray
+    blocks: Sequence[tuple[Path, int]]
+    tasks: Sequence[Sequence[Piece]]
+
+    @property
+    def last_compared(self) -> int:
+        """The last source from which duplicates are removed. Texts of later sources are not compared."""
+        return max((n for n, source in enumerate(self.sources) if source.duplicates != "keep"), default=-1)
+
+    def result(self, kind: str, number: int) -> Path:
+        """Return the folder with the result `number` of a kind. It appears when the result is complete."""
+        return self.folder / f"{kind}-{number:06d}"
+
+
+def divide(contents: Iterable[tuple[int, int, int]], shard_bytes: int | None) -> list[list[Piece]]:
+    """Divide a corpus into tasks, given (source, block, bytes on disk) in order.
+
+    A source of at least two times `shard_bytes` is divided into pieces of about this size. Small sources share a task,
+    and a task has at most one piece of each source.
+    """
+    tasks, size, least = list[list[Piece]](), 0, min(shard_bytes or TASK_BYTES, TASK_BYTES)
+    for source, rows in groupby(contents, key=itemgetter(0)):
+        for piece in _pieces(source, [row[1:] for row in rows], shard_bytes):
+            if not tasks or size >= least or tasks[-1][-1].source == source:
+                tasks.append([])
+                size = 0
+            tasks[-1].append(piece)
+            size += piece.bytes
+    return tasks
+
+
+def _pieces(source: int, blocks: Sequence[tuple[int, int]], shard_bytes: int | None) -> list[Piece]:
+    """Divide a source into pieces of about the same size, given (block, bytes on disk) in order."""
+    ends = np.cumsum([size for _, size in blocks])
+    total = int(ends[-1])
+    count = max(1, total // shard_bytes) if shard_bytes else 1
+    cuts = np.searchsorted(ends, [total * number / count for number in range(1, count)], side="left") + 1
+    borders = np.unique([0, *cuts[cuts < len(blocks)], len(blocks)]).tolist()
+    numbers = [None] if len(borders) == 2 else range(len(borders) - 1)
+    first = blocks[0][0]
+    return [
+        Piece(source, number, range(first + begin, first + end), sum(size for _, size in blocks[begin:end]))
+        for number, (begin, end) in zip(numbers, pairwise(borders), strict=True)
+    ]

@@ -1,0 +1,179 @@
+"""Do the work between blocks and the finished folder, together with any other processes that do the same.
+
+The work consists of three stages, and each stage of items. The result of an item is a folder that appears when it is
+complete. A process locks an item while it works on it, so processes on many hosts share the items, whenever they start.
+The lock of a killed process ends with it, and another process does the item.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.duplicates import (
+    DROPPED,
+    SORTED,
+    compare_range,
+    count_groups,
+    count_ranges,
+    sort_group,
+)
+from megatron_coca.data.preparation.preparation_plan import Execution
+from megatron_coca.data.preparation.shard_files import SHARDS, write_shards
+from megatron_coca.data.preparation.shard_plan import ShardPlan
+from megatron_coca.data.preparation.workers import lost_worker, process_pool
+from megatron_coca.support.atomic_write import complete_folder, exclusive_lock
+from megatron_coca.support.console import Progress, write
+
+POLL = 0.5
+"""Seconds between two looks at items that other processes are doing."""
+WAITING = 15.0
+"""Seconds after which a process says that it waits."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage. Its items can be done at the same time and in any order, but only after the stage before it.
+
+    Attributes:
+        title: the name of the stage in progress lines.
+        kind: the beginning of the names of its results.
+        count: a function that returns the number of items.
+        make: a function (plan, item, folder, advance) that writes the result of an item into a new folder.
+    """
+
+    title: str
+    kind: str
+    count: Callable[[ShardPlan], int]
+    make: Callable[[ShardPlan, int, Path, Callable[[float], None]], None]
+
+    def missing(self, plan: ShardPlan) -> list[int]:
+        """Return the items without a result."""
+        return [number for number in range(self.count(plan)) if not plan.result(self.kind, number).is_dir()]
+
+    def size(self, plan: ShardPlan, item: int) -> int:
+        """Return the size of an item in bytes of the corpus on disk, or 1 if it has no such size."""
+        return sum(piece.bytes for piece in plan.tasks[item]) if self.kind == SHARDS else 1
+
+
+STAGES = (
+    Stage("sorting digests", SORTED, count_groups, sort_group),
+    Stage("comparing digests", DROPPED, count_ranges, compare_range),
+    Stage("writing shards", SHARDS, lambda plan: len(plan.tasks), write_shards),
+)
+
+
+class _Busy(Exception):
+    """Another process is doing the item."""
+
+
+def _not_locked(message: str) -> Exception:
+    return DataError(message) if message else _Busy()
+
+
+def attempt(plan: ShardPlan, number: int, item: int, advance: Callable[[float], None]) -> bool:
+    """Do an item of stage `number` unless its result exists. Return False if another process is doing it."""
+    stage = STAGES[number]
+    final = plan.result(stage.kind, item)
+    if final.is_dir():
+        return True
+    unfinished = final.with_name(f".{final.name}.partial")
+    try:
+        with exclusive_lock(final.with_name(f".{final.name}.lock"), _not_locked, "", temporary=True):
+            if final.is_dir():
+                return True
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a killed process
+            unfinished.mkdir()
+            try:
+                stage.make(plan, item, unfinished, advance)
+                complete_folder(unfinished, final)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    except _Busy:
+        return False
+    return True
+
+
+# Each worker process gets the plan once, because the plan of a large corpus has many blocks.
+_plan: ShardPlan | None = None
+
+
+def _start_worker(plan: ShardPlan) -> None:
+    global _plan  # noqa: PLW0603 - a process pool has no other place for the arguments of its initializer
+    _plan = plan
+
+
+def _attempt_in_worker(number: int, item: int) -> bool:
+    assert _plan is not None
+    return attempt(_plan, number, item, lambda size: None)
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    """End worker processes at once, even during an item. Then its result is missing, and its lock is free."""
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+    pool.shutdown(cancel_futures=True)
+
+
+class _Team:
+    """The processes of one command. They start when there is more than one item to do."""
+
+    def __init__(self, plan: ShardPlan, execution: Execution, stack: ExitStack) -> None:
+        self._plan, self._execution, self._stack = plan, execution, stack
+        self._executor: ProcessPoolExecutor | None = None
+
+    def work(self, number: int, items: Sequence[int]) -> int:
+        """Attempt items of a stage. Return how many of them have a result now."""
+        stage = STAGES[number]
+        sizes = {item: stage.size(self._plan, item) for item in items}
+        in_bytes = stage.kind == SHARDS
+        unit, show = "B" if in_bytes else "items", self._execution.progress and (in_bytes or len(items) > 1)
+        with Progress(stage.title, sum(sizes.values()) or None, unit, show=show) as progress:
+            if self._execution.workers < 2 or len(items) < 2:
+                return sum([attempt(self._plan, number, item, progress.advance) for item in items])
+            return self._in_workers(number, sizes, progress)
+
+    def _in_workers(self, number: int, sizes: dict[int, int], progress: Progress) -> int:
+        if self._executor is None:
+            self._executor = process_pool(self._execution.workers, partial(_start_worker, self._plan))
+            self._stack.callback(_end, self._executor)
+        made = 0
+        try:
+            futures = [self._executor.submit(_attempt_in_worker, number, item) for item in sizes]
+            for size, future in zip(sizes.values(), futures, strict=True):
+                if future.result():
+                    made += 1
+                    progress.advance(size)
+        except BrokenProcessPool as error:
+            raise lost_worker() from error
+        return made
+
+
+def run_stages(plan: ShardPlan, execution: Execution, begin: float = 0.0, wait: bool = True) -> None:
+    """Do all items that have no result, except those that other processes do. Raises `DataError` for a damaged block.
+
+    Args:
+        begin: the share of the items after which to begin, so that processes rarely want the same item.
+        wait: whether to wait for the shards of other processes. The stages before are always waited for.
+    """
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        team = _Team(plan, execution, stack)
+        for number, stage in enumerate(STAGES):
+            since, told = time.monotonic(), False
+            while missing := stage.missing(plan):
+                first = int(begin * len(missing))
+                if team.work(number, [*missing[first:], *missing[:first]]):
+                    continue
+                if stage is STAGES[-1] and not wait:
+                    break
+                if not told and time.monotonic() - since > WAITING:
+                    write(f"{stage.title}: waiting for {len(missing)} results of other processes in {plan.folder}")
+                    told = True
+                time.sleep(POLL)
