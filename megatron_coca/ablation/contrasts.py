@@ -152,13 +152,15 @@ class Figures:
         return outcome(self._file, self.sequence())
 
     def compared(self, quantity: str, pairs: Sequence[tuple[str, str]], multiples: Sequence[float]) -> list[Declared]:
-        """Return the contrasts of pairs of labels at several lengths, tested together and sorted by p-value."""
+        """Return the contrasts of pairs of labels at several lengths, tested together and sorted by p-value, undefined
+        p-values last.
+        """
         contrasts = [
             DeclaredContrast(label=label, other=other, at=multiple, quantity=quantity)
             for label, other in pairs
             for multiple in multiples
         ]
-        return sorted(self.tested(contrasts), key=lambda each: each.p)
+        return sorted(self.tested(contrasts), key=lambda each: (math.isnan(each.p), each.p))
 
     def tested(self, contrasts: Sequence[DeclaredContrast]) -> list[Declared]:
         """Return the contrasts with at least two common seeds, corrected for the number of all contrasts."""
