@@ -171,9 +171,8 @@ def _statement(contrast: DeclaredContrast, difference: Estimate) -> str:
         if mean < 0:
             mean, low, high = -mean, -high, -low
         ends = f"{low:.2f} to {high:.2f}"
-        text = f"the recall of {ours} is {mean:.2f} {'lower' if difference.mean < 0 else 'higher'} than that of {theirs}"
-        if equal([mean, 0.0]):
-            text = f"the recall of {ours} equals that of {theirs}"
+        change = f"is {mean:.2f} {'lower' if difference.mean < 0 else 'higher'} than"
+        text = f"the recall of {ours} {'equals' if equal([mean, 0.0]) else change} that of {theirs}"
     else:
         quantity = RATIO if contrast.quantity == "ratio" else contrast.quantity
         text = f"the {quantity} of {ours} is {exponential(mean):.3f} times that of {theirs}"

