@@ -9,6 +9,7 @@ from megatron_coca.evaluation.options import in_sentence
 from megatron_coca.evaluation.report.document import Headline, Measure, Section, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import MARK, decimal
+from megatron_coca.evaluation.report.names import explained
 from megatron_coca.evaluation.report.result_tables import ReportOptions, differ_significantly, mark_best, testable
 from megatron_coca.evaluation.statistics import FEWEST_DOCUMENTS
 
@@ -31,10 +32,14 @@ def headline(sections: Sequence[Section], options: ReportOptions) -> Headline | 
     measure, table, block = next((each for each in known if _learned(each[1], each[0])), known[0])
     columns = _measured(table)
     sentence, basis = _claim(table, columns[-1], measure, options)
+    if "no significant difference" in sentence.lower():
+        basis += " No significant difference: the test cannot tell these numbers apart."
     if block.heading:  # there are other groups of results, such as those on other documents
         basis = f"{block.heading}. {basis}".strip()
     sentence, basis = (options.claim, "") if options.claim else (sentence, basis)
-    return Headline(sentence, basis, _small(table, columns, measure, sentence), next(iter(block.figures), None))
+    small = _small(table, columns, measure, sentence, options.members)
+    names = explained(options.members[row.name] for row in table.rows)
+    return Headline(sentence, basis, small, next(iter(block.figures), None), names)
 
 
 def _learned(table: Table, measure: Measure) -> bool:
@@ -226,11 +231,13 @@ def _beaten(
     return f"the next label, {in_sentence(worse[0])},", worse[0]
 
 
-def _small(table: Table, columns: Sequence[int], measure: Measure, sentence: str) -> Table:
+def _small(
+    table: Table, columns: Sequence[int], measure: Measure, sentence: str, members: Mapping[str, Member]
+) -> Table:
     """Return the first and the last of the columns, with the best label of the last column first.
 
-    Bold numbers are tested as the sentence is, with correction for several comparisons. The table has the best labels
-    and those in the sentence.
+    Bold numbers are tested as the sentence is, with correction for several comparisons. The table has the labels
+    in the sentence, models as trained, and the best of the other labels.
     """
     chosen = sorted({columns[0], columns[-1]})
     header = (table.header[0], *(table.header[at + 1] for at in chosen))
@@ -243,12 +250,13 @@ def _small(table: Table, columns: Sequence[int], measure: Measure, sentence: str
     rows = [replace(row, cells=tuple(row.cells[at] for at in chosen)) for row in sorted(table.rows, key=place)]
     marked = mark_best(rows, measure.lowest, corrected=True)
     named = [re.search(rf"(?<!\w){re.escape(row.name)}(?!\w| \+)", sentence) is not None for row in marked]
-    chosen = sorted(range(len(marked)), key=lambda at: not named[at])[: max(MOST_ROWS, sum(named))]
+    importance = [(not told, bool(members[row.name].variant)) for row, told in zip(marked, named, strict=True)]
+    chosen = sorted(range(len(marked)), key=importance.__getitem__)[: max(MOST_ROWS, sum(named))]
     kept = [marked[at] for at in sorted(chosen)]
     caption = f"{measure.quantity[0].upper()}{measure.quantity[1:]}"
     if lengths := [head for head in header[1:] if head.rstrip("*").isdecimal()]:
         caption += f" at {' and '.join(lengths)} tokens"
     notes = tuple(note for note in table.notes if note.startswith(("*", MARK)))
     if len(kept) < len(marked):
-        notes += (f"{len(kept)} of {len(marked)} labels: the best, and those in the sentence. The section has all.",)
+        notes += (f"{len(kept)} of {len(marked)} labels. The section below has all of them.",)
     return Table("headline", caption, header, tuple(kept), notes)

@@ -134,13 +134,14 @@ class Section:
 class Headline:
     """The top of a report: a sentence, how its difference was tested, a small table, and the plot of these numbers.
 
-    The plot is also in a section, which does not show it again.
+    The plot is also in a section, which does not show it again. `names` explain the labels.
     """
 
     sentence: str
     basis: str
     table: Table
     figure: Figure | None = None
+    names: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ def markdown(document: ReportDocument) -> str:
         parts += [f"**{escaped(top.sentence)}**"]
         shown = top.figure
         parts += _markdown_figure(shown) if shown is not None else []
+        parts.append("\n".join(f"- *{escaped(name)}*: {escaped(meaning)}" for name, meaning in top.names))
         parts += [markdown_table(top.table, escaped, escaped), escaped(top.basis)]
     parts.append(escaped(document.summary))
     for section in document.sections:

@@ -212,7 +212,7 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
         kinds = {f"{{}}, {kind}": replace(UNSHIFTED, tally=partial(of_question, kind)) for kind in QUESTIONS}
         specs.append(LengthTable(caption, head(RECALLED), kinds, "-questions"))
     tables = shared.length_tables(name, specs, group, options)
-    caption = "Recall by length. The dotted line is chance."
+    caption = "Recall (share of correct answers) by length. The dotted line is chance."
     chance = "" if protocol.chance is None else f"chance {protocol.chance:.2f}"
     panel = axis(RECALLED) | {"level": protocol.chance, "level_name": chance}
     figures = shared.length_figure(name, "Recall by length", group, UNSHIFTED, panel, caption, options)

@@ -9,10 +9,13 @@ import pytest
 from megatron_coca.evaluation.benchmarks import RULER_TASKS
 from megatron_coca.evaluation.report.charts import COLUMN, drawn, style
 from megatron_coca.evaluation.report.document import Headline
+from megatron_coca.evaluation.report.looks import NO_CHANGE
+from megatron_coca.evaluation.report.names import MEANINGS
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.results import Result
+from megatron_coca.methods import TABLES
 from tests.unit.evaluation.report_cases import (
     DOCUMENTS,
     NTK,
@@ -244,6 +247,21 @@ def test_labels_with_commas_are_quoted_and_the_small_table_is_small(tmp_path: Pa
 def test_every_task_with_a_score_has_a_sentence(tmp_path: Path, results: list[Result], sentence: str) -> None:
     found = top(tmp_path, {str(number): result for number, result in enumerate(results)})
     assert found.sentence.startswith(sentence)
+
+
+def test_names_of_labels_are_explained_once(tmp_path: Path) -> None:
+    results = {
+        "a": accuracies("CoCA", 0.4, "w"),
+        "b": accuracies("CoCA, shifted", 0.4, "u"),
+        "c": accuracies("CoCA + NTK", 0.98, "w", NTK),
+        "d": accuracies("CoCA + both", 0.98, "w", NTK | {"logit_scaling": "log_n"}),
+    }
+    names = dict(top(tmp_path, results).names)
+    assert list(names) == ["CoCA", "NTK", "both", "as trained"]
+    assert names["both"] == f"{names['NTK']}; {MEANINGS['logit_scaling']['log_n']}"
+    assert {key: MEANINGS[key].keys() for key in TABLES} == {
+        key: {name for name in choices if (key, name) not in NO_CHANGE} for key, choices in TABLES.items()
+    }
 
 
 def test_a_given_sentence_is_kept(tmp_path: Path) -> None:
