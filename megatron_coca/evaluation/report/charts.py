@@ -22,6 +22,7 @@ from matplotlib.ticker import NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from megatron_coca.evaluation.options import plot_text
+from megatron_coca.evaluation.report.fonts import set_fonts
 from megatron_coca.evaluation.report.log_axes import label_log_axis, spread_apart
 from megatron_coca.evaluation.report.looks import Look, Member, apart, numbered
 
@@ -116,6 +117,7 @@ def drawn(figure: Figure, layout: Layout) -> Canvas:
     """Return the plot on a canvas, in the current style."""
     canvas = Canvas(figsize=(layout.width, figure.height(layout)), layout="constrained")
     figure.draw(canvas, layout)
+    set_fonts(canvas)
     return canvas
 
 

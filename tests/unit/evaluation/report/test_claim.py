@@ -251,13 +251,13 @@ def test_every_task_with_a_score_has_a_sentence(tmp_path: Path, results: list[Re
 
 def test_names_of_labels_are_explained_once(tmp_path: Path) -> None:
     results = {
-        "a": accuracies("CoCA", 0.4, "w"),
-        "b": accuracies("CoCA, shifted", 0.4, "u"),
-        "c": accuracies("CoCA + NTK", 0.98, "w", NTK),
-        "d": accuracies("CoCA + both", 0.98, "w", NTK | {"logit_scaling": "log_n"}),
+        "a": accuracies("RoFormer", 0.4, "w"),
+        "b": accuracies("RoFormer, shifted", 0.4, "u"),
+        "c": accuracies("RoFormer + NTK", 0.98, "w", NTK),
+        "d": accuracies("RoFormer + both", 0.98, "w", NTK | {"logit_scaling": "log_n"}),
     }
     names = dict(top(tmp_path, results).names)
-    assert list(names) == ["CoCA", "NTK", "both", "as trained"]
+    assert list(names) == ["RoFormer", "NTK", "both", "as trained"]
     assert names["both"] == f"{names['NTK']}; {MEANINGS['logit_scaling']['log_n']}"
     assert {key: MEANINGS[key].keys() for key in TABLES} == {
         key: {name for name in choices if (key, name) not in NO_CHANGE} for key, choices in TABLES.items()
