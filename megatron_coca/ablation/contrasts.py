@@ -254,7 +254,7 @@ class Figures:
             lines.append(Line(label, tuple(multiples), means, low, high))
         panel = Panel((), "window as a multiple of the training length L", "perplexity", log_y=True)
         if labels[0] in self._recalls:
-            panel = Panel((), "length as a multiple of the training length L", "accuracy", y_range=SHARES)
+            panel = Panel((), "length as a multiple of the training length L", "recall", y_range=SHARES)
         return Figure("perplexity", "", "", *panels(arranged(lines, self._members, panel)))
 
     def heads(self, labels: Sequence[str]) -> Figure:
