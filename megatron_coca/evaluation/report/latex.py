@@ -51,11 +51,11 @@ UNICODE = r"""% The letters in \nonlatin appear with LuaLaTeX and XeLaTeX and a 
 """The start of a table with other characters, so that it compiles with every engine."""
 _SPECIAL = re.compile(r"([&%$#_{}])|(~)|(\^)|(\\)")
 _REPLACED = (r"\{}", r"\textasciitilde{}", r"\textasciicircum{}", r"\textbackslash{}")
-COLUMN_CHARACTERS = 60
+COLUMN_CHARACTERS = 50
 """Characters in a line of a table that fits into a column of a paper; wider tables span both columns."""
-PAGE_CHARACTERS = 120
+PAGE_CHARACTERS = 100
 """Characters in a line of a table that fits into both columns; wider tables are scaled, which needs graphicx."""
-SMALL, HEADINGS = r"\footnotesize", r"\multicolumn{{{count}}}{{l}}{{\emph{{{text}}}}} \\"
+SMALL, HEADINGS = r"\footnotesize", r"\multicolumn{{{count}}}{{{kind}}}{{\emph{{{text}}}}} \\"
 
 
 def latex(text: str) -> str:
@@ -112,10 +112,15 @@ def _characters(table: Table) -> float:
     """Return the width of a table in characters, about: three quarters of a character for one of small print."""
     columns = zip(*(row.cells for row in table.rows), strict=True)
     widths = [
-        max([len(head), *(len(cell.text) + 0.75 * len(cell.detail) for cell in cells)])
+        max([_width(head), *(_width(cell.text) + 0.75 * len(cell.detail) for cell in cells)])
         for head, cells in zip(table.header[1:], columns, strict=True)
     ]
-    return max([len(table.header[0]), *(len(row.name) for row in table.rows)]) + sum(width + 2 for width in widths)
+    return max([_width(table.header[0]), *(_width(row.name) for row in table.rows)]) + sum(each + 2 for each in widths)
+
+
+def _width(text: str) -> int:
+    """Return the number of characters, of which letters without a font take those of their code points."""
+    return len(text) + 6 * sum(map(len, _OTHERS.findall(text)))
 
 
 def _with_groups(text: str, header: list[str], table: Table) -> str:
@@ -127,7 +132,8 @@ def _with_groups(text: str, header: list[str], table: Table) -> str:
     for number, (published, rows) in enumerate(table.bodies()):
         if published:
             rule = [r"\midrule"] if number else []
-            lines[at:at] = [*rule, HEADINGS.format(count=len(header), text=latex(published))]
+            kind = "l" if _width(published) < _characters(table) else r"p{0.95\linewidth}"
+            lines[at:at] = [*rule, HEADINGS.format(count=len(header), kind=kind, text=latex(published))]
             at += 1 + len(rule)
         at += len(rows)
     return "\n".join(lines)
