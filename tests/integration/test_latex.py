@@ -50,7 +50,7 @@ def test_a_two_column_paper_compiles(report: Path, engine: str) -> None:
         log = done.stdout.decode(errors="replace")
         assert done.returncode == 0, log[-3000:]
     assert len(tables) > 20 and (report / "paper.pdf").read_bytes().startswith(b"%PDF")
-    assert "undefined" not in log and "multiply defined" not in log
+    assert "undefined references" not in log and "multiply defined" not in log
     overfull = [float(points) for points in re.findall(r"Overfull \\hbox \(([\d.]+)pt", log)]
     assert max(overfull, default=0.0) < 50, "tables do not leave the page"
     if engine == "pdflatex" and (reader := shutil.which("pdftotext")):
