@@ -152,13 +152,15 @@ class Figures:
         return outcome(self._file, self.sequence())
 
     def compared(self, quantity: str, pairs: Sequence[tuple[str, str]], multiples: Sequence[float]) -> list[Declared]:
-        """Return the contrasts of pairs of labels at several lengths, tested together and sorted by p-value."""
+        """Return the contrasts of pairs of labels at several lengths, tested together and sorted by p-value, undefined
+        p-values last.
+        """
         contrasts = [
             DeclaredContrast(label=label, other=other, at=multiple, quantity=quantity)
             for label, other in pairs
             for multiple in multiples
         ]
-        return sorted(self.tested(contrasts), key=lambda each: each.p)
+        return sorted(self.tested(contrasts), key=lambda each: (math.isnan(each.p), each.p))
 
     def tested(self, contrasts: Sequence[DeclaredContrast]) -> list[Declared]:
         """Return the contrasts with at least two common seeds, corrected for the number of all contrasts."""
@@ -252,7 +254,7 @@ class Figures:
             lines.append(Line(label, tuple(multiples), means, low, high))
         panel = Panel((), "window as a multiple of the training length L", "perplexity", log_y=True)
         if labels[0] in self._recalls:
-            panel = Panel((), "length as a multiple of the training length L", "accuracy", y_range=SHARES)
+            panel = Panel((), "length as a multiple of the training length L", "recall", y_range=SHARES)
         return Figure("perplexity", "", "", *panels(arranged(lines, self._members, panel)))
 
     def heads(self, labels: Sequence[str]) -> Figure:

@@ -5,17 +5,21 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from megatron_coca.ablation.grid import AblationFile, DeclaredContrast
-from megatron_coca.evaluation.statistics import Estimate, estimate, exponential, holm, p_value, power
+from megatron_coca.evaluation.options import in_sentence
+from megatron_coca.evaluation.statistics import Estimate, equal, estimate, exponential, holm, p_value, power
 
 LEVEL = 0.05
+"""Level of the tests, which are two-sided."""
 
-Verdict = Literal["holds", "does not hold", "not tested"]
+Verdict = Literal["holds", "holds in the opposite direction", "does not hold", "cannot be tested", "not tested"]
+"""The result of a contrast in a sequence. Only "holds" lets the next contrast be tested."""
 
 
 class Declared(NamedTuple):
     """A declared contrast with its mean difference over seeds (of logarithms for perplexities).
 
-    `p` is the p-value of the paired t test; `holm` is this p-value corrected for all contrasts of the file.
+    `p` is the p-value of the two-sided paired t test; `holm` is this p-value corrected for all contrasts of the file.
+    Both are NaN if all seeds differ by the same amount.
     """
 
     contrast: DeclaredContrast
@@ -55,12 +59,24 @@ def in_sequence(found: Sequence[tuple[DeclaredContrast, Differences]], seeds: in
         return []
     steps: list[Step] = []
     for contrast, differences in found:
-        p = p_value(differences)
-        verdict: Verdict = "holds" if p < LEVEL else "does not hold"
-        if any(step.verdict != "holds" for step in steps):
-            verdict = "not tested"
-        steps.append(Step(contrast, estimate(differences), p, verdict))
+        p, difference = p_value(differences), estimate(differences)
+        going_on = all(step.verdict == "holds" for step in steps)
+        steps.append(Step(contrast, difference, p, _verdict(contrast, difference, p) if going_on else "not tested"))
     return steps
+
+
+def _verdict(contrast: DeclaredContrast, difference: Estimate, p: float) -> Verdict:
+    if math.isnan(p):
+        return "cannot be tested"
+    if p >= LEVEL:
+        return "does not hold"
+    opposite = contrast.expected is not None and contrast.expected * difference.mean < 0
+    return "holds in the opposite direction" if opposite else "holds"
+
+
+def p_text(p: float) -> str:
+    """Return a p-value with two digits, or "undefined" if all seeds differ by the same amount."""
+    return "undefined" if math.isnan(p) else f"{p:.2g}"
 
 
 def power_of(file: AblationFile, contrast: DeclaredContrast, share: float = 1.0) -> float | None:
@@ -81,11 +97,11 @@ def plan(file: AblationFile) -> list[str]:
     if not file.contrasts:
         return []
     count, seeds = len(file.contrasts), len(file.seeds)
-    how = f"The p-values of {count} contrasts are corrected together (Holm)."
+    how = f"The p-values of {count} two-sided contrasts are corrected together (Holm)."
     if file.testing == "sequence":
         how = (
             f"The first of {count} contrasts is the primary contrast. Each is tested once, when all {seeds} seeds are "
-            "finished, at a level of 5%, and only if all contrasts before it hold."
+            "finished, at a two-sided level of 5%, and only if all contrasts before it hold."
         )
     return [how, *(f"{number}. {contrast.name}: {_power(file, contrast)}" for number, contrast in _numbered(file))]
 
@@ -98,12 +114,12 @@ def outcome(file: AblationFile, steps: Sequence[Step]) -> list[str]:
     if held == len(steps):
         text = " holds." if held == 1 else f" holds, and so do all {held} contrasts of the sequence."
     elif held:
-        text = f" holds; the sequence ends at contrast {held + 1} of {len(steps)}, which does not hold."
+        text = f" holds; the sequence ends at contrast {held + 1} of {len(steps)}, which {steps[held].verdict}."
     else:
-        text = " does not hold; no other contrast is tested."
+        text = f" {steps[0].verdict}; no other contrast is tested."
     lines = []
     for number, step in enumerate(steps, 1):
-        tested = "not tested" if step.verdict == "not tested" else f"p = {step.p:.2g}, {step.verdict}"
+        tested = "not tested" if step.verdict == "not tested" else f"p = {p_text(step.p)}, {step.verdict}"
         lines.append(f"{number}. {step.contrast.name}: {amount(step.contrast, step.difference)}; {tested}")
     return [f"The primary contrast{text}", *lines]
 
@@ -115,23 +131,56 @@ def claim(file: AblationFile, tested: Sequence[Declared], steps: Sequence[Step])
     """
     if not file.contrasts:
         return ""
-    first = file.contrasts[0]
+    first, correction = file.contrasts[0], ""
     if file.testing == "sequence":
         if not steps:
             return outcome(file, steps)[0]
-        held, difference = steps[0].verdict == "holds", steps[0].difference
-        p = f"p = {steps[0].p:.2g}"
+        p, difference = steps[0].p, steps[0].difference
     else:
         found = next((each for each in tested if each.contrast == first), None)
         if found is None:
             return ""
-        held, difference = found.holm < LEVEL, found.difference
-        count = len(file.contrasts)
-        p = f"p = {found.holm:.2g}" + (f", corrected for {count} contrasts" if count > 1 else "")
-    verdict = "the declared contrast holds" if held else "no difference is shown"
-    if held and first.expected is not None and first.expected * difference.mean < 0:  # the test is two-sided
-        verdict = "the difference is opposite to the expected one"
-    return f"{first.name}: {amount(first, difference)}; {verdict} ({p})."
+        p, difference = found.holm, found.difference
+        correction = f", corrected for {len(file.contrasts)} contrasts" if len(file.contrasts) > 1 else ""
+    verdict = VERDICTS[_verdict(first, difference, p)].format(count=difference.count)
+    shown = "" if math.isnan(p) else f" (two-sided p = {p_text(p)}{correction})"
+    return f"{_place(first)}, {_statement(first, difference)}; {verdict}{shown}."
+
+
+VERDICTS: dict[Verdict, str] = {
+    "holds": "this difference is significant",
+    "holds in the opposite direction": "this difference is significant, but opposite to the expected one",
+    "does not hold": "no significant difference is shown",
+    "cannot be tested": "the t test is undefined, because all {count} seeds differ by the same amount",
+}
+"""The results of a contrast, as in the sentence at the top of a report."""
+
+
+def _place(contrast: DeclaredContrast) -> str:
+    at = contrast.at
+    if contrast.quantity == "validation perplexity":
+        return "After the training" if at == 1 else f"After {100 * at:g}% of the training steps"
+    return "At the training length" if at == 1 else f"At {at:g} times the training length"
+
+
+def _statement(contrast: DeclaredContrast, difference: Estimate) -> str:
+    """Return the difference in words, with its 95% interval if there is one."""
+    ours, theirs = in_sentence(contrast.label), in_sentence(contrast.other)
+    mean, low, high = difference.mean, difference.low, difference.high
+    if contrast.quantity == "recall":
+        if mean < 0:
+            mean, low, high = -mean, -high, -low
+        ends = f"{low:.2f} to {high:.2f}"
+        change = f"is {mean:.2f} {'lower' if difference.mean < 0 else 'higher'} than"
+        text = f"the recall of {ours} {'equals' if equal([mean, 0.0]) else change} that of {theirs}"
+    else:
+        quantity = RATIO if contrast.quantity == "ratio" else contrast.quantity
+        text = f"the {quantity} of {ours} is {exponential(mean):.3f} times that of {theirs}"
+        ends = f"{exponential(low):.3f} to {exponential(high):.3f}"
+    return text if math.isnan(low) else f"{text} (95% interval: {ends})"
+
+
+RATIO = "perplexity relative to that at the training length"
 
 
 def amount(contrast: DeclaredContrast, difference: Estimate) -> str:

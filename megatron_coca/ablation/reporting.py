@@ -141,6 +141,7 @@ def render(
         "hours": lambda: (
             sum(record.training_seconds + record.evaluation_seconds for record in map(read_cell, done)) / 3600
         ),
+        "p_text": declared.p_text,
         **known,
         "missing": [cell.name for cell in cells if cell not in done],
     }

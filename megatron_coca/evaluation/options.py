@@ -164,6 +164,11 @@ def plot_text(label: str) -> str:
     return f" {escaped}" if escaped.startswith("_") else escaped
 
 
+def in_sentence(label: str) -> str:
+    """Return a label for a sentence, in quotation marks if it contains a comma or a semicolon."""
+    return f"“{label}”" if "," in label or ";" in label else label
+
+
 def dynamic_length_text(name: str) -> str:
     return f"dynamic length {name}: in generation, a length-dependent extension uses {DYNAMIC_LENGTHS[name]}"
 

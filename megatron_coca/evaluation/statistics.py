@@ -12,6 +12,8 @@ RESAMPLES = 10_000
 """Number of bootstrap samples of the documents. The seed is fixed, so every comparison uses the same samples."""
 FEWEST_DOCUMENTS = 6
 """Fewest documents for a significant difference: with five, all signs agree by chance in 6% of cases."""
+ROUNDING = 1e-12
+"""Largest difference, relative to the numbers and to 1, that rounding can cause."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,21 @@ def _two_sided(angle: float, degrees: int) -> float:
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of the values of one or more seeds, with its t interval.
 
-    There is no interval if a value is infinite or NaN, or if all values are equal, as in a task that every seed
-    solves: the interval would have zero width.
+    There is no interval if a value is infinite or NaN, or if all values are equal up to rounding, as in a task that
+    every seed solves: the interval would have zero width.
     """
     if not all(map(math.isfinite, values)):
         return Estimate(sum(values), math.nan, math.nan, len(values))
     mean = fmean(values)
-    if len(set(values)) < 2:
+    if equal(values):
         return Estimate(mean, math.nan, math.nan, len(values))
     reach = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - reach, mean + reach, len(values))
+
+
+def equal(values: Sequence[float]) -> bool:
+    """Return True if the values differ only by rounding, so that their standard deviation means nothing."""
+    return math.isclose(min(values), max(values), rel_tol=ROUNDING, abs_tol=ROUNDING)
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
@@ -83,10 +90,15 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
 
 
 def p_value(values: Sequence[float]) -> float:
-    """Return the two-sided p-value of Student's t test that two or more values have mean 0; 1 if all values are 0."""
+    """Return the two-sided p-value of Student's t test that two or more values have mean 0; 1 if all values are 0.
+
+    Return NaN if all values are equal, but not 0: t would be a number divided by a standard deviation of 0.
+    """
+    if equal([*values, 0.0]):
+        return 1.0
+    if equal(values):
+        return math.nan
     spread, mean = stdev(values) / math.sqrt(len(values)), fmean(values)
-    if spread == 0.0:
-        return float(mean == 0.0)
     degrees = len(values) - 1
     return 1.0 - _two_sided(math.atan(abs(mean) / spread / math.sqrt(degrees)), degrees)
 
@@ -108,11 +120,15 @@ def power(effect: float, count: int, level: float = 0.05) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for multiple comparisons (Holm 1979), in the given order."""
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = largest
+    """Return p-values corrected for multiple comparisons (Holm 1979), in the given order.
+
+    NaN, of a test that is undefined, stays NaN. It counts as a comparison with p = 1.
+    """
+    known = [1.0 if math.isnan(p) else p for p in p_values]
+    corrected, largest = [0.0] * len(known), 0.0
+    for rank, index in enumerate(sorted(range(len(known)), key=known.__getitem__)):
+        largest = max(largest, min(1.0, (len(known) - rank) * known[index]))
+        corrected[index] = math.nan if math.isnan(p_values[index]) else largest
     return corrected
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 from megatron_coca.evaluation import benchmarks
 from megatron_coca.evaluation.report import result_tables as shared
-from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.document import Measure, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.lm_eval_section import HARNESS_COMPARABLE, cut_text, lm_eval_blocks, protocol_text
 from megatron_coca.evaluation.report.metrics import value_cell
 from megatron_coca.evaluation.report.published import tables_of
 from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import ReportOptions
+from megatron_coca.evaluation.statistics import wilson_interval
 from megatron_coca.evaluation.tasks.lm_eval import HarnessProtocol
 from megatron_coca.evaluation.tasks.lm_eval_scores import TaskScores
 
@@ -22,6 +23,10 @@ BENCHMARK_COMPARABLE: Comparable = {
 """The lengths in the metadata are columns of the tables."""
 PREFIX = "longbench_"
 AVERAGE, MEAN = "Avg", "mean"
+TOGETHER = "mean of the common tasks"
+"""The row of means over the tasks that all labels have, if no label has all tasks of the benchmark."""
+BABILONG_MEAN = benchmarks.BABILONG_TASKS[:5]
+"""The tasks of BABILong's means, which have all lengths."""
 GROUPS = frozenset({"ruler", "babilong", "babilong_longctx", "longbench", "longbench_e"})
 Column = int | str
 
@@ -83,7 +88,7 @@ def averages(cells: Iterable[Cell], row: str, tasks: Sequence[str]) -> list[Cell
     return [
         Cell(row, column, fmean(cell.value for cell in found), sum(c.samples for c in found), sum(c.cut for c in found))
         for column, found in by_column.items()
-        if len(found) == len(tasks)
+        if len(found) == len(tasks) > 0
     ]
 
 
@@ -100,7 +105,7 @@ def _ruler(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _babilong(cells: Sequence[Cell]) -> list[Cell]:
-    return averages(cells, MEAN, benchmarks.BABILONG_TASKS[:5])
+    return averages(cells, MEAN, BABILONG_MEAN)
 
 
 def _longbench(cells: Sequence[Cell]) -> list[Cell]:
@@ -126,9 +131,36 @@ def with_cells(loaded: Sequence[LoadedResult], benchmark: str) -> list[LoadedRes
         entries = [entry for entry in result.results if benchmark_of(entry.task) == benchmark]
         cells = [cell for entry in entries for cell in cells_of(entry, result.protocol)]
         if cells:
-            changed = result.model_copy(update={"results": [*cells, *DERIVED[benchmark](cells)], "missing": []})
+            changed = result.model_copy(update={"results": cells, "missing": []})
             kept.append(LoadedResult(item.file, changed))
     return kept
+
+
+def with_derived(group: ResultGroup, benchmark: str) -> tuple[ResultGroup, list[str]]:
+    """Return the group with the means of the benchmark's tables, and the tasks that all labels have.
+
+    A label's tasks can come from several files.
+    """
+    common = [
+        task
+        for task in dict.fromkeys(entry.row for series in group.series for entry in series.entries())
+        if not task.endswith("_e")  # LongBench-E repeats tasks of LongBench
+        and all(any(entry.row == task for entry in series.entries()) for series in group.series)
+    ]
+
+    def extended(replicate: Replicate) -> Replicate:
+        cells = list(replicate.entries.values())
+        more = [*DERIVED[benchmark](cells), *averages(cells, TOGETHER, common)]
+        return replace(replicate, entries=replicate.entries | {cell.key: cell for cell in more})
+
+    series = (replace(each, replicates=tuple(map(extended, each.replicates))) for each in group.series)
+    return replace(group, series=tuple(series)), common
+
+
+def has_row(group: ResultGroup, row: str, column: Column | None = None) -> bool:
+    """Return True if a label has a number in this row, or in this cell."""
+    entries = [entry for series in group.series for entry in series.entries()]
+    return any(entry.row == row and column in (None, entry.column) for entry in entries)
 
 
 def percent_cell(series: Series, row: str, column: Column) -> TableCell:
@@ -141,12 +173,21 @@ def percent_cell(series: Series, row: str, column: Column) -> TableCell:
 
     cell = value_cell(series, f"task {row}", number, "{:.1f}".format)
     known = [replicate.entries[key] for replicate in series.replicates if key in replicate.entries]
+    if cell.value is not None and cell.low is None and (count := sum(found.samples for found in known)):
+        low, high = (100 * end for end in wilson_interval(min(max(cell.value / 100, 0.0), 1.0), count))
+        cell = replace(cell, detail=f"{low:.1f}–{high:.1f}", low=low, high=high)
     worst = max(known, key=lambda found: found.cut, default=None)
     return cell if worst is None else cut_text(cell, worst.cut, worst.samples, series.header.protocol)
 
 
 def table_of(
-    name: str, caption: str, group: ResultGroup, rows: Mapping[str, str], columns: Sequence[Column], head: str
+    name: str,
+    caption: str,
+    group: ResultGroup,
+    rows: Mapping[str, str],
+    columns: Sequence[Column],
+    head: str,
+    measure: Measure | None = None,
 ) -> Table:
     """Return a table with a row for each label and each entry of `rows`: a pattern for the label, and a cell's row."""
     made = []
@@ -157,7 +198,30 @@ def table_of(
             if any((row, str(column)) in series.keys for column in columns)
         ]
         made += shared.mark_best(ours, False)
-    return Table(name, caption, (head, *map(str, columns)), tuple(made), ("Scores in percent.",))
+    return Table(name, caption, (head, *map(str, columns)), tuple(made), (NOTE,), measure=measure)
+
+
+NOTE = (
+    "Scores in percent. Intervals: for one seed Wilson's over all samples, which is wider than needed for scores "
+    "between 0 and 1; for several seeds t intervals."
+)
+
+
+def _means(
+    name: str,
+    title: str,
+    tasks: str,
+    of: int,
+    extended: tuple[ResultGroup, list[str]],
+    columns: Sequence[Column],
+    head: str = "length",
+) -> Table:
+    """Return a benchmark's means by length: over all `of` `tasks`, or over the common tasks if no label has all."""
+    group, common = extended
+    row, few = (MEAN, "") if has_row(group, MEAN) else (TOGETHER, f" over {len(common)} tasks")
+    over = tasks if row == MEAN else f"{len(common)} of {of} tasks"
+    measure = Measure(f"mean {title} score{few}", digits=1, unit="%")
+    return table_of(name, f"{title}: means over {over} by length", group, {"{}": row}, columns, head, measure)
 
 
 def with_published(table: Table, metric: str, columns: Sequence[Column], group: ResultGroup) -> Table:
@@ -188,20 +252,21 @@ def _size(column: Column) -> tuple[int, str]:
 def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """Return RULER's main table (means over its 13 tasks by length, with published rows) and a table of all tasks."""
     columns = _columns(group, benchmarks.RULER_TASKS)
-    means = table_of(name, "RULER: means over its 13 tasks by length", group, {"{}": MEAN}, columns, "length in tokens")
+    extended = with_derived(group, "ruler")
+    means = _means(name, "RULER", "its 13 tasks", len(benchmarks.RULER_TASKS), extended, columns, "length in tokens")
     each = {f"{task}: {{}}": task for task in benchmarks.RULER_TASKS}
     tasks = table_of(f"{name}-tasks", "RULER: tasks by length", group, each, columns, "length in tokens")
-    if options.papers is not False:
+    if options.papers is not False and has_row(extended[0], MEAN):
         means = with_published(means, "ruler", columns, group)
     return _block(group, [means, tasks])
 
 
 @shared.grouped("benchmarks-babilong", BENCHMARK_COMPARABLE)
 def babilong_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Return the table of BABILong: tasks, and the mean of the first five, by length."""
+    """Return the tables of BABILong: the mean of its first five tasks, and all tasks, by length."""
     columns = _columns(group, benchmarks.BABILONG_TASKS)
     each = {f"{task.removeprefix('babilong_')}: {{}}": task for task in benchmarks.BABILONG_TASKS}
-    means = table_of(name, "BABILong: means over qa1 to qa5 by length", group, {"{}": MEAN}, columns, "length")
+    means = _means(name, "BABILong", "qa1 to qa5", len(BABILONG_MEAN), with_derived(group, "babilong"), columns)
     return _block(
         group, [means, table_of(f"{name}-tasks", "BABILong: tasks by length", group, each, columns, "length")]
     )
@@ -209,15 +274,26 @@ def babilong_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Re
 
 @shared.grouped("benchmarks-longbench", BENCHMARK_COMPARABLE)
 def longbench_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Return LongBench's tables of categories with published rows, of all tasks, and of LongBench-E by length."""
-    tables = []
+    """Return LongBench's tables of categories with published rows, of all tasks, and of LongBench-E by length.
+
+    The table for the sentence at the top comes first: a language's, or the mean of the tasks that all labels have.
+    """
+    (group, common), tables = with_derived(group, "longbench"), []
     for language, table_parts in (("English", benchmarks.LONGBENCH_ENGLISH), ("Chinese", benchmarks.LONGBENCH_CHINESE)):
         columns = [AVERAGE, *table_parts]
         caption = f"LongBench, {language}: means of the categories"
-        table = table_of(f"{name}-{language.lower()}", caption, group, {"{}": language}, columns, "label")
+        average = Measure(f"mean LongBench score ({language})", digits=1, unit="%", column=0)
+        measure = average if has_row(group, language, AVERAGE) else None
+        table = table_of(f"{name}-{language.lower()}", caption, group, {"{}": language}, columns, "label", measure)
         if options.papers is not False:
             table = with_published(table, f"longbench {language.lower()}", columns, group)
         tables.append(table)
+    tables.sort(key=lambda table: table.measure is None)
+    if common and tables[0].measure is None:
+        head = f"mean of {len(common)} task{'s' if len(common) > 1 else ''}"
+        measure = Measure(f"LongBench score ({head})", digits=1, unit="%", column=0)
+        together = table_of(f"{name}-common", f"LongBench: {head}", group, {"{}": TOGETHER}, [""], "label", measure)
+        tables.insert(0, replace(together, header=("label", head)))
     parts = [*benchmarks.LONGBENCH_ENGLISH.values(), *benchmarks.LONGBENCH_CHINESE.values()]
     names = dict.fromkeys(task for tasks in parts for task in tasks)
     each = {f"{task}: {{}}": task for task in names}

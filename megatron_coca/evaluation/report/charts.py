@@ -22,6 +22,7 @@ from matplotlib.ticker import NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from megatron_coca.evaluation.options import plot_text
+from megatron_coca.evaluation.report.fonts import set_fonts
 from megatron_coca.evaluation.report.log_axes import label_log_axis, spread_apart
 from megatron_coca.evaluation.report.looks import Look, Member, apart, numbered
 
@@ -39,6 +40,8 @@ MOST_LENGTHS = 9
 """Largest number of lengths that all have a tick."""
 INSIDE = 0.72
 """Share of a panel's height between its axes, about."""
+CHARACTER = 0.6
+"""Width of a character in units of the text's size, about."""
 DARKER = 0.72
 """Factor on the colour of a line for the text beside it, which needs more contrast."""
 
@@ -114,6 +117,7 @@ def drawn(figure: Figure, layout: Layout) -> Canvas:
     """Return the plot on a canvas, in the current style."""
     canvas = Canvas(figsize=(layout.width, figure.height(layout)), layout="constrained")
     figure.draw(canvas, layout)
+    set_fonts(canvas)
     return canvas
 
 
@@ -257,7 +261,7 @@ def panels(given: Sequence[Panel], in_pairs: bool = False) -> Drawing:
         return layout.columns if in_pairs else _columns(given, layout)
 
     def panel_height(layout: Layout) -> float:
-        names = max((_lines_of_names(panel, layout) for panel in given), default=0)
+        names = max((len(_names(panel, layout)) for panel in given), default=0)
         least = (1.4 if layout is COLUMN else 1.9) if rows(layout) > 1 else 2.1 if layout is COLUMN else 2.9
         return max(least, (names + 1) * layout.points * 1.15 / 72 / INSIDE)
 
@@ -272,8 +276,9 @@ def panels(given: Sequence[Panel], in_pairs: bool = False) -> Drawing:
         shown = all_axes[: len(given)]
         ends = _axis_ends(given)
         ticks = _length_ticks({x for panel in given for line in panel.lines for x in line.x})
+        room = _room(given, layout, columns)
         for index, (axes, panel) in enumerate(zip(shown, given, strict=True)):
-            _draw_panel(axes, panel, layout, columns, ticks)
+            _draw_panel(axes, panel, layout, columns, ticks, room)
             axes.tick_params(labelbottom=index + columns >= len(given))
             if ends is not None:
                 label_log_axis(axes.yaxis, *ends)
@@ -289,8 +294,9 @@ def panels(given: Sequence[Panel], in_pairs: bool = False) -> Drawing:
     return draw, height
 
 
-def _lines_of_names(panel: Panel, layout: Layout) -> int:
-    return sum(fill(line.name or line.label, layout.label).count("\n") + 1 for line in panel.lines)
+def _names(panel: Panel, layout: Layout) -> list[str]:
+    """Return the names at the ends of the lines, each on as many lines of text as it needs."""
+    return [part for line in panel.lines for part in fill(line.name or line.label, layout.label).split("\n")]
 
 
 def _axis_ends(given: Sequence[Panel]) -> tuple[float, float] | None:
@@ -307,7 +313,15 @@ def _axis_ends(given: Sequence[Panel]) -> tuple[float, float] | None:
     return min(wide), max(wide)
 
 
-def _draw_panel(axes: Axes, panel: Panel, layout: Layout, columns: int, ticks: Sequence[float]) -> None:
+def _room(given: Sequence[Panel], layout: Layout, columns: int) -> float:
+    """Return the width of a panel's axes in units of the text's size, about: without the names at the right."""
+    named = [name for panel in given if panel.named for name in _names(panel, layout)]
+    names = CHARACTER * max(map(len, named), default=0)
+    return max(1.0, layout.width / columns * 72 / layout.points - names - 2.5)
+
+
+def _draw_panel(axes: Axes, panel: Panel, layout: Layout, columns: int, ticks: Sequence[float], room: float) -> None:
+    """Draw the lines of a panel; its axes are `room` times the size of the text wide."""
     finite = [y for line in panel.lines for y in line.y if math.isfinite(y)]
     bounds = (min(finite) / MOST_BEYOND, max(finite) * MOST_BEYOND) if panel.log_y and finite else (-math.inf, math.inf)
     for line in panel.context:
@@ -316,9 +330,8 @@ def _draw_panel(axes: Axes, panel: Panel, layout: Layout, columns: int, ticks: S
         _draw_line(axes, line, line.look or numbered(index), bounds)
     if not panel.linear_x:
         axes.set_xscale("log", base=2)
-        room = layout.width / columns * 72 / layout.points
-        texts = _thinned([short_length(tick) for tick in ticks], int(room / 2.6))
-        axes.set_xticks(ticks, texts)
+        texts = [short_length(tick) for tick in ticks]
+        axes.set_xticks(ticks, _thinned(texts, int(room / CHARACTER / (max(map(len, texts), default=1) + 1))))
         axes.xaxis.set_minor_locator(NullLocator())
     if panel.y_range is not None:
         axes.set_ylim(*panel.y_range)
@@ -409,7 +422,9 @@ def _name_marks(axes: Axes, panel: Panel, first: bool) -> None:
     """Draw the marks and the level; the first panel names them, in the emptier half."""
     starts = [_share(axes.yaxis, line.y[0]) for line in panel.lines if line.y and math.isfinite(line.y[0])]
     low = not starts or sum(starts) / len(starts) > 0.5
-    lowest = 0.04 + (_share(axes.yaxis, panel.level) if panel.level is not None else 0.0)
+    lowest = 0.04
+    if panel.level is not None:  # the name of the mark stands above that of the level
+        lowest += _share(axes.yaxis, panel.level) + (0.13 if low and panel.level_name else 0.0)
     for number, (x, name) in enumerate(panel.marks.items()):
         axes.axvline(x, color=FOREGROUND, linestyle=(0, (1, 1.5)), linewidth=0.9, label=plot_text(name), zorder=1)
         if first and name:
@@ -429,11 +444,11 @@ def _name_marks(axes: Axes, panel: Panel, first: bool) -> None:
         if first and panel.level_name:
             axes.annotate(
                 plot_text(panel.level_name),
-                xy=(0.98, panel.level),
+                xy=(0.0 if low else 1.0, panel.level),
                 xycoords=("axes fraction", "data"),
-                xytext=(0, 2),
+                xytext=(10 if low else -2, 2),
                 textcoords="offset points",
-                ha="right",
+                ha="left" if low else "right",
                 color=QUIET,
             )
 
@@ -461,9 +476,12 @@ HeatMap = tuple[str, Sequence[Sequence[float | None]]]
 
 
 def heat_maps(
-    maps: Sequence[HeatMap], rows: Sequence[str], heads: Sequence[str], x_label: str, y_label: str
+    maps: Sequence[HeatMap], rows: Sequence[str], heads: Sequence[str], x_label: str, y_label: str, name: str
 ) -> Drawing:
-    """Return functions that draw heat maps and return the height: accuracies as coloured cells with their numbers."""
+    """Return functions that draw heat maps and return the height: accuracies as coloured cells with their numbers.
+
+    `name` is that of the numbers.
+    """
 
     def columns_in(layout: Layout) -> int:
         return min(len(maps), layout.columns)
@@ -493,6 +511,6 @@ def heat_maps(
                     ink = "grey" if value is None else "white" if value < 0.55 else "black"
                     text = "–" if value is None else f"{value:.2f}".replace("0.", ".")
                     axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=layout.points - 1)
-        canvas.colorbar(image, ax=list(grid.flat), label="accuracy", shrink=0.9, aspect=max(20, 10 * len(grid)))
+        canvas.colorbar(image, ax=list(grid.flat), label=name, shrink=0.9, aspect=max(20, 10 * len(grid)))
 
     return draw, height

@@ -1,65 +1,60 @@
 """The top of a report: one sentence that its numbers support, the plot of these numbers, and a small table."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from megatron_coca.evaluation.report.document import Headline, Section, Table, TableCell, TableRow
+from megatron_coca.evaluation.options import in_sentence
+from megatron_coca.evaluation.report.document import Headline, Measure, Section, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import MARK, decimal
+from megatron_coca.evaluation.report.names import explained
 from megatron_coca.evaluation.report.result_tables import ReportOptions, differ_significantly, mark_best, testable
 from megatron_coca.evaluation.statistics import FEWEST_DOCUMENTS
 
-
-@dataclass(frozen=True)
-class Measure:
-    """The numbers of a section that the sentence is about: their name, the start of their row names, the best end."""
-
-    quantity: str
-    prefix: str = ""
-    lowest: bool = False
-
-
-MEASURES = {
-    "recall": Measure("recall"),
-    "passkey": Measure("passkey accuracy"),
-    "ruler": Measure("mean share of strings found", "mean: "),
-    "perplexity": Measure("perplexity", lowest=True),
-}
+ORDER = ("recall", "passkey", "needle", "ruler", "benchmarks", "perplexity", "longppl", "short")
 """The sections with a sentence. A report has the sentence of the first of them that a label has learned."""
-LEARNED = 0.5
-"""Accuracy that one label must reach at some length: a task that no model has learned says nothing about lengths."""
+MOST_ROWS = 8
+"""Largest number of rows of the small table. Labels in the sentence have a row in any case."""
 
 
 def headline(sections: Sequence[Section], options: ReportOptions) -> Headline | None:
-    """Return the top of a report, or None if no section has numbers by length."""
-    blocks = {section.name: section.blocks[0] for section in sections}
-    found = [
-        (measure, _ours(blocks[name].tables[0], measure), blocks[name])
-        for name, measure in MEASURES.items()
-        if name in blocks and blocks[name].tables
-    ]
-    known = [each for each in found if _measured(each[1])]
+    """Return the top of a report, or None if no table has numbers for a sentence."""
+    blocks = {section.name: section.blocks for section in sections}
+    known = []
+    for block in (block for name in ORDER for block in blocks.get(name, ()) if block.tables):
+        measure = block.tables[0].measure
+        if measure is not None and _measured(table := _ours(block.tables[0], measure)):
+            known.append((measure, table, block))
     if not known:
         return None
     measure, table, block = next((each for each in known if _learned(each[1], each[0])), known[0])
     columns = _measured(table)
     sentence, basis = _claim(table, columns[-1], measure, options)
+    if "no significant difference" in sentence.lower():
+        basis += " No significant difference: the test cannot tell these numbers apart."
     if block.heading:  # there are other groups of results, such as those on other documents
         basis = f"{block.heading}. {basis}".strip()
-    small, figure = _small(table, columns, measure), next(iter(block.figures), None)
-    return Headline(options.claim or sentence, "" if options.claim else basis, small, figure)
+    sentence, basis = (options.claim, "") if options.claim else (sentence, basis)
+    small = _small(table, columns, measure, sentence, options.members)
+    names = explained(options.members[row.name] for row in table.rows)
+    return Headline(sentence, basis, small, next(iter(block.figures), None), names)
 
 
 def _learned(table: Table, measure: Measure) -> bool:
     values = [cell.value for row in table.rows for cell in row.cells if cell.value is not None]
-    return measure.lowest or max(values) >= LEARNED
+    return max(values) >= measure.least
 
 
 def _ours(table: Table, measure: Measure) -> Table:
-    """Return the rows of one measure without published rows; each is named by its label only."""
+    """Return the rows and columns of a measure without published rows; each row is named by its label only."""
     rows = [row for row in table.rows if not row.published and row.name.startswith(measure.prefix)]
-    return replace(table, rows=tuple(replace(row, name=row.name.removeprefix(measure.prefix)) for row in rows))
+    named = [replace(row, name=row.name.removeprefix(measure.prefix)) for row in rows]
+    if (at := measure.column) is None:
+        return replace(table, rows=tuple(named))
+    chosen = tuple(replace(row, cells=row.cells[at : at + 1]) for row in named)
+    return replace(table, header=(table.header[0], table.header[at + 1]), rows=chosen)
 
 
 def _finite(cell: TableCell) -> bool:
@@ -81,13 +76,15 @@ def _length(head: str) -> int:
 
 
 def _place(table: Table, column: int) -> str:
-    """Return the length of a column in words: `1,024 tokens, 16 times the training length`."""
+    """Return a column in words: `at 1,024 tokens, 16 times the training length`; empty if it is not a length."""
     heads = table.header[1:]
+    if not heads[column].rstrip("*").isdecimal():
+        return f"at a length of {heads[column]}" if heads[column][:1].isdecimal() else ""
     length, trained = _length(heads[column]), {_length(head) for head in heads if head.endswith("*")}
     if len(trained) != 1:
-        return f"{length:,} tokens"
+        return f"at {length:,} tokens"
     times = length / trained.pop()
-    return f"{length:,} tokens, " + ("the training length" if times == 1 else f"{times:g} times the training length")
+    return f"at {length:,} tokens, " + ("the training length" if times == 1 else f"{times:g} times the training length")
 
 
 def _claim(table: Table, column: int, measure: Measure, options: ReportOptions) -> tuple[str, str]:
@@ -100,10 +97,16 @@ def _claim(table: Table, column: int, measure: Measure, options: ReportOptions) 
     infinite = [label for label in measured if label not in cells]
     parts = [_comparison(cells, measure, options.members, options.baseline)] if cells else []
     if infinite:
-        name = infinite[0] if len(infinite) == 1 else f"{len(infinite)} labels"
+        name = in_sentence(infinite[0]) if len(infinite) == 1 else f"{len(infinite)} labels"
         parts.append(f"{name} {'has' if len(infinite) == 1 else 'have'} no finite {measure.quantity}")
     pairs = _pairs(cells, measure)
-    return f"At {_place(table, column)}, {'; '.join(parts)}.", _basis(cells, pairs)
+    sentence = ", ".join(filter(None, (_place(table, column), "; ".join(parts))))
+    return f"{_capital(sentence)}.", _basis(cells, pairs)
+
+
+def _capital(text: str) -> str:
+    """Return a text with a capital at its start, except at the start of a label."""
+    return text[0].upper() + text[1:] if text.startswith(("at ", "no ")) else text
 
 
 def _basis(cells: Mapping[str, TableCell], pairs: Sequence[tuple[TableCell, TableCell]]) -> str:
@@ -131,32 +134,37 @@ def _single(table: Table, column: int, label: str, measure: Measure) -> tuple[st
     cells = next(row.cells for row in table.rows if row.name == label)
     first, end = next((at for at, cell in enumerate(cells) if _finite(cell)), column), cells[column]
     start, place = cells[first], _place(table, column)
-    known = f"{label} has a {measure.quantity} of {_number(start)} at {_place(table, first)}"
+    label = in_sentence(label)
+    known = f"{label} has a {measure.quantity} of {_number(start, measure)} {_place(table, first)}".rstrip()
     if not _finite(end):
-        none = f"no finite {measure.quantity} at {place}."
+        none = f"no finite {measure.quantity} {place}."
         return (f"{label} has {none}" if first == column else f"{known}, and {none}"), ""
     if first == column:
         return f"{known}.", ""
-    places, basis = f"{_place(table, first)}, and {place}", _basis({label: end}, [(start, end)])
+    basis = _basis({label: end}, [(start, end)])
+    places = f"{_place(table, first)}, and {_number(end, measure)} {place}"
+    if not testable(start, end):
+        return f"{label} has a {measure.quantity} of {_number(start, measure)} {places}; this was not tested.", basis
     if not differ_significantly(start, end):
-        numbers = f"{_number(start)} and {_number(end)}"
-        return f"No difference in {measure.quantity} of {label} is shown between {places}: {numbers}.", basis
-    verb, digits = "falls" if (end.value or 0.0) < (start.value or 0.0) else "rises", _digits(start, end)
-    numbers = f"from {_number(start, digits)} to {_number(end, digits)}"
-    return f"The {measure.quantity} of {label} {verb} {numbers} between {places}.", basis
+        text = f"No significant difference in {measure.quantity} of {label} is shown"
+        return f"{text}: {_number(start, measure)} {places}.", basis
+    verb, measure = "falls" if (end.value or 0.0) < (start.value or 0.0) else "rises", _exact(measure, start, end)
+    first_place, last_place = f"{_number(start, measure)} {_place(table, first)}", f"{_number(end, measure)} {place}"
+    return f"The {measure.quantity} of {label} {verb} from {first_place}, to {last_place}.", basis
 
 
-DIGITS = range(2, 7)
-"""Digits after the decimal point: the fewest that show a difference."""
+MOST_DIGITS = 6
 
 
-def _digits(one: TableCell, other: TableCell) -> int:
-    return next((count for count in DIGITS if _number(one, count) != _number(other, count)), DIGITS[-1])
+def _exact(measure: Measure, one: TableCell, other: TableCell) -> Measure:
+    """Return the measure with the fewest digits after the decimal point that show a difference."""
+    found = [replace(measure, digits=digits) for digits in range(measure.digits, MOST_DIGITS + 1)]
+    return next((each for each in found if _number(one, each) != _number(other, each)), found[-1])
 
 
-def _number(cell: TableCell, digits: int = DIGITS[0]) -> str:
+def _number(cell: TableCell, measure: Measure) -> str:
     assert cell.value is not None
-    return decimal(cell.value, digits)
+    return decimal(cell.value, measure.digits) + measure.unit
 
 
 def _order(cells: Mapping[str, TableCell], measure: Measure) -> list[str]:
@@ -175,24 +183,35 @@ def _comparison(
     """Return the statement on several labels: the best, those that do not differ from it, and one that does."""
     best, *others = order = _order(cells, measure)
     if not others:
-        return f"{best} has a {measure.quantity} of {_number(cells[best])}"
+        return f"{in_sentence(best)} has a {measure.quantity} of {_number(cells[best], measure)}"
+    if not any(testable(cells[best], cells[label]) for label in others):
+        name, other = _beaten(others, cells, members, best, baseline)
+        measure = _exact(measure, cells[best], cells[other])
+        statement = f"{name} has {_number(cells[other], measure)}; this difference was not tested"
+        return f"{_best(best, cells, measure)}; {statement}"
     worse = [label for label in others if differ_significantly(cells[best], cells[label], len(others))]
     tied = [label for label in others if label not in worse]
     if not worse:
-        numbers = f"{_number(cells[order[0]])} to {_number(cells[order[-1]])}"
-        return f"no difference in {measure.quantity} is shown between {len(cells)} labels ({numbers})"
-    end = "lowest" if measure.lowest else "highest"
-    digits = _digits(cells[best], cells[worse[0]])
-    parts = [f"{best} has the {end} {measure.quantity}, {_number(cells[best], digits)}"]
+        numbers = f"{_number(cells[order[-1]], measure)} to {_number(cells[order[0]], measure)}"
+        if measure.lowest:
+            numbers = f"{_number(cells[order[0]], measure)} to {_number(cells[order[-1]], measure)}"
+        return f"no significant difference in {measure.quantity} is shown between {len(cells)} labels ({numbers})"
+    measure = _exact(measure, cells[best], cells[worse[0]])
+    parts = [_best(best, cells, measure)]
     if tied:
         shown = tied if len(tied) < 3 else [label for label in tied if label == baseline]
-        names = [f"{label} ({_number(cells[label], digits)})" for label in shown]
+        names = [f"{in_sentence(label)} ({_number(cells[label], measure)})" for label in shown]
         if more := len(tied) - len(shown):
             names.append(f"{more} {'other labels' if shown else 'labels'}")
-        parts.append(f"no difference from {' and '.join(names)} is shown")
-    other = _beaten(worse, cells, members, best, baseline)
-    parts.append(f"{other[0]} has {_number(cells[other[1]], digits)}")
+        parts.append(f"no significant difference from {' and '.join(names)} is shown")
+    name, other = _beaten(worse, cells, members, best, baseline)
+    parts.append(f"{name} has {_number(cells[other], measure)}")
     return "; ".join(parts)
+
+
+def _best(label: str, cells: Mapping[str, TableCell], measure: Measure) -> str:
+    end = "lowest" if measure.lowest else "highest"
+    return f"{in_sentence(label)} has the {end} {measure.quantity}, {_number(cells[label], measure)}"
 
 
 def _beaten(
@@ -204,18 +223,21 @@ def _beaten(
     """
     trained = [label for label in cells if not members[label].variant]
     if baseline is not None and baseline in worse:
-        return f"the baseline {baseline}", baseline
+        return f"the baseline {in_sentence(baseline)}", baseline
     if members[best].variant and trained and all(label in worse for label in trained):
         first = next(label for label in worse if label in trained)
         name = "the model as trained" if len(trained) == 1 else "the best model as trained"
-        return f"{name}, {first},", first
-    return f"the next label, {worse[0]},", worse[0]
+        return f"{name}, {in_sentence(first)},", first
+    return f"the next label, {in_sentence(worse[0])},", worse[0]
 
 
-def _small(table: Table, columns: Sequence[int], measure: Measure) -> Table:
+def _small(
+    table: Table, columns: Sequence[int], measure: Measure, sentence: str, members: Mapping[str, Member]
+) -> Table:
     """Return the first and the last of the columns, with the best label of the last column first.
 
-    Bold numbers are tested as the sentence is, with correction for several comparisons.
+    Bold numbers are tested as the sentence is, with correction for several comparisons. The table has the labels
+    in the sentence, models as trained, and the best of the other labels.
     """
     chosen = sorted({columns[0], columns[-1]})
     header = (table.header[0], *(table.header[at + 1] for at in chosen))
@@ -226,6 +248,15 @@ def _small(table: Table, columns: Sequence[int], measure: Measure) -> Table:
         return sign * (cell.value or 0.0) if _finite(cell) else math.inf
 
     rows = [replace(row, cells=tuple(row.cells[at] for at in chosen)) for row in sorted(table.rows, key=place)]
-    caption = f"{measure.quantity[0].upper()}{measure.quantity[1:]} at {' and '.join(header[1:])} tokens"
+    marked = mark_best(rows, measure.lowest, corrected=True)
+    named = [re.search(rf"(?<!\w){re.escape(row.name)}(?!\w| \+)", sentence) is not None for row in marked]
+    importance = [(not told, bool(members[row.name].variant)) for row, told in zip(marked, named, strict=True)]
+    chosen = sorted(range(len(marked)), key=importance.__getitem__)[: max(MOST_ROWS, sum(named))]
+    kept = [marked[at] for at in sorted(chosen)]
+    caption = f"{measure.quantity[0].upper()}{measure.quantity[1:]}"
+    if lengths := [head for head in header[1:] if head.rstrip("*").isdecimal()]:
+        caption += f" at {' and '.join(lengths)} tokens"
     notes = tuple(note for note in table.notes if note.startswith(("*", MARK)))
-    return Table("headline", caption, header, tuple(mark_best(rows, measure.lowest, corrected=True)), notes)
+    if len(kept) < len(marked):
+        notes += (f"{len(kept)} of {len(marked)} labels. The section below has all of them.",)
+    return Table("headline", caption, header, tuple(kept), notes)

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
@@ -61,8 +62,33 @@ class TableRow:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """The numbers of a table that the sentence at the top of a report is about.
+
+    Attributes:
+        quantity: their name.
+        prefix: the start of their row names, before the label.
+        lowest: whether the lowest number is the best.
+        least: the number that one label must reach somewhere; otherwise, no model has learned the task.
+        digits, unit: digits after the decimal point, and a unit after the number.
+        column: the only column that the sentence is about; by default all columns, which are lengths.
+    """
+
+    quantity: str
+    prefix: str = ""
+    lowest: bool = False
+    least: float = -math.inf
+    digits: int = 2
+    unit: str = ""
+    column: int | None = None
+
+
+@dataclass(frozen=True)
 class Table:
-    """`header` starts with the head of the row names; `notes` follow the table; `sources` describe published rows."""
+    """`header` starts with the head of the row names; `notes` follow the table; `sources` describe published rows.
+
+    A table with a `measure` can have the sentence at the top of the report.
+    """
 
     name: str
     caption: str
@@ -70,6 +96,7 @@ class Table:
     rows: tuple[TableRow, ...]
     notes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    measure: Measure | None = None
 
     def footnotes(self) -> dict[str, int]:
         notes = [cell.note for row in self.rows for cell in row.cells if cell.note]
@@ -107,13 +134,14 @@ class Section:
 class Headline:
     """The top of a report: a sentence, how its difference was tested, a small table, and the plot of these numbers.
 
-    The plot is also in a section, which does not show it again.
+    The plot is also in a section, which does not show it again. `names` explain the labels.
     """
 
     sentence: str
     basis: str
     table: Table
     figure: Figure | None = None
+    names: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,6 +169,7 @@ def markdown(document: ReportDocument) -> str:
         parts += [f"**{escaped(top.sentence)}**"]
         shown = top.figure
         parts += _markdown_figure(shown) if shown is not None else []
+        parts.append("\n".join(f"- *{escaped(name)}*: {escaped(meaning)}" for name, meaning in top.names))
         parts += [markdown_table(top.table, escaped, escaped), escaped(top.basis)]
     parts.append(escaped(document.summary))
     for section in document.sections:

@@ -9,6 +9,9 @@ from megatron_coca.evaluation.report.metrics import MARK
 
 GREEK = {"α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "varepsilon", "θ": "theta", "κ": "kappa"}
 GREEK |= {"λ": "lambda", "μ": "mu", "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "varphi", "ω": "omega"}
+GREEK |= {"ζ": "zeta", "η": "eta", "ι": "iota", "ν": "nu", "ξ": "xi", "υ": "upsilon", "χ": "chi", "ψ": "psi"}
+GREEK |= {"Γ": "Gamma", "Δ": "Delta", "Θ": "Theta", "Λ": "Lambda", "Ξ": "Xi", "Π": "Pi", "Σ": "Sigma", "Φ": "Phi"}
+GREEK |= {"Ψ": "Psi", "Ω": "Omega"}
 SYMBOLS = {
     MARK: r"\textsuperscript{\dag}",
     "–": "--",
@@ -24,6 +27,8 @@ SYMBOLS = {
     "≤": r"$\leq$",
     "≥": r"$\geq$",
     "→": r"$\rightarrow$",
+    "−": "$-$",
+    "µ": r"$\mu$",
     "≈": r"$\approx$",
     "·": r"$\cdot$",
     "∞": r"$\infty$",
@@ -33,11 +38,24 @@ SYMBOLS = {
 }
 """Characters that the fonts of LaTeX lack, or that have a meaning there, besides those that pandas escapes."""
 _SYMBOLS = re.compile("|".join(map(re.escape, SYMBOLS)))
+LETTERS = (
+    "ÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÕÖØÙÚÛÜÝßàáâãäåæçèéêëìíîïñòóôõöøùúûüýÿĀāĂăĆćĈĉĊċČčĎďĒēĔĕĖėĚěĜĝĞğĠġĤĥĨĩĪīĬĭİıĴĵĹĺŁłŃńŅņŇňŌōŎŏŐő"
+    "ŒœŔŕŘřŚśŜŝŞşŠšŢţŤťŨũŪūŬŭŮůŰűŴŵŶŷŸŹźŻżŽžȘșȚț—‘’“”…"
+)
+"""Characters besides ASCII that pdfLaTeX prints without a package, whatever its font encoding."""
+_OTHERS = re.compile(rf"[^\x20-\x7e{LETTERS}]+")
+UNICODE = r"""% The letters in \nonlatin appear with LuaLaTeX and XeLaTeX and a font that has them, such as
+% \usepackage{fontspec}\setmainfont{Noto Serif CJK SC}. pdfLaTeX prints their code points.
+\providecommand{\nonlatin}[2]{\ifdefined\Umathchar #1\else #2\fi}
+"""
+"""The start of a table with other characters, so that it compiles with every engine."""
 _SPECIAL = re.compile(r"([&%$#_{}])|(~)|(\^)|(\\)")
 _REPLACED = (r"\{}", r"\textasciitilde{}", r"\textasciicircum{}", r"\textbackslash{}")
-COLUMN_CHARACTERS = 60
+COLUMN_CHARACTERS = 50
 """Characters in a line of a table that fits into a column of a paper; wider tables span both columns."""
-SMALL, HEADINGS = r"\footnotesize", r"\multicolumn{{{count}}}{{l}}{{\emph{{{text}}}}} \\"
+PAGE_CHARACTERS = 100
+"""Characters in a line of a table that fits into both columns; wider tables are scaled, which needs graphicx."""
+SMALL, HEADINGS = r"\footnotesize", r"\multicolumn{{{count}}}{{{kind}}}{{\emph{{{text}}}}} \\"
 
 
 def latex(text: str) -> str:
@@ -47,8 +65,13 @@ def latex(text: str) -> str:
         kind = next(number for number, part in enumerate(match.groups()) if part)
         return f"\\{match[0]}" if kind == 0 else _REPLACED[kind]
 
+    def other(match: re.Match[str]) -> str:
+        codes = " ".join(f"U+{ord(letter):04X}" for letter in match[0])
+        return rf"\nonlatin{{{match[0]}}}{{{codes}}}"
+
     parts = re.split(f"({_SYMBOLS.pattern})", " ".join(text.split()))
-    return "".join(SYMBOLS[part] if part in SYMBOLS else _SPECIAL.sub(special, part) for part in parts)
+    plain = (SYMBOLS[part] if part in SYMBOLS else _SPECIAL.sub(special, part) for part in parts)
+    return _OTHERS.sub(other, "".join(plain))
 
 
 def latex_table(table: Table) -> str:
@@ -81,17 +104,23 @@ def latex_table(table: Table) -> str:
         caption=latex(table.caption),
         label=f"tab:{table.name}",
     )
-    return _with_notes(_with_groups(text, header, table), table, footnotes)
+    whole = _with_notes(_with_groups(text, header, table), table, footnotes)
+    return UNICODE + whole if r"\nonlatin" in whole else whole
 
 
 def _characters(table: Table) -> float:
     """Return the width of a table in characters, about: three quarters of a character for one of small print."""
     columns = zip(*(row.cells for row in table.rows), strict=True)
     widths = [
-        max([len(head), *(len(cell.text) + 0.75 * len(cell.detail) for cell in cells)])
+        max([_width(head), *(_width(cell.text) + 0.75 * len(cell.detail) for cell in cells)])
         for head, cells in zip(table.header[1:], columns, strict=True)
     ]
-    return max([len(table.header[0]), *(len(row.name) for row in table.rows)]) + sum(width + 2 for width in widths)
+    return max([_width(table.header[0]), *(_width(row.name) for row in table.rows)]) + sum(each + 2 for each in widths)
+
+
+def _width(text: str) -> int:
+    """Return the number of characters, of which letters without a font take those of their code points."""
+    return len(text) + 6 * sum(map(len, _OTHERS.findall(text)))
 
 
 def _with_groups(text: str, header: list[str], table: Table) -> str:
@@ -103,7 +132,8 @@ def _with_groups(text: str, header: list[str], table: Table) -> str:
     for number, (published, rows) in enumerate(table.bodies()):
         if published:
             rule = [r"\midrule"] if number else []
-            lines[at:at] = [*rule, HEADINGS.format(count=len(header), text=latex(published))]
+            kind = "l" if _width(published) < _characters(table) else r"p{0.95\linewidth}"
+            lines[at:at] = [*rule, HEADINGS.format(count=len(header), kind=kind, text=latex(published))]
             at += 1 + len(rule)
         at += len(rows)
     return "\n".join(lines)
@@ -114,5 +144,9 @@ def _with_notes(text: str, table: Table, footnotes: dict[str, int]) -> str:
     notes += map(latex, (*table.notes, *table.sources))
     below = "".join(f"\\par\\smallskip{{{SMALL} {note}\\par}}\n" for note in notes)
     begin, end = r"\begin{tabular}", r"\end{table"
+    if _characters(table) > PAGE_CHARACTERS:
+        text = text.replace(begin, f"\\resizebox{{\\textwidth}}{{!}}{{%\n{begin}")
+        text = text.replace(r"\end{tabular}", r"\end{tabular}}")
+        begin = r"\resizebox"
     sized = text.replace(begin, f"{SMALL}\\setlength{{\\tabcolsep}}{{3pt}}\n{begin}")
     return sized.replace(end, below + end) + "\n"

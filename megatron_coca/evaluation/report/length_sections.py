@@ -8,7 +8,7 @@ from operator import attrgetter
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.charts import Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
-from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.document import EMPTY, Measure, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.log_axes import widened
 from megatron_coca.evaluation.report.looks import Member, numbered
 from megatron_coca.evaluation.report.metrics import Metric, mean_cell, missing_cell, value_cell
@@ -59,7 +59,8 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
     begun = "" if documents.start is None else f", each after the token {documents.start}"
     notes = (f"{measured}, {documents.count} documents{begun}{most}",)
     rows, title = {"{}": PERPLEXITY}, "Perplexity by window"
-    main = LengthTable(title, "perplexity at window", rows, published="perplexity", notes=notes)
+    measure = Measure("perplexity", lowest=True)
+    main = LengthTable(title, "perplexity at window", rows, published="perplexity", notes=notes, measure=measure)
     mapped = any(_has_map(series.header) for series in group.series)
     tables = shared.length_tables(name, (main, *(MAP_TABLES if mapped else ())), group, options)
     caption = f"Perplexity against the window size, with stride {protocol.stride}; infinite values leave a gap."

@@ -1,13 +1,14 @@
 """The report section on short-context tasks, measured by lm-evaluation-harness."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 from megatron_coca.evaluation.options import TRUNCATED_PARTS
 from megatron_coca.evaluation.report import result_tables as shared
-from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.document import Measure, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.metrics import value_cell
 from megatron_coca.evaluation.report.published import tables_of
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
@@ -60,6 +61,36 @@ def score_cell(series: Series, key: ScoreKey) -> TableCell:
     return marked_as_cut(cell, series, key)
 
 
+def first_scores(keys: Sequence[ScoreKey], lowest: Sequence[bool], group: ResultGroup) -> list[ScoreKey]:
+    """Return the first score of each task whose highest number is the best; groups of tasks are left out."""
+    entries = [entry for series in group.series for entry in series.entries()]
+    tasks = {entry.task for entry in entries if entry.documents_sha256 is not None}
+    found: dict[str, ScoreKey] = {}
+    for key, low in zip(keys, lowest, strict=True):
+        if key[0] in tasks and key[1] and not low:
+            found.setdefault(key[0], key)
+    return list(found.values())
+
+
+def mean_score_cell(series: Series, keys: Sequence[ScoreKey]) -> TableCell:
+    """Return the mean of several scores: for one seed with the interval of the harness's standard errors."""
+
+    def scores(replicate: Replicate) -> list[Score]:
+        return [score for key in keys if (score := find_score(replicate, key)) is not None and score.value is not None]
+
+    def mean(replicate: Replicate) -> float | None:
+        found = scores(replicate)
+        return fmean(score.value or 0.0 for score in found) if len(found) == len(keys) else None
+
+    cell = value_cell(series, "mean", mean, "{:.3f}".format)
+    errors = [score.stderr for score in scores(series.replicates[0])]
+    if len(series.replicates) > 1 or cell.value is None or None in errors:
+        return cell
+    error = math.hypot(*(each or 0.0 for each in errors)) / len(keys)
+    reach = NORMAL_95 * error
+    return replace(cell, detail=f"± {error:.3f}", low=cell.value - reach, high=cell.value + reach)
+
+
 def marked_as_cut(cell: TableCell, series: Series, key: ScoreKey) -> TableCell:
     """Return the cell with a note on the number of samples with a truncated prompt."""
     tasks = [replicate.entries[key[:1]] for replicate in series.replicates if key[:1] in replicate.entries]
@@ -89,13 +120,26 @@ def lm_eval_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     scores = [[find_score(replicate, key) for replicate in replicates] for key in keys]
     lowest = [any(score is not None and score.higher_is_better is False for score in column) for column in scores]
     rows = [TableRow(series.label, tuple(score_cell(series, key) for key in keys)) for series in group.series]
-    notes = (
+    notes = [
         "Small print with one seed: the harness's standard error.",
         "Each task's version, samples and hashes are in the result files.",
-    )
-    main = Table(
-        *(name, "Scores of lm-evaluation-harness", ("label", *heads)), tuple(shared.mark_best(rows, lowest)), notes
-    )
+    ]
+    measure = Measure(heads[0], lowest=lowest[0], digits=3, column=0) if keys else None
+    if len(averaged := first_scores(keys, lowest, group)) > 1:
+        heads.append(f"mean of {len(averaged)} tasks")
+        lowest.append(False)
+        rows = [
+            replace(row, cells=(*row.cells, mean_score_cell(series, averaged)))
+            for row, series in zip(rows, group.series, strict=True)
+        ]
+        notes.append(
+            "Mean: the first score of each task, without scores whose lowest number is the best. Its standard error "
+            "takes the tasks as independent."
+        )
+        measure = Measure(f"mean score over {len(averaged)} tasks", digits=3, column=len(keys))
+    marked = tuple(shared.mark_best(rows, lowest))
+    caption = "Scores of lm-evaluation-harness"
+    main = Table(name, caption, ("label", *heads), marked, tuple(notes), measure=measure)
     theirs = tables_of("short context") if options.papers else []
     return ReportBlock(
         (protocol_text(group.first.protocol),),

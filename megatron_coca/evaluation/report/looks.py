@@ -75,11 +75,28 @@ def method_of(result: Result) -> str:
     return result.checkpoint.pos_emb
 
 
+KEYS = ("pos_emb", "rotary_frequencies", "rope_scaling", "relative_positions", "logit_scaling", "forgetting_gate")
+NO_CHANGE = {("rope_scaling", "default"), ("logit_scaling", "none")}
+
+
+def methods_of(result: Result, changed: bool) -> tuple[tuple[str, str], ...]:
+    """Return the keys and names of the methods of training or, if `changed`, of those that evaluation changes."""
+    trained = {"pos_emb": result.checkpoint.pos_emb, **result.checkpoint.trained_with}
+    settings: Mapping[str, Any] = result.overrides if changed else trained
+    found = ((key, _name(settings[key])) for key in KEYS if settings.get(key))
+    return tuple(each for each in found if each not in NO_CHANGE)
+
+
+def _name(value: Any) -> str:
+    return str(value.get("rope_type") or value.get("type") if isinstance(value, Mapping) else value)
+
+
 @dataclass(frozen=True)
 class Member:
     """A label, split into the label of its weights as trained (`base`) and the name of its `variant`.
 
-    The variant is empty for the weights as trained. `method` is its name in a configuration.
+    The variant is empty for the weights as trained. `method` is its name in a configuration. `methods` are the keys and
+    names of all methods of the training or, for a variant, of those that evaluation changes.
     """
 
     label: str
@@ -87,6 +104,7 @@ class Member:
     variant: str
     look: Look
     method: str = ""
+    methods: tuple[tuple[str, str], ...] = ()
 
     @property
     def short(self) -> str:
@@ -121,7 +139,12 @@ def _family(group: Mapping[str, Result]) -> list[Member]:
     base = min(plain or group, key=len)
     made = [
         Member(
-            label, base, "" if label == base else _variant(label, base), look_of(method_of(result)), method_of(result)
+            label,
+            base,
+            "" if label == base else _variant(label, base),
+            look_of(method_of(result)),
+            method_of(result),
+            methods_of(result, label != base),
         )
         for label, result in group.items()
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_coca.evaluation.report.document import ReportDocument, Table, TableCell
+from megatron_coca.evaluation.report.document import Headline, ReportDocument, Table, TableCell
 from megatron_coca.evaluation.report.tidy import Row
 
 CELL = ("text", "value", "low", "high", "seeds", "detail", "note", "best")
@@ -18,7 +18,7 @@ def json_text(document: ReportDocument, rows: Sequence[Row]) -> str:
     top, blocks = document.headline, [block for section in document.sections for block in section.blocks]
     content = {
         "title": document.title,
-        "claim": None if top is None else {"sentence": top.sentence, "basis": top.basis, "table": _table(top.table)},
+        "claim": None if top is None else _claim(top),
         "tables": [_table(table) for table in document.tables()],
         "figures": [
             {"name": figure.name, "caption": figure.caption, "alt": figure.alt} for figure in document.figures()
@@ -27,6 +27,10 @@ def json_text(document: ReportDocument, rows: Sequence[Row]) -> str:
         "numbers": [_finite(asdict(row)) for row in rows],
     }
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _claim(top: Headline) -> dict[str, Any]:
+    return {"sentence": top.sentence, "basis": top.basis, "names": dict(top.names), "table": _table(top.table)}
 
 
 def _table(table: Table) -> dict[str, Any]:

@@ -25,6 +25,10 @@ from megatron_coca.evaluation.results import EvaluationError
 __all__ = ["figure", "frame", "latex_table", "measured", "read_rows", "table"]
 
 
+AXES = {("recall", "accuracy"): "recall", ("passkey", "accuracy"): "passkey accuracy"}
+"""Names at the axis, as in the report, by task and metric; by default the metric."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a metric is shown: averaged as a logarithm, on a logarithmic axis, and whether the lowest is the best."""
@@ -105,7 +109,8 @@ def figure(rows: Sequence[Row], task: str, metric: str) -> Figure:
     axis: dict[str, Any] = {"y_range": SHARES} if kind.share else {"log_y": kind.log}
     trained = sorted({row.trained for row in rows if row.task == task and row.trained is not None})
     marks = {float(length): f"trained at {length:,}" for length in trained}
-    shown = arranged(lines, members_of(rows), Panel((), "length (tokens)", metric, marks=marks, **axis))
+    name = AXES.get((task.partition(" (")[0], metric), metric)
+    shown = arranged(lines, members_of(rows), Panel((), "length (tokens)", name, marks=marks, **axis))
     title = f"{task}: {metric} by length"
     return Figure(f"{task}-{metric}", title, title, *panels(shown))
 

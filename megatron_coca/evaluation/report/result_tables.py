@@ -9,7 +9,7 @@ from typing import Any
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.curves import Curve
-from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.document import EMPTY, Measure, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import MARK, Metric
 from megatron_coca.evaluation.report.published import PublishedTable, comparable_tables, tables_of
@@ -74,6 +74,7 @@ class LengthTable:
         suffix: the end of the table's name.
         published: the metric of the published tables shown with this table.
         notes: texts below the table.
+        measure: the numbers for the sentence at the top of the report, if there is one.
     """
 
     caption: str
@@ -82,6 +83,7 @@ class LengthTable:
     suffix: str = ""
     published: str = ""
     notes: tuple[str, ...] = ()
+    measure: Measure | None = None
 
 
 def length_tables(name: str, specs: Sequence[LengthTable], group: ResultGroup, options: ReportOptions) -> list[Table]:
@@ -109,7 +111,8 @@ def length_tables(name: str, specs: Sequence[LengthTable], group: ResultGroup, o
             rows += published_rows(table, lengths)
         notes = (f"* training length ({', '.join(map(str, sorted(trained)))})",) if trained & set(lengths) else ()
         header, sources = (spec.head, *length_header(lengths, trained)), tuple(map(source_text, joined))
-        main = Table(f"{name}{spec.suffix}", spec.caption, header, tuple(rows), (*notes, *spec.notes), sources)
+        below = (*notes, *spec.notes)
+        main = Table(f"{name}{spec.suffix}", spec.caption, header, tuple(rows), below, sources, spec.measure)
         compared = any(metric.lowest for metric in spec.rows.values())
         tables.append(with_baseline_note(main, options.baseline) if compared else main)
         tables += [published_table(table, name) for table in theirs if table not in joined]

@@ -1,6 +1,6 @@
 """The report sections on retrieval: passkeys, needles in a haystack, RULER-style tasks, and key-value recall."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -20,7 +20,7 @@ from megatron_coca.evaluation.report.charts import (
     panels,
     short_length,
 )
-from megatron_coca.evaluation.report.document import ReportBlock, Table, TableRow
+from megatron_coca.evaluation.report.document import Measure, ReportBlock, Table, TableRow
 from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import Metric, whole
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
@@ -42,12 +42,29 @@ RETRIEVAL_COMPARABLE: Comparable = {
 }
 NEEDLE_COMPARABLE: Comparable = {**RETRIEVAL_COMPARABLE, "depths": "protocol.depths"}
 
-HEAD = "accuracy at length"
+LEARNED = 0.5
+"""Accuracy that one label must reach at some length: a task that no model has learned says nothing about lengths."""
 INTERVALS = (
     "95% intervals: Wilson's for one seed, t intervals for several seeds, Wilson's over all cases if all seeds agree."
 )
 PASSKEY = Metric("length {}", tally=whole)
-PANEL: dict[str, Any] = {"x_label": "length (tokens)", "y_label": "accuracy (share of cases)", "y_range": SHARES}
+PANEL: dict[str, Any] = {"x_label": "length (tokens)", "y_range": SHARES}
+PASSKEYS, NEEDLES, STRINGS, RECALLED = (
+    Measure("passkey accuracy", least=LEARNED),
+    Measure("mean share of needles found", least=LEARNED),
+    Measure("mean share of strings found", "mean: ", least=LEARNED),
+    Measure("recall", least=LEARNED),
+)
+"""The quantities have the same names in the sentence, at the axis and in the tables."""
+
+
+def head(measure: Measure) -> str:
+    return f"{measure.quantity} at length"
+
+
+def axis(measure: Measure) -> dict[str, Any]:
+    """Return the fields of panels for a measure."""
+    return PANEL | {"y_label": measure.quantity}
 
 
 def retrieval_text(protocol: RetrievalProtocol, each: str) -> str:
@@ -70,13 +87,20 @@ def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     by_length = "Passkey accuracy by length of the prompt"
     split = "Passkey accuracy for keys within the training length of the end (inside) and before it (beyond)"
     specs = (
-        LengthTable(by_length, HEAD, {"{}": PASSKEY}, published="passkey", notes=(INTERVALS,)),
-        LengthTable(split, HEAD, by_side(PASSKEY), "-split"),
+        LengthTable(
+            by_length, head(PASSKEYS), {"{}": PASSKEY}, published="passkey", notes=(INTERVALS,), measure=PASSKEYS
+        ),
+        LengthTable(split, head(PASSKEYS), by_side(PASSKEY), "-split"),
     )
     tables = shared.length_tables(name, specs, group, options)
     caption = "Passkey accuracy by length of the prompt."
-    figures = shared.length_figure(name, "Passkey accuracy by length", group, PASSKEY, PANEL, caption, options)
+    figures = shared.length_figure(name, "Passkey accuracy by length", group, PASSKEY, axis(PASSKEYS), caption, options)
     return ReportBlock((retrieval_text(group.first.protocol, "length"),), tuple(figures), tuple(tables))
+
+
+Key = Callable[[Any, Any], tuple[Any, ...]]
+MEAN_DEPTH = -1
+"""The depth of the mean over all depths, in the keys of entries."""
 
 
 def _needle_at(depth: int) -> Metric:
@@ -89,11 +113,17 @@ def _found_in(task: str) -> Metric:
 
 @shared.grouped("needle", NEEDLE_COMPARABLE)
 def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Return a table of accuracy by depth and length, and a heat map for each label."""
+    """Return tables of the share of needles found, as means and by depth, and a heat map for each label."""
     depths, lengths = group.first.protocol.depths, group.lengths()
+    group = with_means(group, depths, MEAN_DEPTH, lambda length, depth: (length, depth))
     at_depth = {depth: _needle_at(depth) for depth in depths}
     rows = {f"{{}}, {depth}%": metric for depth, metric in at_depth.items()}
-    tables = shared.length_tables(name, [LengthTable("Accuracy by depth and length", HEAD, rows)], group, options)
+    means = "Share of needles found: mean over all depths by length"
+    specs = (
+        LengthTable(means, head(NEEDLES), {"{}": _needle_at(MEAN_DEPTH)}, notes=(INTERVALS,), measure=NEEDLES),
+        LengthTable("Share of needles found by depth and length", "share at length", rows, "-depths"),
+    )
+    tables = shared.length_tables(name, specs, group, options)
     maps = [
         (series.label, [[metric.cell(series, length).value for length in lengths] for metric in at_depth.values()])
         for series in group.measured
@@ -104,7 +134,7 @@ def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
     caption = "Share of needles found, by prompt length and needle depth (0% is the beginning)."
     alt = f"Heat maps of needles found by {', '.join(label for label, _ in maps)}; the table contains the numbers"
     heads, percents = list(map(short_length, lengths)), [f"{depth}%" for depth in depths]
-    drawing = heat_maps(maps, percents, heads, "length (tokens)", "depth of the needle")
+    drawing = heat_maps(maps, percents, heads, "length (tokens)", "depth of the needle", "share found")
     return ReportBlock(text, (Figure(name, caption, alt, *drawing),), tuple(tables))
 
 
@@ -112,32 +142,40 @@ def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
 def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """Return a table of all tasks and their mean by length, and a plot of the means."""
     tasks = list(dict.fromkeys(task for task, _ in group.entry_keys()))
-    group = replace(group, series=tuple(_with_means(series, tasks) for series in group.series))
+    group = with_means(group, tasks, "mean", lambda length, task: (task, length))
     of_task = {task: _found_in(task) for task in (*tasks, "mean")}
     rows = {f"{task}: {{}}": metric for task, metric in of_task.items()}
     notes = (f"{INTERVALS} A mean covers all tasks of the table, and is absent if a task is missing.",)
-    spec = LengthTable("Share of the expected strings in the answers", "share found at length", rows, "", notes=notes)
+    title = "Share of the expected strings in the answers"
+    spec = LengthTable(title, "share found at length", rows, "", notes=notes, measure=STRINGS)
     caption = f"Mean over {len(tasks)} tasks ({', '.join(tasks)}) by length."
-    panel = PANEL | {"y_label": "mean share of strings found"}
+    panel = axis(STRINGS)
     figures = shared.length_figure(name, "Mean share found by length", group, of_task["mean"], panel, caption, options)
     tables = shared.length_tables(name, [spec], group, options)
     return ReportBlock((retrieval_text(group.first.protocol, "task and length"),), tuple(figures), tuple(tables))
 
 
-def _with_means(series: Series, tasks: Sequence[str]) -> Series:
-    """Return a series with an entry "mean" for each length at which all tasks were measured."""
+def with_means(group: ResultGroup, parts: Sequence[Any], mean: Any, key: Key) -> ResultGroup:
+    """Return a group with an entry for the part `mean` at each length at which all parts were measured.
+
+    `key` returns the key of an entry from its length and part, such as a task or a depth.
+    """
+    lengths = group.lengths()
 
     def means(replicate: Replicate) -> dict[tuple[Any, ...], Any]:
         found = {}
-        for length in {length for _, length in replicate.entries}:
-            entries = [replicate.entries[task, length] for task in tasks if (task, length) in replicate.entries]
-            if len(entries) == len(tasks):
+        for length in lengths:
+            entries = [replicate.entries[at] for part in parts if (at := key(length, part)) in replicate.entries]
+            if len(entries) == len(parts):
                 accuracy, count = fmean(entry.accuracy for entry in entries), sum(entry.count for entry in entries)
-                found["mean", length] = SimpleNamespace(accuracy=accuracy, count=count)
+                found[key(length, mean)] = SimpleNamespace(accuracy=accuracy, count=count)
         return found
 
-    replicates = (replace(each, entries=each.entries | means(each)) for each in series.replicates)
-    return replace(series, replicates=tuple(replicates))
+    def extended(series: Series) -> Series:
+        replicates = (replace(each, entries=each.entries | means(each)) for each in series.replicates)
+        return replace(series, replicates=tuple(replicates))
+
+    return replace(group, series=tuple(map(extended, group.series)))
 
 
 # Recall
@@ -164,19 +202,19 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
     text = f"Protocol: {protocol.text}; {protocol.prompts}; {protocol.cases} cases, seed {protocol.seed}.{guessed}"
     caption = "Recall of facts within the training length before the question (inside) and of earlier facts (beyond)"
     specs = [
-        LengthTable("Recall by length", HEAD, {"{}": UNSHIFTED}, notes=(INTERVALS,)),
-        LengthTable(caption, HEAD, by_side(UNSHIFTED), "-split"),
+        LengthTable("Recall by length", head(RECALLED), {"{}": UNSHIFTED}, notes=(INTERVALS,), measure=RECALLED),
+        LengthTable(caption, head(RECALLED), by_side(UNSHIFTED), "-split"),
     ]
     if any(
         entry.questions for series in group.measured for each in series.replicates for entry in each.entries.values()
     ):
         caption = "Recall by the kind of question: the latest value of a key, its first value, the value k facts before"
         kinds = {f"{{}}, {kind}": replace(UNSHIFTED, tally=partial(of_question, kind)) for kind in QUESTIONS}
-        specs.append(LengthTable(caption, HEAD, kinds, "-questions"))
+        specs.append(LengthTable(caption, head(RECALLED), kinds, "-questions"))
     tables = shared.length_tables(name, specs, group, options)
-    caption = "Recall by length. The dotted line is chance."
+    caption = "Recall (share of correct answers) by length. The dotted line is chance."
     chance = "" if protocol.chance is None else f"chance {protocol.chance:.2f}"
-    panel = PANEL | {"level": protocol.chance, "level_name": chance}
+    panel = axis(RECALLED) | {"level": protocol.chance, "level_name": chance}
     figures = shared.length_figure(name, "Recall by length", group, UNSHIFTED, panel, caption, options)
     shifts = sorted({shift for length, shift in keys if length == trained})
     if len(shifts) > 1:

@@ -125,17 +125,18 @@ def test_a_report_has_the_outcome_of_a_sequence(
     said = reporting.write_report(file, cells)
     assert "The primary contrast holds.\n1. RoFormer + NTK against RoFormer, perplexity at 2L: 0.380 times (" in said
     assert "); p = 0.0082, holds" in said
-    assert said.startswith("At the top: RoFormer + NTK against RoFormer, perplexity at 2L: 0.380 times (")
-    assert "); the declared contrast holds (p = 0.0082)." in said
+    opening = "At the top: At 2 times the training length, the perplexity of RoFormer + NTK is 0.380 times that of RoFo"
+    assert said.startswith(opening)
+    assert "); this difference is significant (two-sided p = 0.0082)." in said
     file.testing = "together"
     said = reporting.write_report(file, cells)
-    assert "); the declared contrast holds (p = 0.0082)." in said
+    assert "); this difference is significant (two-sided p = 0.0082)." in said
     file.contrasts[0] = contrasts[0].model_copy(update={"expected": 0.5, "deviation": 0.1})
-    assert "); the difference is opposite to the expected one (p = 0.0082)." in reporting.write_report(file, cells)
+    assert "but opposite to the expected one (two-sided p = 0.0082)." in reporting.write_report(file, cells)
     file.contrasts[0] = contrasts[0].model_copy(update={"expected": -0.5, "deviation": 0.1})
-    assert "); the declared contrast holds (p = 0.0082)." in reporting.write_report(file, cells)
+    assert "); this difference is significant (two-sided p = 0.0082)." in reporting.write_report(file, cells)
     file.contrasts.append(DeclaredContrast(label="RoFormer + NTK", other="RoFormer", at=1, quantity="perplexity"))
-    assert "(p = 0.016, corrected for 2 contrasts)." in reporting.write_report(file, cells)
+    assert "(two-sided p = 0.016, corrected for 2 contrasts)." in reporting.write_report(file, cells)
     file.contrasts.pop()
     file.testing = "sequence"
     (cells[0].results / "curve.json").unlink()

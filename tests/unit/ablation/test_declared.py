@@ -1,5 +1,6 @@
 """Declared contrasts in a fixed sequence: the time of the test, the end of the sequence, and the sentences on it."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +9,15 @@ import pytest
 from scipy import stats
 
 from megatron_coca.ablation.contrasts import Figures
-from megatron_coca.ablation.declared import in_sequence, outcome, plan, power_of
+from megatron_coca.ablation.declared import claim, in_sequence, outcome, plan, power_of, together
 from megatron_coca.ablation.grid import DeclaredContrast, read_ablation
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.statistics import power
 from megatron_coca.support.safe_yaml import read_yaml
 
 RECALL = Path(__file__).parents[3] / "configs" / "recall"
-CLEAR, NOISE = [0.2, 0.25, 0.3], [0.2, -0.25, 0.3]
+CLEAR, NOISE, SAME = [0.2, 0.25, 0.3], [0.2, -0.25, 0.3], [0.5, 0.5, 0.5]
+OPPOSITE = [-each for each in CLEAR]
 
 
 def declared(*quantities: str, testing: str = "sequence") -> Any:
@@ -40,6 +42,16 @@ def declared(*quantities: str, testing: str = "sequence") -> Any:
             ["does not hold", "not tested"],
             "The primary contrast does not hold; no other contrast is tested.",
         ),
+        (
+            [SAME, CLEAR],
+            ["cannot be tested", "not tested"],
+            "The primary contrast cannot be tested; no other contrast is tested.",
+        ),
+        (
+            [CLEAR, OPPOSITE, CLEAR],
+            ["holds", "holds in the opposite direction", "not tested"],
+            "The primary contrast holds; the sequence ends at contrast 2 of 3, which holds in the opposite direction.",
+        ),
     ],
 )
 def test_a_sequence_ends_at_the_first_that_does_not_hold(
@@ -48,13 +60,36 @@ def test_a_sequence_ends_at_the_first_that_does_not_hold(
     file = declared(*["recall"] * len(values))
     steps = in_sequence(list(zip(file.contrasts, values, strict=True)), 3)
     assert [step.verdict for step in steps] == verdicts
-    assert [step.p for step in steps] == pytest.approx([stats.ttest_1samp(each, 0).pvalue for each in values])
+    expected = [math.nan if each == SAME else stats.ttest_1samp(each, 0).pvalue for each in values]
+    assert [step.p for step in steps] == pytest.approx(expected, nan_ok=True)
     said = outcome(file, steps)
     assert said[0] == summary
     assert [line.rpartition("; ")[2].rpartition(", ")[2] for line in said[1:]] == verdicts
     assert "CoCA against RoFormer, recall at 16L: a difference of 0.25 (0.13 to 0.37); p = 0.013" in said[1] or (
         verdicts[0] != "holds"
     )
+
+
+@pytest.mark.parametrize("testing", ["together", "sequence"])
+@pytest.mark.parametrize(
+    ("quantity", "values", "statement", "verdict"),
+    [
+        ("recall", CLEAR, "0.25 higher than that of RoFormer (95% interval: 0.13 to 0.37)", "is significant (P 0.013)"),
+        ("recall", OPPOSITE, "0.25 lower", "is significant, but opposite to the expected one (P 0.013)"),
+        ("recall", NOISE, "0.08 higher", "no significant difference is shown (P 0.67)"),
+        ("recall", SAME, "is 0.50 higher than that of RoFormer; the t test", "all 3 seeds differ by the same amount"),
+        ("recall", [0.0] * 3, "equals that of RoFormer; no significant", "difference is shown (P 1)"),
+        ("perplexity", CLEAR, "is 1.284 times that of RoFormer (95% interval: 1.134 to 1.454)", "(P 0.013)"),
+    ],
+)
+def test_the_sentence_on_a_declared_contrast(
+    testing: str, quantity: str, values: list[float], statement: str, verdict: str
+) -> None:
+    file = declared(quantity, testing=testing)
+    found = [(file.contrasts[0], values)]
+    said = claim(file, together(found, 1), in_sequence(found, 3))
+    assert said.startswith(f"At 16 times the training length, the {quantity} of CoCA ") and statement in said
+    assert said.endswith(f"{verdict.replace('P', 'two-sided p =')}.")
 
 
 def test_nothing_is_tested_before_all_seeds_are_finished() -> None:
@@ -78,7 +113,7 @@ def test_the_plan_has_the_power_of_each_contrast() -> None:
     assert "for a difference of logarithms of 0.2" in perplexity
     both = declared("recall", "recall", testing="together")
     assert power_of(both, both.contrasts[0]) == power(2.0, 3, 0.025), "at the first level of Holm's correction"
-    assert plan(both)[0] == "The p-values of 2 contrasts are corrected together (Holm)."
+    assert plan(both)[0] == "The p-values of 2 two-sided contrasts are corrected together (Holm)."
     assert plan(SimpleNamespace(contrasts=[])) == []  # type: ignore[arg-type]
 
 

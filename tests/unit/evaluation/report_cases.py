@@ -248,7 +248,7 @@ def benchmark(
     return HarnessResult.model_validate(content)
 
 
-def longppl(label: str, nlls: Mapping[int, float]) -> LongPerplexityResult:
+def longppl(label: str, nlls: Mapping[int, float], documents: int = 4, keys: str = "44") -> LongPerplexityResult:
     """A mean nll of key tokens for each length; the evaluator is another model."""
     pos_emb, overrides, _ = USES[label]
     cells = [
@@ -260,8 +260,8 @@ def longppl(label: str, nlls: Mapping[int, float]) -> LongPerplexityResult:
             "perplexity": math.exp(2.0),
             "key_tokens": 40,
             "tokens_scored": 4 * (length - 1),
-            "keys_sha256": "44",
-            "nll_by_document": [10 * nll] * 4,
+            "keys_sha256": keys,
+            "nll_by_document": [10 * nll] * documents,
         }
         for length, nll in nlls.items()
     ]

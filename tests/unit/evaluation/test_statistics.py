@@ -101,8 +101,15 @@ def test_false_markers_are_about_one_in_twenty(documents: int, most: float) -> N
     assert power == pytest.approx(exact, abs=0.05), "the t test's"
 
 
+@pytest.mark.parametrize("values", [[1.0, 1.0], [-0.25] * 6, [0.3 - 0.2, 0.4 - 0.3], [1e-3, 1e-3 + 1e-17]])
+def test_equal_differences_have_no_t_test(values: list[float]) -> None:
+    """Rounding is not a standard deviation: 0.3 - 0.2 and 0.4 - 0.3 are equal."""
+    assert math.isnan(p_value(values)) and math.isnan(estimate(values).low)
+    assert p_value([0.0 * value for value in values]) == 1.0 == p_value([1e-17, 0.0])
+    assert holm([p_value(values), 0.01]) == pytest.approx([math.nan, 0.02], nan_ok=True), "it counts as a comparison"
+
+
 def test_p_values_and_their_correction() -> None:
-    assert p_value([1.0, 1.0]) == 0.0 and p_value([0.0, 0.0]) == 1.0
     # t = 2.2281 is the 0.975 quantile for 10 degrees of freedom
     values = np.array([-1.0, 1.0] * 5 + [0.0])
     mean = 2.2281388520 * values.std(ddof=1) / math.sqrt(11)

@@ -8,6 +8,7 @@ import ast
 import re
 import runpy
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +221,10 @@ def test_every_page_is_in_the_index_and_on_the_site() -> None:
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name in site
         assert f"({page.name})" in index or page.name == "index.md"
+
+
+def test_every_column_of_a_table_has_a_head() -> None:
+    """Screen readers read the head before a cell."""
+    lines = [line for page in (ROOT / "docs").glob("*.md") for line in page.read_text().splitlines()]
+    heads = [one for one, rule in pairwise(lines) if re.fullmatch(r"\s*\|[-:| ]+\|", rule)]
+    assert not [head for head in heads if re.search(r"\|\s*\|", head)]

@@ -6,12 +6,32 @@ from typing import Any
 
 import pytest
 
+from megatron_coca.evaluation.benchmarks import RULER_TASKS
+from megatron_coca.evaluation.report.charts import COLUMN, drawn, style
 from megatron_coca.evaluation.report.document import Headline
+from megatron_coca.evaluation.report.looks import NO_CHANGE
+from megatron_coca.evaluation.report.names import MEANINGS
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.results import Result
-from tests.unit.evaluation.report_cases import DOCUMENTS, NTK, harness, passkey, perplexity, recall, window, write
+from megatron_coca.methods import TABLES
+from tests.unit.evaluation.report_cases import (
+    DOCUMENTS,
+    NTK,
+    benchmark,
+    harness,
+    longppl,
+    needle,
+    passkey,
+    perplexity,
+    recall,
+    window,
+    write,
+)
+
+RULER, RULER_THREE = dict.fromkeys(RULER_TASKS, 0.5), dict.fromkeys(RULER_TASKS[:3], 0.2)
+BABILONG = {f"babilong_qa{number}": 0.1 * number for number in range(1, 6)}
 
 
 def top(folder: Path, results: dict[str, Result], **options: Any) -> Headline:
@@ -39,19 +59,19 @@ def test_a_difference_is_named_with_the_best_model_as_trained(tmp_path: Path) ->
     }
     found = top(tmp_path, results)
     assert found.sentence == (
-        "At 8,192 tokens, 16 times the training length, CoCA + NTK has the highest recall, 0.98; no difference from "
-        "RoFormer + NTK (0.97) is shown; the best model as trained, CoCA, has 0.40."
+        "At 8,192 tokens, 16 times the training length, CoCA + NTK has the highest recall, 0.98; no significant "
+        "difference from RoFormer + NTK (0.97) is shown; the best model as trained, CoCA, has 0.40."
     )
     assert "3 comparisons" in found.basis and "one seed" in found.basis
     assert found.figure is not None and found.figure.name == "recall-1"
-    assert found.table.header == ("accuracy at length", "512*", "8192")
+    assert found.table.header == ("recall at length", "512*", "8192")
     assert [row.name for row in found.table.rows] == ["CoCA + NTK", "RoFormer + NTK", "CoCA", "RoFormer"]
 
 
 @pytest.mark.parametrize(
     ("far", "shown"),
     [
-        (0.45, "no difference in recall is shown between 2 labels (0.50 to 0.45)"),
+        (0.45, "no significant difference in recall is shown between 2 labels (0.45 to 0.50)"),
         (0.1, "A has the highest recall, 0.50; the next label, B, has 0.10"),
     ],
 )
@@ -66,7 +86,7 @@ def test_more_comparisons_need_a_larger_difference(tmp_path: Path) -> None:
     assert "has the highest" in top(tmp_path / "two", pair).sentence
     crowd = {str(number): accuracies(f"C{number}", 0.36) for number in range(10)}
     many = top(tmp_path / "many", pair | crowd)
-    assert "no difference in recall is shown between 12 labels" in many.sentence
+    assert "no significant difference in recall is shown between 12 labels" in many.sentence
     assert not any(cell.best for row in many.table.rows for cell in row.cells), "bold would contradict the sentence"
 
 
@@ -78,7 +98,8 @@ def test_two_seeds_show_little(tmp_path: Path) -> None:
         for seed, spread in ((1, -0.05), (2, 0.05))
     }
     found = top(tmp_path, results)
-    assert "no difference in recall is shown between 2 labels" in found.sentence and "one seed" not in found.basis
+    assert "no significant difference in recall is shown between 2 labels" in found.sentence
+    assert "one seed" not in found.basis
 
 
 @pytest.mark.parametrize(
@@ -86,9 +107,9 @@ def test_two_seeds_show_little(tmp_path: Path) -> None:
     [
         (
             (2.0, 3.0),
-            "The perplexity of A rises from 7.39 to 20.09 between 512 tokens, the training length, and ",
+            "The perplexity of A rises from 7.39 at 512 tokens, the training length, to 20.09 at 1,024 tokens, 2 ",
         ),
-        ((2.0, 2.0), "No difference in perplexity of A is shown between 512 tokens, the training length, and "),
+        ((2.0, 2.0), "No significant difference in perplexity of A is shown: 7.39 at 512 tokens, "),
     ],
 )
 def test_a_single_label_is_compared_with_itself(tmp_path: Path, nlls: tuple[float, float], expected: str) -> None:
@@ -129,7 +150,8 @@ def test_a_perplexity_that_is_not_finite_is_not_hidden(
 
 def test_the_basis_says_if_there_was_no_test(tmp_path: Path) -> None:
     few = top(tmp_path / "few", {"a": losses("A", 2.0, 2.2, documents=4), "b": losses("B", 2.5, 6.0, documents=4)})
-    assert few.basis.startswith("Not tested: ") and "no difference" in few.sentence
+    assert few.basis.startswith("Not tested: ")
+    assert few.sentence.endswith("the next label, B, has 403.43; this difference was not tested.")
     assert top(tmp_path / "one", {"a": recall("A", {512: 1.0})}).basis == ""
     seeds = {f"A{seed}": of_weights(recall("A", {512: 0.9 + 0.01 * seed}), f"A{seed}", seed) for seed in (1, 2, 3)}
     mixed = top(tmp_path / "mixed", seeds | {"B": of_weights(recall("B", {512: 0.3}), "B", 1)})
@@ -160,8 +182,88 @@ def test_the_baseline_is_named_and_recall_comes_before_perplexity(tmp_path: Path
     assert top(tmp_path / "no", unlearned).sentence == "P has a perplexity of 7.39 at 512 tokens, the training length."
 
 
-def test_other_tasks_have_no_sentence_and_a_given_one_is_kept(tmp_path: Path) -> None:
-    files = write(tmp_path, {"one": harness("RoFormer", 0.5)})
-    assert report_document(read_results(files), "", ReportOptions()).headline is None
+def test_a_quantity_has_one_name_in_sentence_axis_and_table(tmp_path: Path) -> None:
+    found = top(tmp_path, {"a": recall("A", {512: 1.0, 1024: 0.5})})
+    with style(COLUMN):
+        axes = drawn(found.figure, COLUMN).axes[0] if found.figure is not None else None
+    assert axes is not None and axes.get_ylabel() == "recall" and "recall of A" in found.sentence
+    assert found.table.header[0] == "recall at length"
+
+
+def test_labels_with_commas_are_quoted_and_the_small_table_is_small(tmp_path: Path) -> None:
+    results = {str(number): accuracies(f"C{number}, shifted", 0.01 * number) for number in range(30)}
+    found = top(tmp_path, results, baseline="C3, shifted")
+    assert "“C29, shifted” has the highest recall, 0.29" in found.sentence
+    names = [row.name for row in found.table.rows]
+    assert len(names) == 8 and names[0] == "C29, shifted" and names[-1] == "C3, shifted", "the sentence names it"
+    assert any("8 of 30 labels" in note for note in found.table.notes)
+
+
+@pytest.mark.parametrize(
+    ("results", "sentence"),
+    [
+        (
+            [harness("RoFormer", 0.5), harness("CoCA", 0.7)],
+            "CoCA has the highest mean score over 2 tasks, 0.705; the next label, RoFormer, has 0.505.",
+        ),
+        (
+            [harness("RoFormer", 0.5, ["copa"]), harness("CoCA", 0.52, ["copa"])],
+            "No significant difference in copa acc is shown between 2 labels (0.500 to 0.520).",
+        ),
+        ([harness("RoFormer", 0.5)], "RoFormer has a mean score over 2 tasks of 0.505."),
+        (
+            [longppl("RoFormer", {8192: 2.5, 16384: 4.0}, 8), longppl("CoCA", {8192: 2.5, 16384: 3.0}, 8)],
+            "At 16,384 tokens, CoCA has the lowest LongPPL, 20.09; the next label, RoFormer, has 54.60.",
+        ),
+        (
+            [longppl("RoFormer", {8192: 2.5}, 8), longppl("CoCA", {8192: 3.0}, 8, keys="55")],
+            "At 8,192 tokens, RoFormer has the lowest LongPPL, 12.18; the next label, CoCA, has 20.09; this difference "
+            "was not tested.",
+        ),
+        (
+            [benchmark("RoFormer", RULER, 8192), benchmark("CoCA", dict.fromkeys(RULER, 0.1), 8192)],
+            "At 8,192 tokens, RoFormer has the highest mean RULER score, 50.0%; the next label, CoCA, has 10.0%.",
+        ),
+        (
+            [benchmark("RoFormer", dict.fromkeys(list(RULER)[:2], 0.5), 8192), benchmark("CoCA", RULER_THREE, 8192)],
+            "At 8,192 tokens, RoFormer has the highest mean RULER score over 2 tasks, 50.0%; the next label, CoCA, "
+            "has 20.0%.",
+        ),
+        (
+            [benchmark(name, {"longbench_qasper": score}) for name, score in (("RoFormer", 0.6), ("CoCA", 0.2))],
+            "RoFormer has the highest LongBench score (mean of 1 task), 60.0%; the next label, CoCA, has 20.0%.",
+        ),
+        (
+            [benchmark("RoFormer", BABILONG, None, "acc", metadata={"max_seq_lengths": each}) for each in ("0k", "4k")],
+            "No significant difference in mean BABILong score of RoFormer is shown: 30.0% at a length of 0k, and 30.0% "
+            "at a length of 4k.",
+        ),
+        (
+            [needle("CoCA", [512, 1024])],
+            "The mean share of needles found of CoCA falls from 1.00 at 512 tokens, the training length, to 0.68 at 1,",
+        ),
+    ],
+)
+def test_every_task_with_a_score_has_a_sentence(tmp_path: Path, results: list[Result], sentence: str) -> None:
+    found = top(tmp_path, {str(number): result for number, result in enumerate(results)})
+    assert found.sentence.startswith(sentence)
+
+
+def test_names_of_labels_are_explained_once(tmp_path: Path) -> None:
+    results = {
+        "a": accuracies("RoFormer", 0.4, "w"),
+        "b": accuracies("RoFormer, shifted", 0.4, "u"),
+        "c": accuracies("RoFormer + NTK", 0.98, "w", NTK),
+        "d": accuracies("RoFormer + both", 0.98, "w", NTK | {"logit_scaling": "log_n"}),
+    }
+    names = dict(top(tmp_path, results).names)
+    assert list(names) == ["RoFormer", "NTK", "both", "as trained"]
+    assert names["both"] == f"{names['NTK']}; {MEANINGS['logit_scaling']['log_n']}"
+    assert {key: MEANINGS[key].keys() for key in TABLES} == {
+        key: {name for name in choices if (key, name) not in NO_CHANGE} for key, choices in TABLES.items()
+    }
+
+
+def test_a_given_sentence_is_kept(tmp_path: Path) -> None:
     found = top(tmp_path, {"a": accuracies("A", 0.5)}, claim="The declared contrast holds.")
     assert found.sentence == "The declared contrast holds." and not found.basis

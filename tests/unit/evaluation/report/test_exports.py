@@ -124,6 +124,8 @@ def test_latex_marks_what_the_page_marks() -> None:
         (r"a\b", r"a\textbackslash{}b"),
         ("{~^}", r"\{\textasciitilde{}\textasciicircum{}\}"),
         ("Nd²", r"Nd\textsuperscript{2}"),
+        ("−2 Ä Ω", r"$-$2 Ä $\Omega$"),
+        ("旋转 a_b 😀", r"\nonlatin{旋转}{U+65CB U+8F6C} a\_b \nonlatin{😀}{U+1F600}"),
         ('"θ ≥ 2"', r"{\char34}$\theta$ $\geq$ 2{\char34}"),
     ],
 )
