@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
 from pathlib import Path
 
 NODES = 8
@@ -61,6 +60,7 @@ class Cluster:
         if os.geteuid() != 0:
             raise Unavailable("slurmd needs root")
         self.folder, self._nodes, self._daemons = folder, nodes, dict[str, subprocess.Popen[bytes]]()
+        self._requeued = dict[str, float]()
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": SEARCHED}
 
     def start(self) -> None:
@@ -128,14 +128,16 @@ class Cluster:
         return dict(line.split() for line in lines)
 
     def start_requeued(self) -> None:
-        """Start the jobs that wait after a requeue in three seconds. Slurm would wait for two minutes.
+        """Start the jobs that have waited for three seconds after a requeue. Slurm would wait for two minutes.
 
         Slurm does not start a job in the second in which it was requeued: "job credential revoked".
         """
-        lines = self.command("squeue", "--noheader", "--array", "--format=%i %r %S", check=False).splitlines()
-        for name, reason, start in (line.split() for line in lines if line.count(" ") == 2):
-            if reason == "BeginTime" and datetime.fromisoformat(start) > datetime.now() + timedelta(seconds=10):
-                self.command("scontrol", "update", f"JobId={name}", "StartTime=now+3seconds", check=False)
+        lines = self.command("squeue", "--noheader", "--array", "--format=%i %r", check=False).splitlines()
+        found = {line.partition(" ")[0] for line in lines if line.endswith(" BeginTime")}
+        self._requeued = {name: self._requeued.get(name, time.monotonic()) for name in found}
+        for name, since in self._requeued.items():
+            if time.monotonic() - since > 3:
+                self.command("scontrol", "update", f"JobId={name}", "StartTime=now", check=False)
 
     def finished(self, number: str, timeout: float) -> dict[str, str]:
         """Wait until a job has ended and will not start again. Return its fields."""

@@ -1,5 +1,6 @@
 """The manifest of an Indexed Job, run as a cluster would: a process for each pod, with the variable of its index."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,9 +31,10 @@ def test_the_pods_do_the_work_of_one_process(tmp_path: Path) -> None:
     job = yaml.safe_load(MANIFEST.read_text())["spec"]
     (pod,) = job["template"]["spec"]["containers"]
     assert f"auto/{job['completions']}" in pod["args"]
+    recipe = write_corpus(tmp_path)
     for name in ("one", "many"):
         (tmp_path / name).mkdir()
-        write_corpus(tmp_path / name)
+        shutil.copy(recipe, tmp_path / name)
     pods = {index: start_pod(pod, tmp_path / "many", index) for index in range(3)}
     time.sleep(1)
     pods[1].send_signal(signal.SIGKILL)
