@@ -144,6 +144,8 @@ NOT_RUN = {
     "python tools/bench_train.py": TIMED,
     "python tools/bench_methods.py": "times two methods side by side, for minutes",
     "python tools/bench_families.py": "times models of 51 families, for hours",
+    "python tools/bench_jobs.py": "times one evaluation twice, for minutes; test_bench_jobs.py runs a small one",
+    "apt-get install": "installs packages on the machine",
 }
 """Commands that are not executed, and why. Arguments of this project's commands are parsed all the same."""
 
