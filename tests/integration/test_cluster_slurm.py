@@ -21,7 +21,7 @@ from tests.checkpoint_files import TINY, write_checkpoint
 from tests.conftest import ROOT, clean_environment
 from tests.slurm_cluster import Cluster, processes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 WORDS = [f"word{number}" for number in range(40)]
 SECONDS = 900
 COMMAND, TASK, SCRIPT, NODE = "the command", "the task", "the batch script", "the node"

@@ -14,7 +14,7 @@ import yaml
 from tests.conftest import ROOT, clean_environment
 from tests.integration.test_cluster_slurm import everything, submit, write_corpus
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 MANIFEST = ROOT / "configs/cluster/parts_kubernetes.yaml"
 
 

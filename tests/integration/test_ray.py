@@ -16,7 +16,7 @@ import pytest
 from tests.integration.test_cluster_slurm import COMMAND, MAIN, NODE, TASK, everything, submit, write_corpus
 from tests.slurm_cluster import parent, processes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 KILLED = {COMMAND: 2, TASK: 1, NODE: 1}
 
 

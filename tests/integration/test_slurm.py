@@ -18,7 +18,7 @@ from megatron_coca.training.launches import REQUEUED, START, read_launches
 from tests.conftest import Run, command_line
 from tests.slurm_cluster import UNFINISHED, Cluster, processes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 BATCH = ROOT / "configs/cluster/slurm.sbatch"
