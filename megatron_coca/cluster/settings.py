@@ -70,7 +70,7 @@ OPTIONS = {
 def add_engine_options(parser: ArgumentParser) -> None:
     """Declare `--engine` and the options that belong to it."""
     group = parser.add_argument_group("engine: run as many tasks on this machine or on a cluster (docs/cluster.md)")
-    engine = f"{', '.join(NAMES)}, or a YAML file with the settings of one, such as configs/cluster/engine_slurm.yml"
+    engine = f"{', '.join(NAMES)}, or a YAML file with the settings of one, such as configs/cluster/evaluate_slurm.yaml"
     group.add_argument("--engine", type=_name_or_file, metavar="NAME|FILE", help=engine)
     for name, (kind, metavar, text) in OPTIONS.items():
         group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)

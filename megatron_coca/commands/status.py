@@ -29,14 +29,17 @@ from megatron_coca.training.launches import END, LAUNCHES, START, read_launches
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18
 """Bytes at the end of the metrics file that are read. A line has a few hundred bytes."""
+WIDEST = 60
+"""Characters of a state in the table; a longer state is printed in full below the table."""
 HEADER = ("run", "state", "step", "ETA", "last checkpoint", "restarts")
 
 
 class Row(NamedTuple):
-    """One line of the table, and the reasons of the restarts with their numbers."""
+    """One line of the table, the reasons of the restarts with their numbers, and the whole state if it was cut."""
 
     texts: tuple[str, ...]
     reasons: dict[str, int]
+    state: str | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for folder, each in rows.items():
         for reason, number in each.reasons.items():
             print(f"{folder}: {number} x {plain(in_cell(reason))}")
+        if each.state is not None:
+            print(f"{folder}: {plain(in_cell(each.state))}")
     return 0
 
 
@@ -87,15 +92,17 @@ def row(folder: Path) -> Row:
     else:
         eta = "-"
     restarts = [str(line.get("why")) for line in starts[1:]]
+    is_long = len(state) > WIDEST
     texts = (
         str(folder),
-        state,
+        f"{state[: WIDEST - 3]}..." if is_long else state,
         "-" if step is None else f"{step:,}" + (f" of {last:,}" if isinstance(last, int) else ""),
         eta,
         newest_checkpoint(save),
         str(len(restarts)),
     )
-    return Row(texts, {reason: restarts.count(reason) for reason in dict.fromkeys(restarts)})
+    reasons = {reason: restarts.count(reason) for reason in dict.fromkeys(restarts)}
+    return Row(texts, reasons, state if is_long else None)
 
 
 def state_of(folder: Path, save: Path, launches: Sequence[Mapping[str, Any]], steps_of_run: object) -> str:

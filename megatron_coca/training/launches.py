@@ -60,6 +60,8 @@ _SRUN = re.compile(r"srun: error: (?P<nodes>\S+): tasks? [\d,-]+: (?P<end>.*)")
 _NODE_FAILURE = re.compile(r"srun: error: Node failure on (?P<node>[^\s,\[\]]+)")
 _KILLS = ("srun: First task exited", "srun: Terminating", "srun: Job step aborted", "srun: Force Terminated")
 """Beginnings of the messages with which srun announces that it kills the remaining tasks."""
+_RUNNING = re.compile(r"^srun: StepId=\S+ (tasks? [\d,-]+): running", re.MULTILINE)
+"""A task that did not end within srun's `--wait` after another one had failed."""
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 
 
@@ -162,7 +164,11 @@ def first_failure(errors: str) -> Failure | None:
 
     It is the first end by a signal, else the first error of a task: the others may report their errors earlier than
     Slurm reports a kill. Ends after srun began to kill the remaining tasks are left out.
+
+    If a task did not end by itself, its host may be lost, and the errors of the others may be due to that. So an exit
+    code then does not count against the node.
     """
+    running = _RUNNING.search(errors)
     found: list[tuple[bool, Failure]] = []
     for line in errors.splitlines():
         if line.startswith(_KILLS):
@@ -174,7 +180,10 @@ def first_failure(errors: str) -> Failure | None:
             blamed = code is None or int(code[1]) not in (*FINAL, *UNBLAMED)
             single = not set("[,") & set(task["nodes"])
             node = task["nodes"] if blamed and single else None
-            found.append((code is not None, Failure(f"{task['nodes']}: {task['end']}", node)))
+            text = f"{task['nodes']}: {task['end']}"
+            if code is not None and running is not None:
+                node, text = None, f"{text}; {running[1]} did not end"
+            found.append((code is not None, Failure(text, node)))
     return min(found, key=lambda each: each[0])[1] if found else None
 
 

@@ -1,6 +1,7 @@
 """Training processes that start quickly, and runs that end in a given way."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,24 @@ import pytest
 from tests.conftest import Finished, clean_environment
 from tests.integration.hooks import Hook
 from tests.integration.killing import ForkServer, fork_server
+from tests.slurm_cluster import Cluster, Unavailable, cluster
 
 Live = Callable[..., Finished]
+KILLS = pytest.StashKey[Counter[tuple[str, str]]]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show the number of kills by kind, as docs/cluster.md does."""
+    if found := config.stash.get(KILLS, Counter()):
+        terminalreporter.section(f"{found.total()} kills")
+        for (work, kind), number in found.items():
+            terminalreporter.write_line(f"{work}: {kind}: {number}")
+
+
+@pytest.fixture
+def kills(pytestconfig: pytest.Config) -> Counter[tuple[str, str]]:
+    """Counts the kills of all tests, by the work and by what was killed."""
+    return pytestconfig.stash.setdefault(KILLS, Counter())
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +38,16 @@ def server(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> I
     file.write_text(json.dumps(small))
     with fork_server(clean_environment(), folder, file) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A Slurm of three nodes on this machine. Tests are skipped with the reason if it cannot start."""
+    try:
+        with cluster(tmp_path_factory.mktemp("slurm")) as running:
+            yield running
+    except Unavailable as reason:
+        pytest.skip(f"Slurm cannot run here: {reason}")
 
 
 @pytest.fixture(scope="session")

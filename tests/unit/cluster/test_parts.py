@@ -1,10 +1,14 @@
 """Parts of a command, and the index that schedulers give to a task."""
 
 from argparse import ArgumentTypeError
+from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_coca.cluster import part_of
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -34,3 +38,14 @@ def test_valid_parts(text: str, environment: dict[str, str], expected: tuple[int
 def test_invalid_parts(text: str, environment: dict[str, str], message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=message):
         part_of(text, environment)
+
+
+@pytest.mark.parametrize("name", ["parts_kubernetes.yaml", "kubernetes.yaml"])
+def test_the_rules_of_the_manifests_have_all_fields(name: str) -> None:
+    """Kubernetes before 1.35 needs `status` in a pattern of conditions; FailIndex needs a limit for each index."""
+    job = [*yaml.safe_load_all((ROOT / "configs/cluster" / name).read_text())][-1]["spec"]
+    rules = job["podFailurePolicy"]["rules"]
+    patterns = [pattern for rule in rules for pattern in rule.get("onPodConditions", ())]
+    assert patterns == [{"type": "DisruptionTarget", "status": "True"}]
+    assert ("FailIndex" in {rule["action"] for rule in rules}) == ("backoffLimitPerIndex" in job)
+    assert job["completionMode"] == "Indexed" and job["template"]["spec"]["restartPolicy"] == "Never"

@@ -74,6 +74,14 @@ def test_a_run_that_does_not_train(
     assert cells[1:4] == [state, "20 of 100", "-"]
 
 
+def test_a_long_reason_does_not_widen_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, why = made(tmp_path / "run"), f"status 1, an error: {'long ' * 30}end"
+    append(run, {"event": "end", "status": 1, "why": why})
+    cells, *lines = table(capsys, run)
+    assert len(cells[1]) == 60 and cells[1].startswith("ended: status 1, an error: long") and cells[1].endswith("...")
+    assert lines[-1] == [f"{run}: ended: {why}"]
+
+
 def test_a_run_that_was_killed_after_its_last_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made(tmp_path / "run")
     (run / "global_step15").rename(run / "global_step100")

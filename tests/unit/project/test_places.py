@@ -1,5 +1,6 @@
 """The tests of a package's folder are found in the folder of the same name."""
 
+import re
 from pathlib import Path
 
 from tests.conftest import LONGEST
@@ -25,3 +26,11 @@ def test_every_package_has_tests() -> None:
 
 def test_files_that_begin_first_exist() -> None:
     assert {*LONGEST} <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+
+
+def test_configurations_that_sources_name_exist() -> None:
+    """Docstrings, messages and helps of the package, and comments of the configurations."""
+    places = [*(ROOT / "megatron_coca").rglob("*.py"), *(path for path in (ROOT / "configs").rglob("*.*"))]
+    named = {name for path in places for name in re.findall(r"configs/[\w/.-]+\.(?:yml|yaml|sbatch)", path.read_text())}
+    assert len(named) > 50
+    assert not [name for name in named if not (ROOT / name).is_file()]

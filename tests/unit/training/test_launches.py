@@ -85,6 +85,12 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, ca
             "n0: Exited with exit code 1",
             "n0",
         ),
+        (  # the host of task 1 is lost, and rank 0 reports a closed connection
+            "srun: error: n0: task 0: Exited with exit code 1\nsrun: First task exited 60s ago\n"
+            "srun: StepId=1.0 task 1: running\nsrun: StepId=1.0 task 0: exited abnormally",
+            "n0: Exited with exit code 1; task 1 did not end",
+            None,
+        ),
         ("srun: error: Node failure on n2", "node failure on n2", "n2"),
     ],
 )
