@@ -519,7 +519,7 @@ UNREAD = {
         {"use_bidirectional_attention": True},
         "use_bidirectional_attention: True is not supp",
     ),
-    "a type of layers": ({"layer_types": ["linear_attention"] * 7}, "layer_types has 'linear_attention'"),
+    "a type of layers": ({"layer_types": ["linear_attention"] * 7}, "layer_types: 'linear_attention' is not supported"),
     "an extension outside of the sections": (
         {"rope_parameters": YARN},
         "rope_parameters has factor, original",

@@ -86,7 +86,9 @@ def _falcon(config: Json, keys: Json) -> dict[str, Any]:
     heads, newer = config["num_attention_heads"], bool(config.get("new_decoder_architecture"))
     norms, parallel = config.get("num_ln_in_parallel_attn") or 1 + newer, config.get("parallel_attn", True)
     if (norms == 2 and not newer) or (newer and not parallel):
-        raise NotSupported("new_decoder_architecture: contradicts num_ln_in_parallel_attn or parallel_attn")
+        raise NotSupported(
+            "new_decoder_architecture: contradicts num_ln_in_parallel_attn or parallel_attn; correct one"
+        )
     one_key = config.get("multi_query", True) and not newer
     given = config.get("num_key_value_heads") or heads if newer else heads
     found = {"num_kv_heads": 1 if one_key else given, "gpt_j_residual": parallel, "gpt_j_tied": parallel and norms == 1}

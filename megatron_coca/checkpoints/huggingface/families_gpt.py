@@ -47,7 +47,7 @@ def _gpt_neo(config: Json, keys: Json) -> dict[str, Any]:
     names = [name for group, count in groups for name in group * count]
     unknown = sorted(set(names) - {"global", LOCAL})
     if unknown or len(names) != config["num_hidden_layers"]:
-        raise NotSupported("attention_types: must name each layer global or local")
+        raise NotSupported("attention_types: must name each layer global or local; correct the list")
     width = {"sliding_window_width": config.get("window_size", 256) - 1}
     found: dict[str, Any] = {"max_position_embeddings": config[MAXIMUM]}
     if set(names) == {LOCAL}:

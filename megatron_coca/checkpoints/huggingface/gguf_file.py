@@ -138,8 +138,9 @@ class GgufFile:
             given = {
                 name.removeprefix(prefix): field.contents() for name, field in fields.items() if name.startswith(prefix)
             }
-        kind = given.get(f"{EXTENSION}type")
-        extended = [name for name in given if name.startswith(EXTENSION)] if kind not in (None, "none") else []
+        # Without a type, a factor means linear interpolation.
+        unnamed = "none" if given.get(f"{EXTENSION}factor", 1.0) in (0.0, 1.0) else "linear"
+        extended = given.get(f"{EXTENSION}type", unnamed) != "none"
         if extended or any(name in self.tensors for name in FACTORS):
             raise CheckpointError(f"{self.path}: a frequency extension in a GGUF file is not supported; {_REMEDY}")
         self._check_read(given)
