@@ -20,9 +20,12 @@ from megatron_coca.support.regular_files import open_regular
 
 Json = Mapping[str, Any]
 SAME_NAMES = ("attn_logit_softcapping", "final_logit_softcapping")
-RENAMED = {"attention.key_length": "head_dim", "attention.sliding_window": "sliding_window"} | {
-    name: name for name in SAME_NAMES
-}
+RENAMED = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+    "rope.freq_base_swa": "rope_local_base_freq",
+} | {name: name for name in SAME_NAMES}
 """Keys of a GGUF file after the name of the architecture -> keys of config.json, which transformers does not read."""
 BASE, ROTATED, NORM = "rope.freq_base", "rope.dimension_count", "attention.layer_norm_epsilon"
 EPSILONS = {"falcon": "layer_norm_epsilon", "nemotron": "norm_eps"}
@@ -36,7 +39,7 @@ which no key of the file says; all others scale by the square root of head_dim.
 NO_EFFECT = frozenset(
     {
         *("context_length", "feed_forward_length", "vocab_size", "tensor_data_layout", "attention.value_length"),
-        *("attention.causal", "pooling_type", "use_parallel_residual"),
+        *("attention.causal", "attention.head_count_kv", "pooling_type", "use_parallel_residual"),
     }
 )
 """Keys that follow from others, or that the weights' names and shapes show."""
