@@ -118,8 +118,10 @@ WRAPPERS: dict[str, str] = {
 OUTER = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that apply to the text network even if they are beside its section."""
 
-_INNER = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=(?:layers|embed_tokens|norm)\.)")
-_PLAIN = re.compile(r"model\.(?:layers|embed_tokens|norm)\.|lm_head\.")
+_PARTS = r"(?:layers|embed_tokens|norm|final_layernorm)\."
+_INNER = re.compile(rf"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?={_PARTS})")
+_HEAD = re.compile(r"^(?:language_model|text_model)\.(?=lm_head\.)")
+_PLAIN = re.compile(rf"model\.{_PARTS}|lm_head\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -144,7 +146,7 @@ class Network:
         """Return the name of a weight in the network, or None if the network does not have the weight."""
         if self.wrapper is None:
             return name
-        plain = _INNER.sub("model.", name, count=1) if _INNER.match(name) else name.removeprefix("language_model.")
+        plain = _INNER.sub("model.", name, count=1) if _INNER.match(name) else _HEAD.sub("", name, count=1)
         if not _PLAIN.match(plain):
             return None
         if not self.skipped or (found := _LAYER.fullmatch(plain)) is None:
