@@ -83,7 +83,7 @@ TEXT_TYPES: dict[str, TextType] = {
 }
 """`model_type` of a text network inside a wrapper. Types that are not listed keep their name and have no defaults."""
 
-FLAT = re.compile(r".*(vision|image|video|audio|speech).*|text_config|patch_size|num_channels|embd_layer")
+FLAT = re.compile(r".*(vision|image|video|audio|speech).*|text_config|patch_size|num_channels|embd_layer|img_processor")
 """Keys of the wrapper itself in a config.json that has the keys of the text network beside them."""
 WRAPPERS: dict[str, str] = {
     "aya_vision": "cohere2",
