@@ -139,6 +139,7 @@ UNREAD = {
     "attention_types": ("gpt_neo", {"attention_types": [[["global"], 2]]}, "must name each layer"),
     "rope_parameters": ("apertus", {"rope_parameters": None}, "rope_parameters: missing, .*; add the section$"),
     "layer_rope_theta": ("granite_swa", {"layer_rope_theta": [1.0, 2.0, 0, 0, 0]}, "layer_rope_theta: several"),
+    "section": ("cohere_compass_text", {"rope_parameters": {}}, "rope_parameters: has no section sliding_attention"),
     "num_local_experts": (
         "granitemoehybrid",
         {"num_local_experts": 4},

@@ -188,6 +188,13 @@ def _rope_interval(config: Json, sliding: list[bool]) -> list[bool]:
     return [bool(flag) for flag in listed] if listed else [bool((i + 1) % interval) for i in range(len(sliding))]
 
 
+def _has_section(config: Json, sliding: list[bool]) -> list[bool]:
+    sections, kinds = config.get("rope_parameters") or {}, [SLIDING if slides else FULL for slides in sliding]
+    if absent := [kind for kind in kinds if kind not in sections]:
+        raise NotSupported(f"rope_parameters: has no section {absent[0]}; add it, or null for layers without rotation")
+    return [sections[kind] is not None for kind in kinds]
+
+
 ALL_LAYERS = Windows(lambda config, count: [True] * count, listed=False)
 """All layers have the window, as in Mistral."""
 FROM_LAYER = Windows(_from_layer, switched=True)
@@ -210,9 +217,7 @@ WITH_BASE = Rotating(
     lambda config, sliding: [bool(base) for base in config.get("layer_rope_theta") or [1] * len(sliding)]
 )
 """Layers with a rotary base in a list rotate, as in Granite with windows."""
-WITH_SECTION = Rotating(
-    lambda config, sliding: [config["rope_parameters"][SLIDING if slides else FULL] is not None for slides in sliding]
-)
+WITH_SECTION = Rotating(_has_section)
 """Layers rotate unless the section of their type in rope_parameters is null, as in Cohere Compass."""
 WITH_WINDOW_IF_ANY = Rotating(
     lambda config, sliding: sliding if config.get("sliding_window", 0) is not None else [True] * len(sliding)
