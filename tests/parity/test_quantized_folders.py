@@ -73,9 +73,9 @@ def test_fp8_in_a_text_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["_scale_inv", "_scale"])
 @torch.no_grad()
 def test_the_last_blocks_may_be_smaller(end: str, tmp_path: Path) -> None:
-    """Blocks of 16 rows and 32 columns in matrices of 44 x 36 and 36 x 44, as `weight_block_size` says."""
+    """Blocks of 24 rows and 32 columns, as `weight_block_size` says, in matrices that two equal blocks would divide."""
     build("qwen3").save_pretrained(tmp_path)
-    file, (high, wide) = tmp_path / "model.safetensors", (16, 32)
+    file, (high, wide) = tmp_path / "model.safetensors", (24, 32)
     held, plain = dict[str, Tensor](), load_file(file)
     for name, weight in load_file(file).items():
         if not name.endswith("_proj.weight"):
