@@ -168,7 +168,10 @@ def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()
         if name in given and given[name].shape != own[name].shape
     ]
     if problems:
-        raise CheckpointError(f"{weights.source}: the weights do not fit the model: {'; '.join(problems)}")
+        raise CheckpointError(
+            f"{weights.source}: the weights do not fit the model: {'; '.join(problems)}; correct the configuration, or "
+            "use other weights"
+        )
     for name, tensor in weights:
         own[name].copy_(tensor)
 

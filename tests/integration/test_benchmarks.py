@@ -55,7 +55,6 @@ def test_babilong(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_longbench(run: Run) -> None:
     """Categories beside published rows, all tasks, and LongBench-E by length; long prompts lose their middle."""
-    pytest.importorskip("jieba", reason="needs pip install 'lm-eval[longbench]==0.4.13'")
     folder = run("longbench", "longbench,longbench_e", "--max-length", 640, "--truncate", "middle")
     results = {entry.task: entry for entry in read(folder / "lm-eval_ntk.json").results}
     assert results["longbench"].samples == 21 * LONGBENCH_QUESTIONS
@@ -75,7 +74,6 @@ def test_infinitebench(run: Run) -> None:
 
 def test_ruler(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """All 13 tasks at a length, and their mean; a length that is too short for a task is an error."""
-    pytest.importorskip("wonderwords", reason="needs pip install 'lm-eval[ruler]==0.4.13'")
     lengths = json.dumps({"max_seq_lengths": [2048]})
     folder = run("ruler", "ruler", "--limit", 1, "--metadata", lengths, both=False)
     entries = read(folder / "lm-eval_ntk.json").results

@@ -1,4 +1,4 @@
-"""Tiny models of the families in families_llama.py and families_gpt.py: class, and values other than the defaults."""
+"""Tiny models of the families in the files families_*.py: class, and values other than the defaults."""
 
 from typing import Any
 
@@ -47,6 +47,27 @@ LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteSWA",
         {"embedding_multiplier": 12.0, "logits_scaling": 49.0, "residual_multiplier": 0.22, "sliding_window": 9}
         | {"attention_multiplier": 0.3, "num_hidden_layers": 5, "layer_rope_theta": [300.0, 300.0, 0, 300.0, 0]},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {"embedding_multiplier": 12.0, "logits_scaling": 49.0, "residual_multiplier": 0.22, "mamba_n_heads": 3}
+        | {"attention_multiplier": 0.3, "num_local_experts": 0, "layer_types": ["attention"] * 3}
+        | {"shared_intermediate_size": 50, "position_embedding_type": "rope", "rope_parameters": YARN},
+    ),
+    "granitemoehybrid without rotation": (
+        "GraniteMoeHybrid",
+        {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}
+        | {"mamba_n_heads": 1, "attention_bias": True, "shared_intermediate_size": 50},
+    ),
+    "cohere_compass_text": (
+        "CohereCompassText",
+        {"sliding_window": 9, "num_hidden_layers": 4, "logit_scale": 0.25, "attention_bias": True}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": {"sliding_attention": BASE | {"mrope_section": [1, 1, 1]}, "full_attention": None}},
+    ),
+    "cohere_compass_text untied, without windows": (
+        "CohereCompassText",
+        {"tie_word_embeddings": False, "rope_parameters": {"full_attention": YARN | {"mrope_section": [1, 1, 1]}}},
     ),
     "glm": ("Glm", {"head_dim": 10, "rope_parameters": LINEAR | {"partial_rotary_factor": 0.4}}),
     "glm tied, no biases": ("Glm", {"head_dim": 12, "attention_bias": False, "tie_word_embeddings": True}),

@@ -132,6 +132,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"model_type": "granite", "attention_bias": False, "attention_dropout": 0.1, "attention_multiplier": 0.015625}
     | {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "mlp_bias": False, "residual_multiplier": 0.22}
     | {"rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 5000000.0, "tie_word_embeddings": True},
+    "ibm-granite/granite-4.0-micro": sizes(100352, 2560, 8192, 40, 40, 8, 131072)
+    | {
+        "model_type": "granitemoehybrid",
+        "attention_bias": False,
+        "attention_multiplier": 0.015625,
+        "hidden_act": "silu",
+    }
+    | {"embedding_multiplier": 12, "init_method": "mup", "layer_types": ["attention"] * 40, "logits_scaling": 10}
+    | {"mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 256}
+    | {"mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 80, "mamba_proj_bias": False, "num_local_experts": 0}
+    | {"normalization_function": "rmsnorm", "num_experts_per_tok": 0, "position_embedding_type": "rope"}
+    | {"residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000000}
+    | {"router_aux_loss_coef": 0.01, "shared_intermediate_size": 8192, "tie_word_embeddings": True},
     "THUDM/glm-4-9b-chat-hf": sizes(151552, 4096, 13696, 40, 32, 2, 131072)
     | {"model_type": "glm", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu"}
     | {"partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07, "rope_theta": 10000.0, "tie_word_embeddings": False},

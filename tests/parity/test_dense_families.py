@@ -133,12 +133,19 @@ def test_a_published_configuration_has_the_parameters_of_its_class(name: str) ->
 
 
 UNREAD = {
-    "rotary_dim": ("gptj", {"rotary_dim": None}, "rotary_dim is null"),
+    "rotary_dim": ("gptj", {"rotary_dim": None}, "rotary_dim: null is not supported.*; use another model$"),
     "do_layer_norm_before": ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: False is not supported"),
-    "word_embed_proj_dim": ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim differs from hidden_size"),
+    "word_embed_proj_dim": ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim: differs from hidden_size"),
     "attention_types": ("gpt_neo", {"attention_types": [[["global"], 2]]}, "must name each layer"),
-    "rope_parameters": ("apertus", {"rope_parameters": None}, "rope_parameters is missing"),
-    "layer_rope_theta": ("granite_swa", {"layer_rope_theta": [1.0, 2.0, 0, 0, 0]}, "layer_rope_theta has several"),
+    "rope_parameters": ("apertus", {"rope_parameters": None}, "rope_parameters: missing, .*; add the section$"),
+    "layer_rope_theta": ("granite_swa", {"layer_rope_theta": [1.0, 2.0, 0, 0, 0]}, "layer_rope_theta: several"),
+    "section": ("cohere_compass_text", {"rope_parameters": {}}, "rope_parameters: has no section sliding_attention"),
+    "num_local_experts": (
+        "granitemoehybrid",
+        {"num_local_experts": 4},
+        "num_local_experts: 4 is not supported, only 0",
+    ),
+    "layer_types": ("granitemoehybrid", {"layer_types": ["mamba"] * 3}, "layer_types: 'mamba' is not supported"),
 }
 
 

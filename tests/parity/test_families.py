@@ -519,7 +519,7 @@ UNREAD = {
         {"use_bidirectional_attention": True},
         "use_bidirectional_attention: True is not supp",
     ),
-    "a type of layers": ({"layer_types": ["linear_attention"] * 7}, "layer_types has 'linear_attention'"),
+    "a type of layers": ({"layer_types": ["linear_attention"] * 7}, "layer_types: 'linear_attention' is not supported"),
     "an extension outside of the sections": (
         {"rope_parameters": YARN},
         "rope_parameters has factor, original",
@@ -565,6 +565,7 @@ def test_an_unknown_key_that_changes_the_model_is_an_error(case: str, tmp_path: 
 
 
 BY_SHAPE = {"num_key_value_heads", "intermediate_size", "num_kv_heads", "ffn_hidden_size", "n_inner", "ffn_dim"}
+BY_SHAPE |= {"shared_intermediate_size"}
 """Keys whose defaults are numbers of one size of model: the shapes of the weights tell."""
 
 

@@ -70,6 +70,36 @@ def test_fp8_in_a_text_network(tmp_path: Path) -> None:
     assert 0 < (found - before).abs().max() < 0.2 * before.abs().max()
 
 
+@pytest.mark.parametrize("end", ["_scale_inv", "_scale"])
+@torch.no_grad()
+def test_the_last_blocks_may_be_smaller(end: str, tmp_path: Path) -> None:
+    """Blocks of 24 rows and 32 columns, as `weight_block_size` says, in matrices that two equal blocks would divide."""
+    build("qwen3").save_pretrained(tmp_path)
+    file, (high, wide) = tmp_path / "model.safetensors", (24, 32)
+    held, plain = dict[str, Tensor](), load_file(file)
+    for name, weight in load_file(file).items():
+        if not name.endswith("_proj.weight"):
+            held[name] = weight
+            continue
+        rows, columns = -(-weight.shape[0] // high), -(-weight.shape[1] // wide)
+        scales = torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) + 0.5
+        factors = torch.stack(
+            [scales[i // high, j // wide] for i in range(len(weight)) for j in range(weight.shape[1])]
+        ).view(weight.shape)
+        held[name] = (weight / factors).to(torch.float8_e4m3fn)
+        held[f"{name}{end}"], plain[name] = scales, held[name].float() * factors
+    config = json.loads((tmp_path / "config.json").read_text())
+    save_file(plain, file, {"format": "pt"})
+    expected = load_model(tmp_path)(tokens(17))
+    save_file(held, file, {"format": "pt"})
+    section = FP8 | {"weight_block_size": [high, wide]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    assert torch.equal(load_model(tmp_path)(tokens(17)), expected)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
+    with pytest.raises(CheckpointError, match=r"which does not divide .* into blocks of 2 x 2; download"):
+        load_model(tmp_path)
+
+
 def test_faulty_scales_are_named(tmp_path: Path) -> None:
     build("qwen3").save_pretrained(tmp_path)
     quantize(tmp_path, FP8)
@@ -111,6 +141,18 @@ def in_pairs(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
+def add_tokenizer(writer: Any) -> None:
+    """Add a byte-level tokenizer of 258 tokens."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    symbols = byte_symbols()
+    writer.add_token_list([*symbols, "th", "<|endoftext|>"])
+    writer.add_token_types([1] * 257 + [3])
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(257)
+
+
 def write_gguf(path: Path, model: Any, **more: Any) -> None:
     """Write a LLaMA model with Q8_0 projections and a byte-level tokenizer."""
     gguf = pytest.importorskip("gguf")
@@ -125,14 +167,7 @@ def write_gguf(path: Path, model: Any, **more: Any) -> None:
     writer.add_head_count_kv(KEYS)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    symbols = byte_symbols()
-    writer.add_token_list([*symbols, "th", "<|endoftext|>"])
-    writer.add_token_types([1] * 257 + [3])
-    writer.add_token_merges(["t h"])
-    writer.add_bos_token_id(257)
-    writer.add_eos_token_id(257)
+    add_tokenizer(writer)
     for key, value in more.items():
         writer.add_string(key.replace("_", "."), value)
     for name, weight in model.state_dict().items():
@@ -207,3 +242,86 @@ def test_faults_of_gguf_files_are_named(tmp_path: Path) -> None:
         load_model(tmp_path)
     with pytest.raises(CheckpointError, match=r"two.gguf: cannot be read as GGUF \(.*\); download it again"):
         load_model(tmp_path / "two.gguf")
+
+
+def write_plain(path: Path, architecture: str, model: Any, fields: dict[str, float]) -> None:
+    """Write a model in float32 with the names that llama.cpp gives to its weights, and these fields."""
+    gguf = pytest.importorskip("gguf")
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    add_tokenizer(writer)
+    for name, value in fields.items():
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{architecture}.{name}", value)
+    kind = getattr(gguf.MODEL_ARCH, architecture.upper())
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    tied = config.tie_word_embeddings
+    for name, weight in model.state_dict().items():
+        if not (tied and name == "lm_head.weight"):
+            centred = architecture == "gemma2" and "norm" in name
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")), (weight + centred).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+BASE, RMS, NORM = "rope.freq_base", "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+TOLD: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
+    "starcoder2, base": (
+        "Starcoder2",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {BASE: 500.0, NORM: 1e-5, "rope.dimension_count": 6},
+    ),
+    "stablelm, base and share": (
+        "StableLm",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.67}},
+        {BASE: 500.0, NORM: 1e-5, "rope.dimension_count": 4},
+    ),
+    "gemma2, scale of the largest": (
+        "Gemma2",
+        {"num_hidden_layers": 46, "hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 6}
+        | {"query_pre_attn_scalar": 12, "sliding_window": 9},
+        {BASE: 1e4, RMS: 1e-6, "attention.key_length": 6, "attention.value_length": 6, "attention.sliding_window": 9},
+    ),
+    "gemma2, scale of the others": (
+        "Gemma2",
+        {"head_dim": 10, "query_pre_attn_scalar": 10, "sliding_window": 9, "attn_logit_softcapping": 2.0},
+        {
+            BASE: 1e4,
+            RMS: 1e-6,
+            "attention.key_length": 10,
+            "attention.sliding_window": 9,
+            "attn_logit_softcapping": 2.0,
+        },
+    ),
+}
+"""A model, and the fields of its GGUF file that transformers does not read, or of which it has another default."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if "largest" in case else case for case in TOLD]
+)
+@torch.no_grad()
+def test_gguf_describes_more_than_transformers_reads(case: str, tmp_path: Path) -> None:
+    import transformers
+
+    kind, changes, fields = TOLD[case]
+    config = getattr(transformers, f"{kind}Config")(**SHAPE | {"vocab_size": 258, "pad_token_id": 0} | changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape)
+    write_plain(tmp_path / "a.gguf", kind.lower(), model, fields)
+    torch.testing.assert_close(load_model(tmp_path)(tokens(50)), model(tokens(50)).logits, rtol=1e-3, atol=1e-3)
+    for name, value, message in (
+        ("mystery", 3, rf"{kind.lower()}\.mystery: not supported and may change .*config.json"),
+        ("rope.scaling.factor", 4.0, "a frequency extension in a GGUF file is not supported"),
+    ):
+        write_plain(tmp_path / "a.gguf", kind.lower(), model, fields | {name: value})
+        with pytest.raises(CheckpointError, match=message):
+            load_model(tmp_path)

@@ -1,4 +1,4 @@
-"""Text networks inside models that also read images: the logits of the whole model for text, and their export.
+"""Text networks inside models that also read images or sound: the logits of the whole model for text, and their export.
 
 A case is a class of transformers with odd sizes and a vision network of one layer.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from megatron_coca import load_model
@@ -39,6 +39,8 @@ MLLAMA |= {"hidden_size": 16, "intermediate_size": 16, "vision_output_dim": 32, 
 GEMMA = {"model_type": "gemma3_text", "head_dim": 10, "sliding_window": 9, "num_hidden_layers": 7}
 GEMMA |= {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": BASE}}
 IDS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
+COMPASS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+COMPASS |= {"rope_parameters": {"sliding_attention": AXES, "full_attention": None}}
 COHERE = {"model_type": "cohere2", "sliding_window": 9, "num_hidden_layers": 5}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -62,8 +64,47 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "internvl": ({"model_type": "qwen2"}, images("internvl_vision", image_size=[28, 28], patch_size=[14, 14])),
     "aya_vision": (COHERE, SIGLIP),
     "cohere2_vision": (COHERE, SIGLIP),
+    "cohere_compass": (
+        COMPASS,
+        QWEN | {"hidden_size": 16, "out_hidden_size": 36, "intermediate_size": 16, "deepstack_visual_indexes": [0]},
+    ),
+    "deepseek_vl": ({"model_type": "llama"}, SIGLIP),
+    "emu3": (IDS, {}),
+    "fuyu": ({"model_type": "persimmon", "rope_parameters": BASE | {"partial_rotary_factor": 0.67}}, {}),
+    "got_ocr2": (
+        {"model_type": "qwen2"},
+        {"hidden_size": 16, "output_channels": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 16}
+        | {"image_size": 64, "patch_size": 16, "global_attn_indexes": [0]},
+    ),
+    "idefics2": ({"model_type": "mistral", "pad_token_id": 0}, images("idefics2_vision")),
+    "moss_transcribe_diarize": ({"model_type": "qwen3", "head_dim": 10}, {}),
+    "phi4_multimodal": ({}, {}),
+    "qwen2_audio": ({"model_type": "qwen2"}, {}),
+    "voxtral": ({"model_type": "llama"}, {}),
 }
 """Wrapper -> `text_config` and `vision_config`."""
+SOUND = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+WHISPER = {"d_model": 16, "encoder_ffn_dim": 16, "encoder_layers": 1, "encoder_attention_heads": 2}
+QUANTIZER = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "hidden_size": 32}
+OTHERS: dict[str, dict[str, Any]] = {
+    "emu3": {"vq_config": QUANTIZER | {"attn_resolutions": []}, "vocabulary_map": {"<image>": 5}},
+    "fuyu": {},
+    "idefics2": {
+        "perceiver_config": {"hidden_size": 36, "resampler_depth": 1, "resampler_n_heads": 2, "resampler_head_dim": 8}
+        | {"num_key_value_heads": 1}
+    },
+    "moss_transcribe_diarize": {"audio_config": SOUND},
+    "phi4_multimodal": {
+        "vision_config": SOUND | {"image_size": 28, "patch_size": 14, "crop_size": 28},
+        "audio_config": {"hidden_size": 16, "num_attention_heads": 2, "num_blocks": 1, "intermediate_size": 16}
+        | {"ext_pw_out_channel": 16, "nemo_conv_channels": 16},
+    },
+    "qwen2_audio": {"audio_config": {"model_type": "qwen2_audio_encoder"} | WHISPER},
+    "voxtral": {"audio_config": {"model_type": "voxtral_encoder"} | SOUND},
+}
+"""Wrapper -> its other keys, instead of `vision_config`."""
+FLAT = ("phi4_multimodal",)
+"""Classes that have the keys of the text network beside those of the others."""
 FAST = ("gemma3", "qwen2_vl", "qwen3_vl", "mllama", "llava")
 WITHOUT_SCALE = ("aya_vision", "cohere2_vision")
 """Classes that leave out the factor `logit_scale` of their text network."""
@@ -74,11 +115,14 @@ KINDS = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) fo
 def build(name: str) -> Any:
     """A model with random weights, in evaluation mode and the default dtype."""
     text, vision = CASES[name]
-    config = CONFIG_MAPPING[name](text_config=SHAPE | text, vision_config=vision, **EXTRA.get(name, {}))
+    shape = {key: value for key, value in SHAPE.items() if name != "fuyu" or key != "num_key_value_heads"} | text
+    section = shape if name in FLAT else {"text_config": shape}
+    others = OTHERS.get(name, {"vision_config": vision})
+    config = CONFIG_MAPPING[name](**section, **others, **EXTRA.get(name, {}))
     if "tie_word_embeddings" in text:
         config.tie_word_embeddings = text["tie_word_embeddings"]
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForMultimodalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape)

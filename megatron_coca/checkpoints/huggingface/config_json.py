@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_args
 
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import families, quantized, weight_map
+from megatron_coca.checkpoints.huggingface.family_defaults import NotSupported
 from megatron_coca.checkpoints.huggingface.family_keys import read_keys
 from megatron_coca.checkpoints.huggingface.rope import (
     MAXIMUM,
@@ -155,6 +156,9 @@ def parse_config(
         elif reader is not None:
             keys = _common_keys(config, generation or {}) | reader.shape(config, source)
             keys |= reader.position(config, source, weights())
+    except NotSupported as error:
+        remedy = "" if "; " in str(error) else "; use another model"
+        raise CheckpointError(f"{source}: {error}{remedy}") from error
     except KeyError as missing:
         raise CheckpointError(f"{source}: {missing} is missing; add it, or download the folder again") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:

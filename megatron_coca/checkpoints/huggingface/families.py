@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_coca.checkpoints.huggingface import weight_map
 from megatron_coca.checkpoints.huggingface.families_gpt import LIKE_GPT
+from megatron_coca.checkpoints.huggingface.families_granite import LIKE_GRANITE
 from megatron_coca.checkpoints.huggingface.families_llama import LIKE_LLAMA
 from megatron_coca.checkpoints.huggingface.family_defaults import (
     BIASES,
@@ -13,6 +14,7 @@ from megatron_coca.checkpoints.huggingface.family_defaults import (
     MODERN,
     RMS,
     RMS_5,
+    NotSupported,
     gemma_scales,
     rows_of,
     to_gemma_scale,
@@ -70,7 +72,7 @@ def _three_keys(scaling: Json) -> Json:
 def _power_of_two(config: Json, keys: Json) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     if heads & (heads - 1):
-        raise ValueError(f"n_heads {heads} is not a power of two, and MPT's ALiBi slopes are not supported then")
+        raise NotSupported(f"n_heads: {heads} is not a power of two, so MPT's ALiBi slopes are not supported")
     return {"attention_dropout": float(config.get("attn_config.attn_pdrop") or 0)}
 
 
@@ -84,7 +86,9 @@ def _falcon(config: Json, keys: Json) -> dict[str, Any]:
     heads, newer = config["num_attention_heads"], bool(config.get("new_decoder_architecture"))
     norms, parallel = config.get("num_ln_in_parallel_attn") or 1 + newer, config.get("parallel_attn", True)
     if (norms == 2 and not newer) or (newer and not parallel):
-        raise ValueError("num_ln_in_parallel_attn 2 and parallel_attn false contradict new_decoder_architecture")
+        raise NotSupported(
+            "new_decoder_architecture: contradicts num_ln_in_parallel_attn or parallel_attn; correct one"
+        )
     one_key = config.get("multi_query", True) and not newer
     given = config.get("num_key_value_heads") or heads if newer else heads
     found = {"num_kv_heads": 1 if one_key else given, "gpt_j_residual": parallel, "gpt_j_tied": parallel and norms == 1}
@@ -354,6 +358,7 @@ FAMILIES: dict[str, Family] = {
         harmless=frozenset({"ff_factor"}),
     ),
     **LIKE_LLAMA,
+    **LIKE_GRANITE,
     **LIKE_GPT,
 }
 """`model_type` -> architecture, in the order in which an export tries them."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_coca.checkpoints.huggingface import family_tables
-from megatron_coca.checkpoints.huggingface.family_defaults import EPSILON, LAYERNORM, rows_of
+from megatron_coca.checkpoints.huggingface.family_defaults import EPSILON, LAYERNORM, NotSupported, rows_of
 from megatron_coca.checkpoints.huggingface.family_keys import Family
 from megatron_coca.checkpoints.huggingface.rope import MAXIMUM
 from megatron_coca.checkpoints.huggingface.weight_map import NEIGHBOURS
@@ -21,7 +21,7 @@ OFFSET = 2
 def _gptj(config: Json, keys: Json) -> dict[str, Any]:
     width, rotated = config["hidden_size"] // config["num_attention_heads"], config.get("rotary_dim", 64)
     if rotated is None:
-        raise ValueError("rotary_dim is null, and the class rotates by the angles of another width then")
+        raise NotSupported("rotary_dim: null is not supported, because the class then uses the angles of another width")
     return {"rotary_pct": min(rotated / width, 1.0)}
 
 
@@ -47,7 +47,7 @@ def _gpt_neo(config: Json, keys: Json) -> dict[str, Any]:
     names = [name for group, count in groups for name in group * count]
     unknown = sorted(set(names) - {"global", LOCAL})
     if unknown or len(names) != config["num_hidden_layers"]:
-        raise ValueError("attention_types must name each layer global or local")
+        raise NotSupported("attention_types: must name each layer global or local; correct the list")
     width = {"sliding_window_width": config.get("window_size", 256) - 1}
     found: dict[str, Any] = {"max_position_embeddings": config[MAXIMUM]}
     if set(names) == {LOCAL}:
@@ -70,7 +70,7 @@ def _to_gpt_neo(config: Config) -> dict[str, Any]:
 
 def _opt(config: Json, keys: Json) -> dict[str, Any]:
     if config.get("word_embed_proj_dim", config["hidden_size"]) not in (None, config["hidden_size"]):
-        raise ValueError("word_embed_proj_dim differs from hidden_size, and a projected embedding is not supported")
+        raise NotSupported("word_embed_proj_dim: differs from hidden_size, and a projected embedding is not supported")
     bias, plain = bool(config.get("enable_bias", True)), not config.get("layer_norm_elementwise_affine", True)
     found = dict.fromkeys(("use_bias_in_attn_linear", "use_bias_in_mlp"), bias)
     return found | _fairseq_positions(config, keys) | ({"norm": "non_parametric_layernorm"} if plain else {})

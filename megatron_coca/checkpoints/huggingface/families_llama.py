@@ -14,8 +14,8 @@ from megatron_coca.checkpoints.huggingface.family_defaults import (
     QKV_BIAS,
     RMS,
     RMS_5,
+    NotSupported,
     gemma_scales,
-    inverse,
     one_bias,
     rows_of,
     to_gemma_scale,
@@ -23,14 +23,18 @@ from megatron_coca.checkpoints.huggingface.family_defaults import (
 from megatron_coca.checkpoints.huggingface.family_keys import (
     ALL_LAYERS,
     FIRST_WITHOUT,
+    FULL,
     LISTED,
+    NO_LAYERS,
     PERIOD_OR_NONE,
-    WITH_BASE,
+    SLIDING,
+    WITH_SECTION,
     WITH_WINDOW_IF_ANY,
     Family,
     every,
 )
 from megatron_coca.checkpoints.huggingface.family_tables import ONE_NORM, renamed, with_norm_bias
+from megatron_coca.checkpoints.huggingface.rope import rope_parameters, without_axes
 from megatron_coca.checkpoints.huggingface.weight_map import NEIGHBOURS, PRE, QK_HEAD, Row, like_llama
 from megatron_coca.config import Config, ModelConfig
 
@@ -59,51 +63,6 @@ def _has_qk_layernorm(config: Config) -> dict[str, Any]:
     return {"qk_layernorm": config.model.qk_norm is not None}
 
 
-def _granite(config: Json, keys: Json) -> dict[str, Any]:
-    return {"final_logit_scale": inverse(float(config.get("logits_scaling", 1.0)))}
-
-
-def _to_granite(config: Config) -> dict[str, Any]:
-    model = config.model
-    return {
-        "logits_scaling": inverse(model.final_logit_scale),
-        "attention_multiplier": model.softmax_scale or model.head_dim**-0.5,
-    }
-
-
-MULTIPLIERS = {
-    "embedding_multiplier": ("embedding_scale", 1.0),
-    "residual_multiplier": ("residual_scale", 1.0),
-}
-GRANITE = MULTIPLIERS | {"attention_multiplier": ("softmax_scale", 1.0)}
-
-
-def _granite_swa(config: Json, keys: Json) -> dict[str, Any]:
-    bases = {base for base in config.get("layer_rope_theta") or () if base}
-    if len(bases) > 1:
-        raise ValueError("layer_rope_theta has several bases, and only one is supported")
-    return _granite(config, keys) | ({"rotary_emb_base": float(*bases)} if bases else {})
-
-
-def _to_granite_swa(config: Config) -> dict[str, Any]:
-    kinds, base = config.layer_types, config.position.rotary_emb_base
-    bases = [base if kinds[name].embedding.rotary else 0 for name in config.model.layer_names]
-    return _to_granite(config) | {"layer_rope_theta": bases}
-
-
-def _hyperclovax_rows(model: ModelConfig) -> tuple[Row, ...]:
-    after = {"attention_output_layernorm": "post_norm1", "mlp_output_layernorm": "post_norm2"}
-    return like_llama(PRE | after if model.norm_position == "sandwich" else PRE)
-
-
-def _hyperclovax(config: Json, keys: Json) -> dict[str, Any]:
-    return {"norm_position": "sandwich" if config.get("use_post_norm", True) else "pre"}
-
-
-def _to_hyperclovax(config: Config) -> dict[str, Any]:
-    return {"use_post_norm": config.model.norm_position == "sandwich"}
-
-
 def _seed_oss(config: Json, keys: Json) -> dict[str, Any]:
     return {"attention_dropout": float(config.get("attention_dropout", 0.1)), "embedding_dropout": 0.0}
 
@@ -128,8 +87,27 @@ def _hunyuan_section(section: Json) -> Json:
 
 def _apertus(config: Json, keys: Json) -> dict[str, Any]:
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
-        raise ValueError("rope_parameters is missing, and the class would use an extension then")
+        raise NotSupported("rope_parameters: missing, so the class uses an extension of its own; add the section")
     return {}
+
+
+def _compass_sections(sections: Json) -> Json:
+    """Return the sections without the axes of images, and without the keys beside them, which the class removes."""
+    kept = {name: part for name, part in sections.items() if name not in ("rope_type", "rope_theta")}
+    return {name: without_axes(part) for name, part in kept.items()}
+
+
+def _compass(config: Json, keys: Json) -> dict[str, Any]:
+    return {"final_logit_scale": config.get("logit_scale") or 1.0}
+
+
+def _to_compass(config: Config) -> dict[str, Any]:
+    kinds, length = config.layer_types, config.model.seq_length
+    sections: dict[str, Any] = dict.fromkeys((FULL, SLIDING))
+    for kind in kinds.values():
+        name = SLIDING if kind.sliding_window_width is not None else FULL
+        sections[name] = rope_parameters(kind, length) if kind.embedding.rotary else None
+    return {"rope_parameters": sections, "logit_scale": config.model.final_logit_scale}
 
 
 HUNYUAN_NORMS = {f"attention.{name}_layernorm": f"self_attn.{name}_layernorm" for name in ("query", "key")}
@@ -244,25 +222,21 @@ LIKE_LLAMA: dict[str, Family] = {
         write=lambda config: {"use_qk_norm": config.model.qk_norm is not None},
         harmless=frozenset({"use_embedding_sharing", "use_parallel_embedding", "model_max_length"}),
     ),
-    "granite": Family(
-        "GraniteForCausalLM",
-        rows_of(like_llama(PRE)),
-        MODERN,
-        RMS | BIASES | MLP_BIAS | GRANITE,
-        read=_granite,
-        write=_to_granite,
-    ),
-    "granite_swa": Family(
-        "GraniteSWAForCausalLM",
-        rows_of(family_tables.GRANITE_SWA),
-        MODERN | {"sink_logits": True},
-        LLAMA_KEYS | GRANITE,
+    "cohere_compass_text": Family(
+        "CohereCompassForCausalLM",
+        rows_of(like_llama(ONE_NORM)),
+        MODERN | {"norm": "layernorm", "gpt_j_residual": True, "gpt_j_tied": True},
+        EPS | BIASES,
+        names={"head_dim": None},
         tied=True,
-        windows=FIRST_WITHOUT,
-        window=128,
-        rotating=WITH_BASE,
-        read=_granite_swa,
-        write=_to_granite_swa,
+        rope_section=_compass_sections,
+        windows=NO_LAYERS,
+        window=4096,
+        rotating=WITH_SECTION,
+        by_type=(None, 10000.0),
+        read=_compass,
+        write=_to_compass,
+        harmless=frozenset({"pooling", "head_dim"}),  # the class computes the width of its heads itself
     ),
     "glm": Family(
         "GlmForCausalLM",
@@ -385,18 +359,6 @@ LIKE_LLAMA: dict[str, Family] = {
         PLAIN_MLP | {"norm": "non_parametric_rmsnorm", "use_embedding_norm": True} | AFTER,
         RMS | BIASES | {"final_logit_softcapping": ("final_logit_softcapping", 15.0)},
         activation=("hidden_act", "relu2"),
-    ),
-    "hyperclovax": Family(
-        "HyperCLOVAXForCausalLM",
-        _hyperclovax_rows,
-        MODERN,
-        RMS
-        | BIASES
-        | MLP_BIAS
-        | MULTIPLIERS
-        | {"attention_multiplier": ("softmax_scale", None), "logits_scaling": ("final_logit_scale", 1.0)},
-        read=_hyperclovax,
-        write=_to_hyperclovax,
     ),
     "jais2": Family(
         "Jais2ForCausalLM",

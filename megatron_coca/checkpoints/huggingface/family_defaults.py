@@ -7,6 +7,12 @@ from megatron_coca.checkpoints.huggingface.weight_map import Row
 from megatron_coca.config import Config, ModelConfig
 
 Json = Mapping[str, Any]
+
+
+class NotSupported(ValueError):
+    """A value of config.json that is valid but not supported. The message is `key: problem`."""
+
+
 MODERN = {
     "activation": "gated",
     "norm": "rmsnorm",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.huggingface.family_defaults import NotSupported
 from megatron_coca.checkpoints.huggingface.rope import (
     MAXIMUM,
     check_consistent,
@@ -27,7 +28,7 @@ from megatron_coca.config.position import ORIGINAL, Selected
 Json = Mapping[str, Any]
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"} | dict.fromkeys(TANH_GELU, "geglu_tanh")
-PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "silu", "relu2": "relu_squared", "xielu": "xielu"}
+PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "relu2": "relu_squared", "xielu": "xielu"}
 PLAIN |= dict.fromkeys(TANH_GELU, "gelu")
 """Their activation names -> ours. If a function has several names, an export writes the family's default name if
 possible, else the first name.
@@ -101,7 +102,8 @@ class Family:
         head_dim: default of head_dim; None for hidden_size / num_attention_heads.
         rope: default of the rotary base; None if the architecture does not rotate.
         share: default of partial_rotary_factor; None if the class always rotates all features.
-        rope_section: rope_parameters or rope_scaling in config.json -> the section that describes the extension.
+        rope_section: rope_parameters or rope_scaling in config.json -> the section that describes the extension, or
+            with `by_type` the sections.
         rope_types: the architecture's names of extensions -> our names, if they differ.
         windows: how layers with a sliding window are selected; None if no layer can have a window.
         window: default of sliding_window.
@@ -155,7 +157,7 @@ def _listed(config: Json, default: Iterable[bool]) -> list[bool]:
         return list(default)
     unknown = sorted(set(types) - {SLIDING, FULL})
     if unknown:
-        raise ValueError(f"layer_types has {unknown[0]!r}, not one of {SLIDING}, {FULL}")
+        raise NotSupported(f"layer_types: {unknown[0]!r} is not supported, only {SLIDING} and {FULL}")
     return [kind == SLIDING for kind in types]
 
 
@@ -186,12 +188,21 @@ def _rope_interval(config: Json, sliding: list[bool]) -> list[bool]:
     return [bool(flag) for flag in listed] if listed else [bool((i + 1) % interval) for i in range(len(sliding))]
 
 
+def _has_section(config: Json, sliding: list[bool]) -> list[bool]:
+    sections, kinds = config.get("rope_parameters") or {}, [SLIDING if slides else FULL for slides in sliding]
+    if absent := [kind for kind in kinds if kind not in sections]:
+        raise NotSupported(f"rope_parameters: has no section {absent[0]}; add it, or null for layers without rotation")
+    return [sections[kind] is not None for kind in kinds]
+
+
 ALL_LAYERS = Windows(lambda config, count: [True] * count, listed=False)
 """All layers have the window, as in Mistral."""
 FROM_LAYER = Windows(_from_layer, switched=True)
 """Layers from number `max_window_layers` on have the window, as in Qwen."""
 LISTED = Windows(lambda config, count: _listed(config, [True] * count))
 """All layers have the window unless they are listed, as in Ministral."""
+NO_LAYERS = Windows(lambda config, count: _listed(config, [False] * count))
+"""No layer has the window unless it is listed, as in Cohere Compass."""
 FIRST_WITHOUT = Windows(lambda config, count: _listed(config, (bool(i % 4) for i in range(count))))
 """Every fourth layer, from the first on, has no window, as in CWM."""
 PERIOD_OR_NONE = replace(every(4, "sliding_window_pattern"), nullable=True)
@@ -206,6 +217,8 @@ WITH_BASE = Rotating(
     lambda config, sliding: [bool(base) for base in config.get("layer_rope_theta") or [1] * len(sliding)]
 )
 """Layers with a rotary base in a list rotate, as in Granite with windows."""
+WITH_SECTION = Rotating(_has_section)
+"""Layers rotate unless the section of their type in rope_parameters is null, as in Cohere Compass."""
 WITH_WINDOW_IF_ANY = Rotating(
     lambda config, sliding: sliding if config.get("sliding_window", 0) is not None else [True] * len(sliding)
 )
@@ -254,7 +267,8 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
     if family.by_type is None:
         check_spellings(config, source, base, share)
         return {FULL: _rope(family, config, family.rope_section(rope_section(config)), source)}
-    section, extension = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    section = family.rope_section(config.get("rope_parameters") or {})
+    extension = config.get("rope_scaling") or {}
     if unread := sorted(section.keys() - {FULL, SLIDING}):
         raise CheckpointError(
             f"{source}: rope_parameters has {', '.join(unread)}, but {family.architecture} reads only the sections "
@@ -319,6 +333,8 @@ def read_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
         found = config.get(name)
         if found is not None and found != value:
             raise CheckpointError(f"{source}: {name}: {found!r} is not supported, only {value!r}; use another model")
+    if family.fixed.get("use_bias_in_output_head") and config.get("tie_word_embeddings", family.tied):
+        raise NotSupported("tie_word_embeddings: true is not supported, because the output head has a bias")
     keys = dict(family.fixed) | {ours: config.get(theirs, default) for theirs, (ours, default) in family.keys.items()}
     keys |= _mlp_keys(family, config, source)
     width = config["hidden_size"] // config["num_attention_heads"]

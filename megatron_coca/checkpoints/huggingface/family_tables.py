@@ -151,6 +151,14 @@ GRANITE_SWA = (
     *like_llama(PRE),
     Row("blocks.{i}.attention.position_sinks.weight", ("model.layers.{i}.self_attn.sinks",)),
 )
+_GRANITE_HYBRID = {
+    "mlp.linear1": ("shared_mlp.input_linear", GATE_FIRST),
+    "mlp.linear2": ("shared_mlp.output_linear", SINGLE),
+}
+GRANITE_HYBRID = (
+    *(row for row in like_llama(PRE) if ".mlp." not in row.ours),
+    *layer_rows("model.layers.{i}", _GRANITE_HYBRID),
+)
 COHERE = (
     *like_llama(ONE_NORM, NEIGHBOURS),
     *layer_rows(

@@ -20,10 +20,29 @@ from megatron_coca.support.regular_files import open_regular
 
 Json = Mapping[str, Any]
 SAME_NAMES = ("attn_logit_softcapping", "final_logit_softcapping")
-RENAMED = {"attention.key_length": "head_dim", "attention.sliding_window": "sliding_window"} | {
-    name: name for name in SAME_NAMES
-}
+RENAMED = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+    "rope.freq_base_swa": "rope_local_base_freq",
+} | {name: name for name in SAME_NAMES}
 """Keys of a GGUF file after the name of the architecture -> keys of config.json, which transformers does not read."""
+BASE, ROTATED, NORM = "rope.freq_base", "rope.dimension_count", "attention.layer_norm_epsilon"
+EPSILONS = {"falcon": "layer_norm_epsilon", "nemotron": "norm_eps"}
+"""Architectures of which transformers does not read NORM -> its key of config.json."""
+PARTLY_ROTATED = ("stablelm", "nemotron", "phi3")
+"""Values of `model_type` with the key partial_rotary_factor."""
+LARGEST = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models with 27 billion parameters. Only these scale queries by the square root of hidden_size / heads,
+which no key of the file says; all others scale by the square root of head_dim.
+"""
+NO_EFFECT = frozenset(
+    {
+        *("context_length", "feed_forward_length", "vocab_size", "tensor_data_layout", "attention.value_length"),
+        *("attention.causal", "attention.head_count_kv", "pooling_type", "use_parallel_residual"),
+    }
+)
+"""Keys that follow from others, or that the weights' names and shapes show."""
 EXTENSION = "rope.scaling."
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that contain a frequency extension."""
@@ -122,12 +141,53 @@ class GgufFile:
             given = {
                 name.removeprefix(prefix): field.contents() for name, field in fields.items() if name.startswith(prefix)
             }
-        kind = given.get(f"{EXTENSION}type")
-        extended = [name for name in given if name.startswith(EXTENSION)] if kind not in (None, "none") else []
+        # Without a type, a factor means linear interpolation.
+        unnamed = "none" if given.get(f"{EXTENSION}factor", 1.0) in (0.0, 1.0) else "linear"
+        extended = given.get(f"{EXTENSION}type", unnamed) != "none"
         if extended or any(name in self.tensors for name in FACTORS):
             raise CheckpointError(f"{self.path}: a frequency extension in a GGUF file is not supported; {_REMEDY}")
+        self._check_read(given)
         own = {name: given[theirs] for theirs, name in RENAMED.items() if given.get(theirs) is not None}
-        return own | {name: value for name, value in found.items() if value is not None and not name.startswith("_")}
+        own |= {name: value for name, value in found.items() if value is not None and not name.startswith("_")}
+        return own | self._unread(given, own)
+
+    def _check_read(self, given: Json) -> None:
+        """Raise CheckpointError if the file has a key that may change the model and that nothing reads."""
+        mapped = _libraries(self.path).utilities.GGUF_TO_TRANSFORMERS_MAPPING["config"].get(self._architecture, {})
+        known = mapped.keys() | RENAMED.keys() | NO_EFFECT | {BASE, ROTATED}
+        known |= {NORM} if self._architecture in EPSILONS else set()
+        unread = [name for name in given if name not in known and not name.startswith(EXTENSION)]
+        if unread:
+            raise CheckpointError(
+                f"{self.path}: {self._architecture}.{unread[0]}: not supported and may change the model; {_REMEDY}"
+            )
+
+    def _unread(self, given: Json, own: Json) -> dict[str, Any]:
+        """Return the keys of config.json that transformers does not derive from the file.
+
+        Raises CheckpointError if the class cannot rotate the number of features that the file gives.
+        """
+        kind, found = own["model_type"], dict[str, Any]()
+        heads, hidden = own.get("num_attention_heads", 1), own.get("hidden_size", 0)
+        width = own.get("head_dim") or hidden // heads
+        if BASE in given:
+            found["rope_theta"] = given[BASE]
+        if NORM in given and self._architecture in EPSILONS:
+            found[EPSILONS[self._architecture]] = given[NORM]
+        rotated = given.get(ROTATED, width)
+        if kind in PARTLY_ROTATED and ROTATED in given:
+            found["partial_rotary_factor"] = rotated / width
+        elif rotated != width:
+            raise CheckpointError(
+                f"{self.path}: {self._architecture}.{ROTATED}: {rotated} of {width} features per head are not "
+                f"supported; {_REMEDY}"
+            )
+        if self._architecture in LARGEST:
+            largest = own["num_hidden_layers"] == LARGEST[self._architecture]
+            found["query_pre_attn_scalar"] = hidden // heads if largest else width
+        if kind == "mistral" and "sliding_window" not in own:
+            found["sliding_window"] = None  # the class has a default
+        return found
 
     def open(self, settings: Json) -> Weights:
         """Open the weights under their names in transformers. `settings` describes the model as config.json does.

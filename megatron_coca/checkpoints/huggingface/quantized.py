@@ -1,7 +1,8 @@
 """Read weights in FP8 as full-precision weights. Folders with other quantized weights must be converted first.
 
 In an FP8 folder, a weight of 8-bit floating-point numbers has a second tensor with its scales: one scale for each block
-of the matrix, or one for the whole matrix. A weight is its numbers times their scales, in float32.
+of the matrix, or one for the whole matrix. The blocks at the ends of rows and columns may be smaller than the others. A
+weight is its numbers times their scales, in float32.
 """
 
 import json
@@ -20,10 +21,11 @@ from megatron_coca.checkpoints.weights import WeightEntry, Weights
 Json = Mapping[str, Any]
 KEY = "quantization_config"
 FP8 = "fp8"
-SCALE = "_scale_inv"
-"""End of the name of a weight's scales, after the name of the weight."""
-UNNEEDED = (".activation_scale", ".input_scale")
-"""Ends of the names of the scales of a layer's input. They only affect computation in FP8."""
+SCALES = ("_scale_inv", "_scale")
+"""Ends of the name of a weight's scales, after the name of the weight. Both are factors on the numbers."""
+UNNEEDED = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
+"""Ends of the names of scales of a layer's input and of cached keys and values. They only affect FP8 computation."""
+SIZE = "weight_block_size"
 STORED = {"F8_E4M3": torch.float8_e4m3fn}
 """Code of safetensors for the numbers of a quantized weight -> dtype."""
 
@@ -68,35 +70,55 @@ def check_supported(config: Json, source: Path) -> None:
     raise CheckpointError(f"{source}: {KEY}: weights of quant_method {kind!r} are not supported; {remedy}")
 
 
+def block_size(config: Json, source: Path) -> tuple[int, int] | None:
+    """Return rows and columns of the blocks in an FP8 folder, or None if config.json does not state them.
+
+    Raises CheckpointError.
+    """
+    size = config[KEY].get(SIZE)
+    if size is None:
+        return None
+    if not isinstance(size, list) or len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
+        raise CheckpointError(f"{source}: {KEY}.{SIZE}: {size!r:.80} is not two numbers; download the folder again")
+    return size[0], size[1]
+
+
 def is_scale(name: str) -> bool:
     """Return whether a tensor of an FP8 folder is a scale, not a weight."""
-    return name.endswith((SCALE, *UNNEEDED))
+    return name.endswith((*(f".weight{end}" for end in SCALES), *UNNEEDED))
 
 
 def open_dequantized(
-    open_files: Callable[[Iterable[str]], Weights], names: Iterable[str], known: Collection[str]
+    open_files: Callable[[Iterable[str]], Weights],
+    names: Iterable[str],
+    known: Collection[str],
+    size: tuple[int, int] | None,
 ) -> Weights:
     """Open weights of an FP8 folder, each multiplied by its scales when it is read.
 
-    `open_files` opens the named tensors, and `known` contains the names of all tensors in the folder. Weights without
-    scales are not changed. Raises CheckpointError if the scales of a weight do not fit, or are missing.
+    `open_files` opens the named tensors, `known` contains the names of all tensors in the folder, and `size` is the
+    result of `block_size`. Weights without scales are not changed. Raises CheckpointError if the scales of a weight do
+    not fit, or are missing.
     """
     names = list(names)
-    scales = {name: f"{name}{SCALE}" for name in names if f"{name}{SCALE}" in known}
+    scales = {name: f"{name}{end}" for name in names for end in SCALES if f"{name}{end}" in known}
     stored = open_files([*names, *scales.values()])
     for name in names:
         dtype, shape = stored.entries[name]
         if dtype in STORED.values() and name not in scales:
-            raise CheckpointError(f"{stored.source}: {name}: has no scales ({name}{SCALE}); download the folder again")
-        if name in scales and not _fits(shape, stored.entries[scales[name]].shape):
+            raise CheckpointError(
+                f"{stored.source}: {name}: has no scales ({name}{SCALES[0]}); download the folder again"
+            )
+        if name in scales and _blocks(shape, stored.entries[scales[name]].shape, size) is None:
+            told = "into blocks" if size is None else f"into blocks of {size[0]} x {size[1]}"
             raise CheckpointError(
                 f"{stored.source}: {scales[name]} has shape {list(stored.entries[scales[name]].shape)}, which does not "
-                f"divide {name} {list(shape)} into blocks; download the folder again"
+                f"divide {name} {list(shape)} {told}; download the folder again"
             )
 
     def read(name: str) -> Tensor:
         values = stored.read(name)
-        return dequantized(values, stored.read(scales[name])) if name in scales else values
+        return dequantized(values, stored.read(scales[name]), size) if name in scales else values
 
     entries = {
         name: WeightEntry(torch.float32, stored.entries[name].shape) if name in scales else stored.entries[name]
@@ -105,19 +127,28 @@ def open_dequantized(
     return replace(stored, entries=entries, read=read)
 
 
-def _grid(scales: tuple[int, ...]) -> tuple[int, int]:
-    """Return the number of blocks in each direction, from the shape of the scales."""
-    return (scales[0], scales[1]) if len(scales) == 2 else (1, 1)
+def _blocks(shape: tuple[int, ...], scales: tuple[int, ...], size: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return rows and columns of the blocks of a matrix, or None if its scales do not fit.
+
+    `size` is the size of blocks in config.json; None if all blocks have the same size, which the shapes show.
+    """
+    if len(shape) != 2:
+        return None
+    if scales in ((), (1,)):
+        return shape[0], shape[1]
+    if len(scales) != 2 or 0 in scales:
+        return None
+    if size is not None:
+        return size if all(-(-n // b) == c for n, b, c in zip(shape, size, scales, strict=True)) else None
+    even = all(n % c == 0 for n, c in zip(shape, scales, strict=True))
+    return (shape[0] // scales[0], shape[1] // scales[1]) if even else None
 
 
-def _fits(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
-    """Return whether scales of this shape divide a matrix evenly into blocks."""
-    known = len(scales) == 2 or scales in ((), (1,))
-    return known and len(shape) == 2 and all(c and n % c == 0 for n, c in zip(shape, _grid(scales), strict=True))
-
-
-def dequantized(values: Tensor, scales: Tensor) -> Tensor:
-    """Multiply a matrix by the scales of its blocks. Return float32."""
-    rows, columns = _grid(tuple(scales.shape))
-    blocks = values.float().view(rows, len(values) // rows, columns, values.shape[1] // columns)
-    return (blocks * scales.float().reshape(rows, 1, columns, 1)).reshape(values.shape)
+def dequantized(values: Tensor, scales: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+    """Multiply a matrix by the scales of its blocks, of `size` rows and columns. Return float32."""
+    blocks = _blocks(tuple(values.shape), tuple(scales.shape), size)
+    assert blocks is not None
+    wide = scales.float().reshape(-(-values.shape[0] // blocks[0]), -1)
+    for axis, length in enumerate(blocks):
+        wide = wide.repeat_interleave(length, axis).narrow(axis, 0, values.shape[axis])
+    return values.float() * wide

@@ -185,7 +185,8 @@ class _Folder:
             weights = self.weights.only(name for name in names if name in self.weights.entries)
         elif self.scaled:
             present = [name for name in names if name in self.files]
-            weights = quantized.open_dequantized(self._open_stored, present, self.originals.keys())
+            size = quantized.block_size(self.network.settings, self.source)
+            weights = quantized.open_dequantized(self._open_stored, present, self.originals.keys(), size)
         else:
             weights = self._open_stored(name for name in names if name in self.files)
         return _first_rows(weights, self.network.rows)

@@ -21,6 +21,9 @@ TRAINING_LENGTH = "training_length"
 MAXIMUM = "max_position_embeddings"
 NO_OPTIONS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL})
 """Keys in transformers' section that are not options of an extension."""
+AXES = ("mrope_section", "mrope_interleaved")
+"""Options of a rotation with three axes: time, height and width. The positions of text are the same on each axis, so
+that text is rotated in the usual way."""
 OUR_OPTIONS = frozenset({"ramp", "resonance"})
 """Extension options that transformers does not have. Its classes ignore them."""
 
@@ -28,6 +31,15 @@ OUR_OPTIONS = frozenset({"ramp", "resonance"})
 def rope_section(config: Json) -> Json:
     """Return the section `rope_scaling` (transformers 4 and older) or `rope_parameters` (transformers 5)."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def without_axes(section: Any) -> Any:
+    """Return a section on rotation without the axes, which have no effect on text. Other values are unchanged."""
+    if not isinstance(section, Mapping):
+        return section
+    kept = {name: value for name, value in section.items() if name not in AXES}
+    named = {name: "default" for name in ("rope_type", "type") if kept.get(name) == "mrope"}
+    return kept | named
 
 
 def check_consistent(source: Path, given: Mapping[str, Any]) -> None:

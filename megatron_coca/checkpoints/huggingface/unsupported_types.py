@@ -14,6 +14,11 @@ MASKED = (
     "with norms before the residual sums are supported"
 )
 
+GEMMA4 = (
+    "its layers have heads of two widths, normalised values (in some sizes the keys) and scales of their own; some "
+    "sizes also have an input for each layer, keys and values that layers share, or mixture-of-experts layers"
+)
+
 _GROUPS = {
     EXPERTS: (
         *("afmoe", "aria_text", "beam", "cohere2_moe", "dbrx", "deepseek_v4", "dots1", "ernie4_5_moe"),
@@ -28,14 +33,14 @@ _GROUPS = {
     ),
     LATENT: ("minicpm3", "youtu"),
     RECURRENT: (
-        *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),
+        *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear"),
         *("mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
         *("qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba"),
         "zamba2",
     ),
     CONVOLUTIONS: ("lfm2", "lfm2_moe", "lfm3"),
-    IMAGES: ("emu3", "fuyu", "gemma3n", "gemma4", "gemma4_unified", "git", "got_ocr2", "phi4_multimodal"),
-    AUDIO: ("moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody"),
+    IMAGES: ("gemma3n", "gemma4", "gemma4_unified", "git"),
+    AUDIO: ("moshi", "musicgen", "musicgen_melody"),
     DECODER: (
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
         *("prophetnet", "trocr", "whisper"),
@@ -50,14 +55,13 @@ _GROUPS = {
 UNSUPPORTED_TYPES = {name: reason for reason, names in _GROUPS.items() for name in names} | {
     "bitnet": "its weights are ternary, and it has norms inside attention and MLP",
     "blt": "it reads patches of bytes, for which another network predicts the boundaries",
-    "cohere_compass_text": "its rope_parameters turn rotation off for types of layers, and rotate images by three axes",
     "cpmant": "its relative positions depend on segments of the prompt, and its attention is partly bidirectional",
     "ctrl": "its output head is tied to the embedding and has a bias",
     "diffllama": "its attention is the difference of two softmaxes",
     "doge": "its attention drops keys by a learned score",
     "gemma3n_text": "it has an input for each layer and several residual streams",
-    "gemma4_text": "the width of its heads depends on the layer, and it normalises values and scales layers",
-    "gemma4_unified_text": "the width of its heads depends on the layer, and it normalises values and scales layers",
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "gpt_neox_japanese": "only the attention of its last layer has a bias",
     "hrm_text": "it passes its layers several times",
     "openai-gpt": "its norms follow the residual sums",

@@ -1,7 +1,7 @@
-"""Find the text network inside a model that also reads images: its configuration and the names of its weights.
+"""Find the text network inside a model that also reads images or sound: its configuration and the names of its weights.
 
 `WRAPPERS` lists the supported classes of transformers. The text network is an architecture that `config_json.py` reads.
-Its logits are those of the whole model for an input without images.
+Its logits are those of the whole model for an input of text only.
 """
 
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.huggingface.rope import without_axes
 
 Json = Mapping[str, Any]
 TEXT, TIED, HEAD = "text_config", "tie_word_embeddings", "lm_head.weight"
@@ -54,6 +55,25 @@ TEXT_TYPES: dict[str, TextType] = {
     "qwen3": TextType("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32, 32768)),
     "gemma3_text": TextType("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 4, 131072)),
     "cohere2": TextType("cohere2", _sizes(256000, 8192, 22528, 40, 64, 64, 8192)),
+    "cohere_compass_text": TextType("cohere_compass_text", _sizes(256000, 8192, 22528, 40, 64, 64, 8192)),
+    "emu3_text_model": TextType(
+        "llama",
+        _sizes(184622, 4096, 14336, 32, 32, 8, 9216) | {"rms_norm_eps": 1e-5, "attention_dropout": 0.1},
+        1e6,
+    ),
+    "persimmon": TextType(
+        "persimmon",
+        {
+            "vocab_size": 262144,
+            "hidden_size": 4096,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "max_position_embeddings": 16384,
+        },
+        25000.0,
+    ),
+    "phi3": TextType("phi3", _sizes(200064, 3072, 8192, 32, 32, 8, 131072)),
     "qwen2_vl_text": TextType("qwen2", _QWEN2_VL, 1e6),
     "qwen2_5_vl_text": TextType("qwen2", _QWEN2_VL, 1e6),
     "qwen3_vl_text": TextType("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32, 128000), 5e5),
@@ -63,12 +83,18 @@ TEXT_TYPES: dict[str, TextType] = {
 }
 """`model_type` of a text network inside a wrapper. Types that are not listed keep their name and have no defaults."""
 
-FLAT = re.compile(r".*(vision|image|video).*|text_config")
+FLAT = re.compile(r".*(vision|image|video|audio|speech).*|text_config|patch_size|num_channels|embd_layer|img_processor")
 """Keys of the wrapper itself in a config.json that has the keys of the text network beside them."""
 WRAPPERS: dict[str, str] = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
+    "cohere_compass": "cohere_compass_text",
+    "deepseek_vl": "llama",
+    "emu3": "emu3_text_model",
+    "fuyu": "persimmon",
     "gemma3": "gemma3_text",
+    "got_ocr2": "qwen2",
+    "idefics2": "mistral",
     "idefics3": "llama",
     "internvl": "qwen2",
     "llava": "llama",
@@ -77,22 +103,25 @@ WRAPPERS: dict[str, str] = {
     "llava_onevision": "qwen2",
     "mistral3": "mistral",
     "mllama": "mllama_text_model",
+    "moss_transcribe_diarize": "qwen3",
+    "phi4_multimodal": "phi3",
+    "qwen2_audio": "qwen2",
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",
     "smolvlm": "llama",
     "video_llava": "llama",
     "vipllava": "llama",
+    "voxtral": "llama",
 }
 """`model_type` of a wrapper -> the default `model_type` of its text network."""
 OUTER = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that apply to the text network even if they are beside its section."""
 
-AXES = ("mrope_section", "mrope_interleaved")
-"""Options of a rotation with three axes: time, height and width. The positions of text are the same on each axis, so
-that text is rotated in the usual way."""
-_INNER = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=(?:layers|embed_tokens|norm)\.)")
-_PLAIN = re.compile(r"model\.(?:layers|embed_tokens|norm)\.|lm_head\.")
+_PARTS = r"(?:layers|embed_tokens|norm|final_layernorm)\."
+_INNER = re.compile(rf"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?={_PARTS})")
+_HEAD = re.compile(r"^(?:language_model|text_model)\.(?=lm_head\.)")
+_PLAIN = re.compile(rf"model\.{_PARTS}|lm_head\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -117,7 +146,7 @@ class Network:
         """Return the name of a weight in the network, or None if the network does not have the weight."""
         if self.wrapper is None:
             return name
-        plain = _INNER.sub("model.", name, count=1) if _INNER.match(name) else name.removeprefix("language_model.")
+        plain = _INNER.sub("model.", name, count=1) if _INNER.match(name) else _HEAD.sub("", name, count=1)
         if not _PLAIN.match(plain):
             return None
         if not self.skipped or (found := _LAYER.fullmatch(plain)) is None:
@@ -146,7 +175,9 @@ def find_network(values: Json, source: Path, weights: Callable[[], Collection[st
     outer = {name: values[name] for name in OUTER if values.get(name) is not None}
     given = {name: value for name, value in inner.items() if value is not None or name not in text.defaults}
     settings = {**text.defaults, **outer, **given, "model_type": text.kind}
-    settings |= {name: _plain(settings[name]) for name in ("rope_parameters", "rope_scaling") if settings.get(name)}
+    settings |= {
+        name: without_axes(settings[name]) for name in ("rope_parameters", "rope_scaling") if settings.get(name)
+    }
     if text.rope is not None and not _has_base(settings):
         settings["rope_theta"] = text.rope
     network = Network(settings, wrapper)
@@ -155,15 +186,6 @@ def find_network(values: Json, source: Path, weights: Callable[[], Collection[st
         tied = HEAD not in {network.rename(name) for name in weights()}
     settings[TIED] = tied
     return _without_images(network, source) if named == "mllama_text_model" else network
-
-
-def _plain(section: Any) -> Any:
-    """Return a section on rotation without the axes, which have no effect on text."""
-    if not isinstance(section, Mapping):
-        return section
-    kept = {name: value for name, value in section.items() if name not in AXES}
-    named = {name: "default" for name in ("rope_type", "type") if kept.get(name) == "mrope"}
-    return kept | named
 
 
 def _has_base(settings: Json) -> bool:

@@ -44,6 +44,11 @@ def test_an_unknown_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert "qwen33: unknown family; use one of gpt_neox, llama" in capsys.readouterr().err
 
 
+def test_a_row_without_logits_and_speeds() -> None:
+    costs = dict.fromkeys(sorted(COSTS), 2e6)
+    assert bench_families.row({"family": "glm4"} | costs).split("|")[4:6] == [" 2000000.0 s, 2 MB "] * 2
+
+
 @pytest.mark.slow
 def test_a_family_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

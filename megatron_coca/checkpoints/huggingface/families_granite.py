@@ -1,0 +1,144 @@
+"""Families with the scales of Granite. Each is a row (see `family_keys.Family`)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_coca.checkpoints.huggingface import family_tables
+from megatron_coca.checkpoints.huggingface.family_defaults import (
+    BIASES,
+    MLP_BIAS,
+    MODERN,
+    RMS,
+    RMS_5,
+    NotSupported,
+    inverse,
+    rows_of,
+)
+from megatron_coca.checkpoints.huggingface.family_keys import FIRST_WITHOUT, WITH_BASE, Family
+from megatron_coca.checkpoints.huggingface.unsupported_types import EXPERTS, RECURRENT
+from megatron_coca.checkpoints.huggingface.weight_map import PRE, Row, like_llama
+from megatron_coca.config import Config, ModelConfig
+
+Json = Mapping[str, Any]
+ATTENTION = ("attention", "full_attention")
+"""Names of layers with attention in the config.json of Granite 4."""
+
+
+def _granite(config: Json, keys: Json) -> dict[str, Any]:
+    return {"final_logit_scale": inverse(float(config.get("logits_scaling", 1.0)))}
+
+
+def _to_granite(config: Config) -> dict[str, Any]:
+    model = config.model
+    return {
+        "logits_scaling": inverse(model.final_logit_scale),
+        "attention_multiplier": model.softmax_scale or model.head_dim**-0.5,
+    }
+
+
+MULTIPLIERS = {
+    "embedding_multiplier": ("embedding_scale", 1.0),
+    "residual_multiplier": ("residual_scale", 1.0),
+}
+GRANITE = MULTIPLIERS | {"attention_multiplier": ("softmax_scale", 1.0)}
+
+
+def _granite_swa(config: Json, keys: Json) -> dict[str, Any]:
+    bases = {base for base in config.get("layer_rope_theta") or () if base}
+    if len(bases) > 1:
+        raise NotSupported("layer_rope_theta: several bases are not supported")
+    return _granite(config, keys) | ({"rotary_emb_base": float(*bases)} if bases else {})
+
+
+def _to_granite_swa(config: Config) -> dict[str, Any]:
+    kinds, base = config.layer_types, config.position.rotary_emb_base
+    bases = [base if kinds[name].embedding.rotary else 0 for name in config.model.layer_names]
+    return _to_granite(config) | {"layer_rope_theta": bases}
+
+
+def _hyperclovax_rows(model: ModelConfig) -> tuple[Row, ...]:
+    after = {"attention_output_layernorm": "post_norm1", "mlp_output_layernorm": "post_norm2"}
+    return like_llama(PRE | after if model.norm_position == "sandwich" else PRE)
+
+
+def _hyperclovax(config: Json, keys: Json) -> dict[str, Any]:
+    return {"norm_position": "sandwich" if config.get("use_post_norm", True) else "pre"}
+
+
+def _to_hyperclovax(config: Config) -> dict[str, Any]:
+    return {"use_post_norm": config.model.norm_position == "sandwich"}
+
+
+def _granite_hybrid(config: Json, keys: Json) -> dict[str, Any]:
+    """Read a Granite 4 model with neither Mamba layers nor experts. Both are optional in its class."""
+    experts = config.get("num_local_experts", 8)
+    if experts:
+        raise NotSupported(f"num_local_experts: {experts} is not supported, only 0: {EXPERTS}")
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"]
+    if others := sorted(set(kinds) - {*ATTENTION}):
+        raise NotSupported(f"layer_types: {others[0]!r} is not supported, only {ATTENTION[0]}: {RECURRENT}")
+    rotates = config.get("position_embedding_type") == "rope"
+    return _granite(config, keys) | ({} if rotates else {"pos_emb": "none", "rope_scaling": None})
+
+
+def _to_granite_hybrid(config: Config) -> dict[str, Any]:
+    return _to_granite(config) | {
+        "layer_types": [ATTENTION[0]] * config.model.num_layers,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "rope" if config.position.embedding.rotary else None,
+        "mamba_n_heads": 1,  # the class checks that this number divides hidden_size, even if no layer reads it
+    }
+
+
+LIKE_GRANITE: dict[str, Family] = {
+    "granite": Family(
+        "GraniteForCausalLM",
+        rows_of(like_llama(PRE)),
+        MODERN,
+        RMS | BIASES | MLP_BIAS | GRANITE,
+        read=_granite,
+        write=_to_granite,
+    ),
+    "granite_swa": Family(
+        "GraniteSWAForCausalLM",
+        rows_of(family_tables.GRANITE_SWA),
+        MODERN | {"sink_logits": True},
+        RMS_5 | BIASES | MLP_BIAS | GRANITE,
+        tied=True,
+        windows=FIRST_WITHOUT,
+        window=128,
+        rotating=WITH_BASE,
+        read=_granite_swa,
+        write=_to_granite_swa,
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        rows_of(family_tables.GRANITE_HYBRID),
+        MODERN,
+        RMS | BIASES | GRANITE,
+        names={"intermediate_size": "shared_intermediate_size"},
+        read=_granite_hybrid,
+        write=_to_granite_hybrid,
+        harmless=frozenset(
+            {
+                *("intermediate_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
+                *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
+                *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "layers_block_type"),
+            }
+        ),
+    ),
+    "hyperclovax": Family(
+        "HyperCLOVAXForCausalLM",
+        _hyperclovax_rows,
+        MODERN,
+        RMS
+        | BIASES
+        | MLP_BIAS
+        | MULTIPLIERS
+        | {"attention_multiplier": ("softmax_scale", None), "logits_scaling": ("final_logit_scale", 1.0)},
+        read=_hyperclovax,
+        write=_to_hyperclovax,
+    ),
+}
+"""`model_type` -> family."""
