@@ -1,7 +1,8 @@
 """Compare methods that extend a model beyond its training length, without training; see docs/stretch.md.
 
 megatron-coca stretch MODEL measures perplexity and the retrieval of hidden facts at 1x, 2x, .. of the training length.
-It writes stretch.md with a picture, a table, and the configuration of the best method. The same command resumes.
+It writes stretch.html and stretch.md with a picture, a table, and the configuration of the best method. The same
+command resumes.
 """
 
 import re
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     done = stretch(args)
     print(plain(done.text))
-    print(f"\nwrote {args.output / 'stretch.md'}, with its picture, best.yml and results.json in the same folder")
+    print(f"\nwrote {args.output / 'stretch.html'}, and stretch.md, its picture, best.yml and results.json beside it")
     if args.export is not None:
         _export(args, done.overrides)
     if args.chat:
@@ -111,7 +112,7 @@ def _trial(args: Namespace) -> int:
     page = args.output / f"after_{args.finetune_method}"
     changed = {"model": str(trained), "output": page, "methods": (), "plan": None}
     print(plain(stretch(Namespace(**vars(args) | changed)).text))
-    print(f"\nwrote {page / 'stretch.md'} for the model after {args.finetune} steps")
+    print(f"\nwrote {page / 'stretch.html'} for the model after {args.finetune} steps")
     return 0
 
 

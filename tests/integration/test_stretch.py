@@ -70,6 +70,9 @@ def test_a_page_of_results_and_the_best_method_in_use(
     lines = page.splitlines()
     assert lines[0].startswith("# ") and lines[2].startswith("![") and lines[4].startswith("| method")
     assert (tmp_path / "out/stretch.svg").read_bytes().startswith(b"<?xml")
+    html = (tmp_path / "out/stretch.html").read_text()
+    assert lines[0].removeprefix("# ") in html and html.count("<picture>") == 1 and html.index("<table>") > 0
+    assert "dynamic:3" in html and "# " + best + ", chosen by" in html
     before = (tmp_path / "out/results.json").read_bytes()
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n"))
     assert stretch(model, text, tmp_path / "out", "--export", tmp_path / "exported", "--chat") == 0
@@ -102,6 +105,7 @@ def test_a_short_budget_leaves_out_and_the_same_command_continues(
         (["--methods", "yarm"], "--methods yarm: unknown method"),
         (["--methods", "rerope:3"], "--methods rerope:3: rerope has no factor"),
         (["--to", "16x"], "has fewer than 8193 tokens"),
+        (["--documents", "9"], "has only 4 times 1025 tokens, not 9 times"),
     ],
 )
 def test_mistakes(
@@ -118,7 +122,7 @@ to: 2
 documents: 2
 cases: {1: 2, 2: 6}
 contrasts:
-  - {method: rerope, other: yarn, at: 2}
+  - {method: rerope, other: yarn, at: 2, expected: 1.0, deviation: 1.2}
   - {method: rerope, other: plain, at: 2, quantity: loss}
 """
 
@@ -133,7 +137,7 @@ def test_the_contrasts_of_a_plan(model: Path, text: Path, tmp_path: Path, capsys
     assert one is not None and other is not None
     pairs = zip(one.cases, other.cases, strict=True)
     mean = sum(case.margin - another.margin for case, another in pairs) / 6
-    assert "| rerope - yarn, 2x" in page and f"{mean:+.3f}" in page
+    assert "| rerope - yarn, 2x" in page and f"{mean:+.3f}" in page and "| 0.38" in page.replace("  ", " ")
     (tmp_path / "plan.yml").write_text(PLAN.replace("other: yarn", "other: pi"))
     assert main([str(each) for each in given]) == 2
     assert "contrasts[0]: pi is not one of the methods" in capsys.readouterr().err

@@ -12,13 +12,15 @@ from megatron_coca.evaluation.documents import default_data, find_sources, token
 from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.stretch.choices import Method, chosen_methods, multiples_up_to
+from megatron_coca.evaluation.stretch.measuring import PROTOCOL
 from megatron_coca.evaluation.stretch.page import MARKDOWN, write_page
-from megatron_coca.evaluation.stretch.plans import read_plan
+from megatron_coca.evaluation.stretch.plans import Plan, read_plan
 from megatron_coca.evaluation.stretch.records import MethodRecord, ResultFile, Settings
 from megatron_coca.evaluation.stretch.running import Runner
 from megatron_coca.evaluation.subject import Evaluation, Subject, dtype_of
 from megatron_coca.evaluation.tasks.prompts import PromptForm
 from megatron_coca.support.arguments import ignoring
+from megatron_coca.support.atomic_write import exclusive_lock
 from megatron_coca.support.console import Progress
 
 RESULTS = "results.json"
@@ -38,8 +40,16 @@ def stretch(args: Namespace) -> Done:
     """Measure the methods and write the page. Raises InputError."""
     plan = read_plan(args.plan) if args.plan is not None else None
     if plan is not None:
-        args = Namespace(**vars(args) | {"methods": plan.methods, "to": plan.to, "documents": plan.documents})
+        planned = {"methods": plan.methods, "to": plan.to, "documents": plan.documents}
+        args = Namespace(**vars(args) | planned | {"dtype": plan.dtype or args.dtype})
     check_writable(args.output / MARKDOWN)
+    lock = args.output / f".{RESULTS}.lock"
+    busy = f"{args.output}: another process is measuring there; wait for it, or name another --output"
+    with exclusive_lock(lock, EvaluationError, busy, temporary=True):
+        return _measure(args, plan)
+
+
+def _measure(args: Namespace, plan: Plan | None) -> Done:
     ignored = tuple(ignoring(args))
     trained = open_checkpoint(args.model, verify=False, overrides=ignored).trained
     dtype = dtype_of(trained, args.dtype, args.device, [args.output / RESULTS])
@@ -57,14 +67,18 @@ def stretch(args: Namespace) -> Done:
         tokenizer=header.tokenizer,
         environment=header.environment,
         documents=hashlib.sha256(b"".join(tokens.astype("<i8").tobytes() for tokens in documents)).hexdigest(),
+        count=len(documents),
         scored=min(MOST_SCORED, length // 2),
+        start=tokenizer.usual_start,
         chat=tokenizer.chat is not None,
         to=args.to,
+        seed=plan.seed if plan else 0,
+        text=PROTOCOL,
     )
     file = ResultFile(args.output / RESULTS, settings, records, args.overwrite)
     cases = {round(multiple * length): count for multiple, count in (plan.cases if plan else {}).items()}
     Runner(subjects, documents, form, tokenizer, file, args.budget, cases).run(lengths)
-    if not file.result.losses:
+    if not file.result.lengths():
         raise EvaluationError("--budget: too short for the first measurement; raise it")
     configs = {subject.label: subject.config for subject in subjects}
     result = file.result.limited_to(configs)
@@ -95,8 +109,8 @@ def load_methods(
 def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: int, count: int) -> list[np.ndarray]:
     """Return the first `count` documents of at least `length` tokens, truncated to it.
 
-    If too few are long enough, the remaining documents of the data are joined. Raises EvaluationError if all of the
-    data are too short.
+    If too few are long enough, the rest of the data is joined and divided. Raises EvaluationError if the data are too
+    short.
     """
     trained = evaluation.opened.trained
     names = list(data) if data else default_data(trained)
@@ -108,7 +122,8 @@ def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: i
             progress.advance()
             if len(tokens) >= length:
                 found.append(tokens[:length])
-            elif joined < count * length:
+                tokens = tokens[length:]
+            if joined < count * length:
                 short.append(tokens)
                 joined += len(tokens)
             if len(found) == count:
@@ -120,5 +135,10 @@ def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: i
     if not found:
         raise EvaluationError(
             f"{', '.join(names)}: has fewer than {length} tokens; name longer texts with --data, or lower --to"
+        )
+    if len(found) < count:
+        raise EvaluationError(
+            f"{', '.join(names)}: has only {len(found)} times {length} tokens, not {count} times; name more texts "
+            "with --data, or lower --documents"
         )
     return found
