@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import AUTO, DTYPES, positive_int, slug
-from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.stretch.choices import CHOICES, DEFAULT
 from megatron_coca.support.arguments import add_ignore_option, expanded, local_path
 from megatron_coca.support.plain_text import plain
@@ -86,9 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.export is not None and args.export.exists():
         raise EvaluationError(f"--export {args.export}: exists already; name a new folder")
 
-    if args.finetune is not None and not args.data:
-        raise EvaluationError("--finetune: needs texts to train on; name them with --data")
+    if args.export is not None:
+        check_writable(args.export)
+    if args.finetune is not None:
+        from megatron_coca.commands.stretch_finetuning import check
 
+        check(args)
     from megatron_coca.evaluation.stretch.command import stretch
 
     done = stretch(args)

@@ -11,11 +11,12 @@ import yaml
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.cli import main
+from megatron_coca.commands import stretch as stretch_command
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.stretch import running
 from megatron_coca.evaluation.stretch.choices import chosen_methods
 from megatron_coca.evaluation.stretch.plans import read_plan
-from megatron_coca.evaluation.stretch.records import StretchResult
+from megatron_coca.evaluation.stretch.records import ResultFile, StretchResult
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
 
@@ -137,12 +138,49 @@ def test_the_contrasts_of_a_plan(model: Path, text: Path, tmp_path: Path, capsys
     assert one is not None and other is not None
     pairs = zip(one.cases, other.cases, strict=True)
     mean = sum(case.margin - another.margin for case, another in pairs) / 6
-    assert "| rerope - yarn, 2x" in page and f"{mean:+.3f}" in page and "| 0.38" in page.replace("  ", " ")
+    assert "| rerope - yarn, 2x" in page and f"{mean:+.3f}" in page and " 0.38 |" in page
     (tmp_path / "plan.yml").write_text(PLAN.replace("other: yarn", "other: pi"))
     assert main([str(each) for each in given]) == 2
     assert "contrasts[0]: pi is not one of the methods" in capsys.readouterr().err
     shipped = read_plan(ROOT / "configs/study/real_model.yml")
     assert len(chosen_methods(shipped.methods, shipped.to, 8192)) == 9 and shipped.cases == {1: 24, 2: 24, 4: 8}
+
+
+def measured(output: Path) -> dict[str, list[float]]:
+    """The numbers of a result, without times. Margins are rounded, because they depend on the prompt before."""
+    result = result_of(output)
+    found = {f"loss {each.key}": each.nlls for each in result.losses}
+    return found | {f"facts {each.key}": [round(case.margin, 3) for case in each.cases] for each in result.retrieval}
+
+
+def test_an_interrupted_run_continues_with_the_next_input(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 3 inputs a method's documents are not complete, and after 7 its facts."""
+    (tmp_path / "plan.yml").write_text("{title: Two, methods: [plain, rerope], to: 1, documents: 2, cases: {1: 4}}")
+    given = [model, "--data", text, "--plan", tmp_path / "plan.yml", "--dtype", "float32", "--output"]
+    stretched = [stretch_command.main([str(each) for each in [*given, tmp_path / "whole"]])]
+    written = 0
+
+    def stop(self: ResultFile, **changes: object) -> None:
+        nonlocal written
+        write(self, **changes)
+        written += "losses" in changes or "retrieval" in changes
+        if written in stops and changes:
+            stops.remove(written)
+            raise KeyboardInterrupt
+
+    write, stops = ResultFile.write, {3, 7}
+    monkeypatch.setattr(ResultFile, "write", stop)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            stretch_command.main([str(each) for each in [*given, tmp_path / "out"]])
+        begun = result_of(tmp_path / "out")
+        assert [each.complete for each in (*begun.losses, *begun.retrieval)].count(False) == 1
+        assert not (tmp_path / "out/stretch.md").exists()
+    stretched.append(stretch_command.main([str(each) for each in [*given, tmp_path / "out"]]))
+    assert stretched == [0, 0] and written == 2 * (2 + 4), "every input is measured once"
+    assert measured(tmp_path / "out") == measured(tmp_path / "whole")
 
 
 @pytest.mark.slow

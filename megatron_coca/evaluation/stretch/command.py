@@ -1,6 +1,7 @@
 """Put the parts of `megatron-coca stretch` together: open the model, measure the methods, and write the page."""
 
 import hashlib
+import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.documents import default_data, find_sources, tokens_of
 from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.results import EvaluationError, check_writable
@@ -18,10 +20,13 @@ from megatron_coca.evaluation.stretch.plans import Plan, read_plan
 from megatron_coca.evaluation.stretch.records import MethodRecord, ResultFile, Settings
 from megatron_coca.evaluation.stretch.running import Runner
 from megatron_coca.evaluation.subject import Evaluation, Subject, dtype_of
-from megatron_coca.evaluation.tasks.prompts import PromptForm
+from megatron_coca.evaluation.tasks.prompts import PromptForm, Text
 from megatron_coca.support.arguments import ignoring
 from megatron_coca.support.atomic_write import exclusive_lock
 from megatron_coca.support.console import Progress
+from megatron_coca.support.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 RESULTS = "results.json"
 MOST_SCORED = 1024
@@ -60,7 +65,7 @@ def _measure(args: Namespace, plan: Plan | None) -> Done:
     documents = read_documents(evaluation, args.data, lengths[-1] + 1, args.documents)
     methods = chosen_methods(args.methods, args.to, length)
     subjects, records = load_methods(evaluation, methods, ignored)
-    form = PromptForm(tokenizer, tokenizer.usual_start if tokenizer.chat is None else None, tokenizer.chat)
+    form = prompt_form(tokenizer)
     header = subjects[0].header
     settings = Settings(
         checkpoint=header.checkpoint,
@@ -70,7 +75,7 @@ def _measure(args: Namespace, plan: Plan | None) -> Done:
         count=len(documents),
         scored=min(MOST_SCORED, length // 2),
         start=tokenizer.usual_start,
-        chat=tokenizer.chat is not None,
+        chat=form.chat is not None,
         to=args.to,
         seed=plan.seed if plan else 0,
         text=PROTOCOL,
@@ -79,12 +84,27 @@ def _measure(args: Namespace, plan: Plan | None) -> Done:
     cases = {round(multiple * length): count for multiple, count in (plan.cases if plan else {}).items()}
     Runner(subjects, documents, form, tokenizer, file, args.budget, cases).run(lengths)
     if not file.result.lengths():
-        raise EvaluationError("--budget: too short for the first measurement; raise it")
+        raise EvaluationError(
+            f"--budget: nothing was measured; left out: {file.result.left_out[0]}; raise it, or free memory"
+        )
     configs = {subject.label: subject.config for subject in subjects}
     result = file.result.limited_to(configs)
     text, best = write_page(result, configs, args.output, plan), result.ranked()[0]
     overrides = next(method.overrides for method in methods if method.name == best)
     return Done(text, best, [*overrides, *ignored])
+
+
+def prompt_form(tokenizer: Tokenizer) -> PromptForm:
+    """Return the form of prompts: the model's chat template, or plain text if it has none that keeps the text."""
+    if tokenizer.chat is not None:
+        form = PromptForm(tokenizer, None, tokenizer.chat)
+        try:
+            form.framed(Text("The sky is blue.\nWhat is blue?"), "")
+        except InputError as error:
+            logger.warning("the facts are hidden in plain text, not in chats: %s", error)
+        else:
+            return form
+    return PromptForm(tokenizer, tokenizer.usual_start)
 
 
 def load_methods(
