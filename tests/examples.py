@@ -143,6 +143,7 @@ NOT_RUN = {
     "megatron-coca stretch": "reads SmolLM2 or books; test_stretch.py runs a small model",
     "python tools/bench_train.py": TIMED,
     "python tools/bench_methods.py": "times two methods side by side, for minutes",
+    "python tools/bench_evaluation.py": "times SmolLM2 beside transformers, for minutes",
     "python tools/bench_families.py": "times models of 51 families, for hours",
 }
 """Commands that are not executed, and why. Arguments of this project's commands are parsed all the same."""

@@ -41,7 +41,7 @@ from megatron_coca.support.host_memory import keep_freed_memory
 from tools.records import ChildProcess, append_records, benchmark_parser, compared
 
 AGREEMENT = {"float32": 1e-3, "bfloat16": 0.05}
-"""Largest difference from our loss in float32, or in the only dtype, in nats per token."""
+"""Largest difference from the first loss, in nats per token, by dtype."""
 OURS, THEIRS, LAST = "ours", "transformers", "transformers, last logits"
 
 Calls = tuple[Callable[[np.ndarray, int], float], Callable[[int, int], float]]
@@ -139,7 +139,8 @@ def records(options: Any, lengths: list[int], tokens: np.ndarray) -> Iterator[di
         for kind, count in (("window", options.scored), ("decode", options.tokens)):
             used = {pair: child for pair, child in children.items() if kind == "window" or pair[0] != LAST}
             short = {pair: child(kind, tokens, min(length, 512), min(count, 256)) for pair, child in used.items()}
-            check({pair: nll for pair, (nll, _) in short.items()})  # a short call also loads the kernels
+            # The short call also loads the kernels.
+            check({pair: nll / min(count, 256) for pair, (nll, _) in short.items()})
             seconds: dict[tuple[str, str], list[float]] = {pair: [] for pair in used}
             for pair in list(used) * options.rounds:
                 seconds[pair].append(used[pair](kind, tokens, length, min(count, length))[1])
@@ -154,11 +155,12 @@ def records(options: Any, lengths: list[int], tokens: np.ndarray) -> Iterator[di
                 }
 
 
-def check(nlls: dict[tuple[str, str], float]) -> None:
-    expected = next(iter(nlls.values()))
-    for (way, dtype), nll in nlls.items():
-        if abs(nll - expected) > AGREEMENT[dtype] * 256:
-            raise RuntimeError(f"{way}, {dtype}: the loss of 256 tokens is {nll:.4f}, not {expected:.4f}")
+def check(losses: dict[tuple[str, str], float]) -> None:
+    """Raise RuntimeError if losses, in nats per token, disagree."""
+    expected = next(iter(losses.values()))
+    for (way, dtype), loss in losses.items():
+        if abs(loss - expected) > AGREEMENT[dtype]:
+            raise RuntimeError(f"{way}, {dtype}: the loss is {loss:.4f} nats per token, not {expected:.4f}")
 
 
 def main(arguments: list[str] | None = None) -> int:
