@@ -3,6 +3,8 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from megatron_coca.commands import stretch as stretch_command
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.stretch import running
 from megatron_coca.evaluation.stretch.choices import chosen_methods
+from megatron_coca.evaluation.stretch.command import prompt_form
 from megatron_coca.evaluation.stretch.plans import read_plan
 from megatron_coca.evaluation.stretch.records import ResultFile, StretchResult
 from megatron_coca.model import build_model
@@ -114,6 +117,26 @@ def test_mistakes(
 ) -> None:
     assert stretch(model, text, tmp_path / "out", *more) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_chat_template_that_changes_the_text_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    def render(messages: list[dict[str, str]], prompt: bool) -> str:
+        return f"<user>{messages[-1]['content'].lower()}"
+
+    form = prompt_form(cast(Any, SimpleNamespace(chat=SimpleNamespace(render=render), usual_start=5)))
+    assert form.chat is None and form.start == 5
+    assert "the facts are hidden in plain text, not in chats" in caplog.text
+
+
+def test_options_are_checked_before_the_measurement(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stretch(model, text, tmp_path / "out", "--finetune", 2) == 2
+    assert "--finetune: needs a Hugging Face folder or a GGUF file" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert stretch(model, text, tmp_path / "out", "--export", tmp_path / "file/exported") == 2
+    assert "exported: cannot be written" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 PLAN = """

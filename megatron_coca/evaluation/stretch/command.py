@@ -62,8 +62,8 @@ def _measure(args: Namespace, plan: Plan | None) -> Done:
     evaluation = Evaluation(options, "stretch")
     tokenizer, length = evaluation.needed_tokenizer(), trained.model.seq_length
     lengths = [round(multiple * length) for multiple in multiples_up_to(args.to)]
-    documents = read_documents(evaluation, args.data, lengths[-1] + 1, args.documents)
     methods = chosen_methods(args.methods, args.to, length)
+    documents = read_documents(evaluation, args.data, lengths[-1] + 1, args.documents)
     subjects, records = load_methods(evaluation, methods, ignored)
     form = prompt_form(tokenizer)
     header = subjects[0].header

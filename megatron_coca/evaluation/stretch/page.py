@@ -92,7 +92,7 @@ def sentence(result: StretchResult) -> str:
     reach, trained = result.reach(best), result.trained
     longest = max(result.lengths(), default=trained)
     if longest <= trained:
-        return f"Nothing beyond the training length of {trained:,} tokens was measured; raise --budget"
+        return f"Nothing beyond the training length of {trained:,} tokens was measured; the end of this page says why"
     if reach <= trained:
         return f"No method extends this model beyond its training length of {trained:,} tokens (measured: {longest:,})"
     if best == plain:
