@@ -2,6 +2,9 @@
 
 import io
 import json
+import signal
+import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +24,7 @@ from megatron_coca.evaluation.stretch.command import prompt_form
 from megatron_coca.evaluation.stretch.plans import read_plan
 from megatron_coca.evaluation.stretch.records import ResultFile, StretchResult
 from megatron_coca.model import build_model
+from megatron_coca.support.processes import PROGRAM
 from tests.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -204,6 +208,28 @@ def test_an_interrupted_run_continues_with_the_next_input(
     stretched.append(stretch_command.main([str(each) for each in [*given, tmp_path / "out"]]))
     assert stretched == [0, 0] and written == 2 * (2 + 4), "every input is measured once"
     assert measured(tmp_path / "out") == measured(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_resumed(model: Path, text: Path, tmp_path: Path) -> None:
+    plan, results = tmp_path / "plan.yml", tmp_path / "out/results.json"
+    plan.write_text("{title: T, methods: [plain, rerope], to: 2, documents: 4, cases: {1: 8, 2: 16}, seed: 3}")
+    given = [*PROGRAM, "stretch", model, "--data", text, "--plan", plan, "--dtype", "float32", "--device", "cpu"]
+    command = [*map(str, given), "--output", str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=ROOT)
+    while not (results.exists() and result_of(tmp_path / "out").losses):
+        assert process.poll() is None, "it must not end before it is killed"
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    begun = result_of(tmp_path / "out")
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    done = result_of(tmp_path / "out")
+    assert done.settings.seed == 3 and len(done.losses) == len(done.retrieval) == 4
+    assert all(each.complete for each in (*done.losses, *done.retrieval)) and not done.left_out
+    for each in begun.losses:
+        kept = done.loss(*each.key)
+        assert kept is not None and kept.nlls[: len(each.nlls)] == each.nlls and kept.seconds >= each.seconds
 
 
 @pytest.mark.slow
