@@ -101,7 +101,8 @@ def theirs(path: str, dtype: str, layers: int | None, last: bool = False) -> Cal
     def decode(cached: int, count: int) -> float:
         cache = DynamicCache(config=config)
         for number in range(len(model.model.layers)):
-            cache.update(*(torch.randn(1, heads, cached, width, dtype=DTYPES[dtype]) for _ in range(2)), number)
+            keys, values = (torch.randn(1, heads, cached, width, dtype=DTYPES[dtype]) for _ in range(2))
+            cache.update(keys, values, number)
         new, start = torch.ones(1, 1, dtype=torch.int64), time.perf_counter()
         for _ in range(count):
             new = model(input_ids=new, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -205,9 +206,17 @@ def test_an_interrupted_run_continues_with_the_next_input(
         begun = result_of(tmp_path / "out")
         assert [each.complete for each in (*begun.losses, *begun.retrieval)].count(False) == 1
         assert not (tmp_path / "out/stretch.md").exists()
+    shutil.copytree(tmp_path / "out", tmp_path / "fewer")
     stretched.append(stretch_command.main([str(each) for each in [*given, tmp_path / "out"]]))
     assert stretched == [0, 0] and written == 2 * (2 + 4), "every input is measured once"
     assert measured(tmp_path / "out") == measured(tmp_path / "whole")
+    (tmp_path / "plan.yml").write_text("{title: Two, methods: [plain], to: 1, documents: 2, cases: {1: 2}}")
+    assert stretch_command.main([str(each) for each in [*given, tmp_path / "fewer"]]) == 0
+    facts = [result_of(tmp_path / name).found("plain", 512) for name in ("fewer", "whole")]
+    assert facts[0] is not None and facts[1] is not None and written == 2 * (2 + 4) + 1
+    assert [case.margin for case in facts[0].cases] == pytest.approx(
+        [case.margin for case in facts[1].cases[:2]], abs=1e-3
+    )
 
 
 @pytest.mark.slow

@@ -80,7 +80,8 @@ def difference(result: StretchResult, contrast: PlannedContrast, pairs: int | No
     length = round(contrast.at * result.trained)
     if contrast.quantity == "margin":
         found = [result.found(name, length) for name in (contrast.method, contrast.other)]
-        values = [[case.margin for case in each.cases] for each in found if each is not None]
+        cases = [each.cases[:pairs] for each in found if each is not None]
+        values = [[case.margin for case in each] for each in cases]
     else:
         losses = [result.loss(name, length) for name in (contrast.method, contrast.other)]
         values = [[nll / result.settings.scored for nll in each.nlls] for each in losses if each is not None]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,9 +123,9 @@ class Runner:
                     if self._spent(f"{at} of {subject.label}", len(nlls), len(self.documents)):
                         return
                     nlls.append(last_loss(subject.model, tokens, length, settings.scored, settings.start))
-                    fields = {"seconds": before + time.monotonic() - start, "nlls": list(nlls)}
-                    complete = len(nlls) == len(self.documents)
-                    self.file.put_loss(Losses(method=subject.label, length=length, complete=complete, **fields))
+                    seconds, complete = before + time.monotonic() - start, len(nlls) == len(self.documents)
+                    at_length: dict[str, Any] = {"method": subject.label, "length": length}
+                    self.file.put_loss(Losses(seconds=seconds, complete=complete, nlls=list(nlls), **at_length))
                     self._advance(progress, length)
 
             self._timed(subject, at, cost(subject.label), measure)
@@ -153,18 +154,26 @@ class Runner:
         for subject in self._fitting(waiting, at, cost):
             progress.begin(f"{subject.label}, {count} facts in {length} tokens")
             begun = self.file.result.begun_retrieval(subject.label, length)
-            made, before = (list(begun.cases), begun.seconds) if begun else ([], 0.0)
+            made = [case for case in begun.cases if case.number < count] if begun else []
+            before = begun.seconds if begun else 0.0
 
             def measure(subject: Subject = subject, made: list[CaseMargin] = made, before: float = before) -> None:
                 start = time.monotonic()
+
+                def put() -> None:
+                    made.sort(key=lambda case: case.number)
+                    seconds, complete = before + time.monotonic() - start, len(made) == count
+                    at_length: dict[str, Any] = {"method": subject.label, "length": length}
+                    found = Retrieval(seconds=seconds, complete=complete, cases=list(made), **at_length)
+                    self.file.put_retrieval(found)
+
+                if len(made) == count:  # they were measured for a larger number of facts
+                    put()
                 for case in margins(subject.model, self.tokenizer, cases, {case.number for case in made}):
                     made.append(case)
-                    made.sort(key=lambda case: case.number)
-                    fields = {"seconds": before + time.monotonic() - start, "cases": list(made)}
-                    complete = len(made) == count
-                    self.file.put_retrieval(Retrieval(method=subject.label, length=length, complete=complete, **fields))
+                    put()
                     self._advance(progress, case.tokens)
-                    if not complete and self._spent(f"{at} of {subject.label}", len(made), count):
+                    if len(made) < count and self._spent(f"{at} of {subject.label}", len(made), count):
                         return
 
             self._timed(subject, at, cost(subject.label), measure)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -196,8 +196,8 @@ def _prepare(
     for length in sorted(args.lengths):
         arrays = [tokens[:length] for tokens in documents.arrays]
         with _progress(f"key tokens, length {length}", arrays, contrast, finds=True, scores=False) as progress:
-            options: dict[str, Any] = {"contrast": contrast, "tokens_per_batch": args.tokens_per_batch}
-            keys = partial(key_tokens, model, **options, read=progress.read)
+            batch, read = args.tokens_per_batch, progress.read
+            keys = partial(key_tokens, model, contrast=contrast, tokens_per_batch=batch, read=read)
             if same:
                 found[length] = [Prepared(tokens, keys(tokens)) for tokens in arrays]
                 continue
