@@ -206,7 +206,7 @@ def test_an_interrupted_run_continues_with_the_next_input(
         begun = result_of(tmp_path / "out")
         assert [each.complete for each in (*begun.losses, *begun.retrieval)].count(False) == 1
         assert not (tmp_path / "out/stretch.md").exists()
-    shutil.copytree(tmp_path / "out", tmp_path / "fewer")
+    shutil.copytree(tmp_path / "out", tmp_path / "fewer", dirs_exist_ok=True)
     stretched.append(stretch_command.main([str(each) for each in [*given, tmp_path / "out"]]))
     assert stretched == [0, 0] and written == 2 * (2 + 4), "every input is measured once"
     assert measured(tmp_path / "out") == measured(tmp_path / "whole")
