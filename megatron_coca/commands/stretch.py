@@ -58,7 +58,7 @@ def parser() -> ArgumentParser:
     data = "text files, JSONL files, folders of such files, or shard prefixes; default: the model's test data"
     add("--data", type=expanded, nargs="+", metavar="PATH", help=data)
     add("--documents", type=positive_int, default=1, metavar="N", help="number of documents for perplexity; default: 1")
-    budget = "time to measure; what does not fit is left out and listed; default: 20m"
+    budget = "time to measure; measurements that do not fit are left out and listed; default: 20m"
     add("--budget", type=seconds, default=1200.0, metavar="20m", help=budget)
     plan = "read methods, lengths, numbers of cases and contrasts from this file"
     add("--plan", type=local_path, metavar="FILE", help=plan)

@@ -87,7 +87,7 @@ def _table(table: Table) -> str:
 
 
 def sentence(result: StretchResult) -> str:
-    """Say which method is best, how far it reaches, and what it costs at the training length."""
+    """Say which method is best, how far it reaches, and its cost at the training length."""
     best, plain = result.ranked()[0], result.methods[0].name
     reach, trained = result.reach(best), result.trained
     longest = max(result.lengths(), default=trained)

@@ -1,4 +1,4 @@
-"""Plans of `megatron-coca stretch`: what is measured, and contrasts that are declared before the first run."""
+"""Plans of `megatron-coca stretch`: the measurements, and contrasts that are declared before the first run."""
 
 import math
 from pathlib import Path

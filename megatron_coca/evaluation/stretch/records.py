@@ -1,4 +1,4 @@
-"""The result file of `megatron-coca stretch`, which also says what is left to measure."""
+"""The result file of `megatron-coca stretch`, from which the same command resumes."""
 
 import math
 from collections.abc import Container, Sequence

@@ -20,7 +20,7 @@ from megatron_coca.support.console import Progress, duration, short, write
 CASE_COUNTS = (16, 8, 4)
 """Numbers of hidden facts per method and length: the largest that fits into the budget."""
 CALIBRATED = 512
-"""Input length in tokens whose time is measured first."""
+"""Length in tokens of the inputs that are timed first."""
 ATTENTION = 2.0
 """Time of an operation of attention relative to one of a matrix product, which is faster on most devices."""
 NOT_SHARED = 0.6
@@ -178,10 +178,10 @@ class Runner:
 
             self._timed(subject, at, cost(subject.label), measure)
 
-    def _spent(self, what: str, done: int, count: int) -> bool:
-        """Return True if the budget is spent, and note what is left out."""
+    def _spent(self, entry: str, done: int, count: int) -> bool:
+        """Return True if the budget is spent, and list the measurement as left out."""
         if spent := time.monotonic() >= self._ends:
-            self._left_out.append(f"{what} ({done} of {count} are measured)")
+            self._left_out.append(f"{entry} ({done} of {count} are measured)")
         return spent
 
     def _advance(self, progress: Progress, tokens: int) -> None:
@@ -200,7 +200,7 @@ class Runner:
                 seconds += self.pace.facts(subject.label, length, self._cases.get(length, CASE_COUNTS[-1]))
         return seconds
 
-    def _fitting(self, waiting: Sequence[Subject], what: str, cost: Callable[[str], float]) -> Iterator[Subject]:
+    def _fitting(self, waiting: Sequence[Subject], entry: str, cost: Callable[[str], float]) -> Iterator[Subject]:
         """Yield the subjects that fit into the rest of the budget: the plain model, then the best so far."""
         ranked = self.file.result.ranked()
         plain = self.file.result.methods[0].name
@@ -209,19 +209,19 @@ class Runner:
             if (seconds := cost(subject.label)) <= self._ends - time.monotonic():
                 yield subject
             else:
-                self._left_out.append(f"{what} of {subject.label} (about {duration(seconds)})")
+                self._left_out.append(f"{entry} of {subject.label} (about {duration(seconds)})")
 
-    def _timed(self, subject: Subject, what: str, estimate: float, measure: Callable[[], None]) -> None:
-        """Measure, and note what is left out if the model has no such positions or memory runs out."""
+    def _timed(self, subject: Subject, entry: str, estimate: float, measure: Callable[[], None]) -> None:
+        """Measure, and list the entry as left out if the model has no such positions or memory runs out."""
         start = time.monotonic()
         try:
             measure()
         except PositionRangeError as error:
-            self._left_out.append(f"{what} of {subject.label}: {error}")
+            self._left_out.append(f"{entry} of {subject.label}: {error}")
         except (RuntimeError, MemoryError) as error:
             if not results.out_of_memory(error):
                 raise
-            self._left_out.append(f"{what} of {subject.label}: out of memory")
+            self._left_out.append(f"{entry} of {subject.label}: out of memory")
         else:
             self.pace.learn(subject.label, estimate, time.monotonic() - start)
 
