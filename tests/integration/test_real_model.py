@@ -26,7 +26,7 @@ def test_perplexity_equals_that_of_transformers(window: int) -> None:
     opened = open_checkpoint(FILE)
     tokenizer = opened.tokenizer().tokenizer
     assert tokenizer is not None and opened.trained.model.seq_length == 8192
-    tokens = np.array(tokenizer.encode(TEXT)[: 3 * window + 1], dtype=np.int64)
+    tokens = np.array(tokenizer.encode(TEXT)[: 3 * window], dtype=np.int64)
     ours = score_document(opened.load().model, tokens, window, window).nll
     theirs = AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=FILE.name, dtype=torch.float32).eval()
     total = 0.0
