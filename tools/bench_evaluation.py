@@ -3,8 +3,9 @@
     python tools/bench_evaluation.py models/smollm2 --lengths 1L
     python tools/bench_evaluation.py models/smollm2 --lengths 4L --layers 10 --rounds 1
 
-The model is a GGUF file, a folder with one, or a Hugging Face folder. Every implementation and dtype reads it in a
-process of its own, and they take turns in every round:
+The model is a GGUF file, a folder with one, or a Hugging Face folder. A GGUF file is exported first, because transformers
+would keep its weights quantized. Every implementation and dtype reads the folder in a process of its own, and they take
+turns in every round:
 
 - window: seconds to score the last --scored tokens of one input. The plain loop is that of transformers' documentation:
   labels that are ignored outside the scored tokens, and logits at every position. "last logits" computes only the
@@ -21,6 +22,7 @@ The script appends one JSON line for each length, kind, implementation and dtype
 
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -34,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.evaluation.multiples import in_tokens, is_multiple
 from megatron_coca.evaluation.stretch.measuring import last_loss
@@ -76,11 +79,7 @@ def ours(path: str, dtype: str, layers: int | None) -> Calls:
 def theirs(path: str, dtype: str, layers: int | None, last: bool = False) -> Calls:
     from transformers import AutoModelForCausalLM, DynamicCache  # a development requirement
 
-    options: dict[str, Any] = {"dtype": DTYPES[dtype]}
-    files = [Path(path)] if path.endswith(".gguf") else sorted(Path(path).glob("*.gguf"))
-    if files:
-        path, options["gguf_file"] = str(files[0].parent), files[0].name
-    model = AutoModelForCausalLM.from_pretrained(path, **options).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]).eval()
     del model.model.layers[layers:]
     config = model.config
     heads, width = config.num_key_value_heads, getattr(config, "head_dim", None)
@@ -132,10 +131,18 @@ def serve(way: str, path: str, dtype: str, layers: int | None) -> Callable[..., 
     return call
 
 
-def records(options: Any, lengths: list[int], tokens: np.ndarray) -> Iterator[dict[str, Any]]:
+def in_hugging_face_form(model: str, folder: Path) -> str:
+    """Return a Hugging Face folder unchanged. Export other models to `folder`, and return it."""
+    if (Path(model) / "config.json").is_file():
+        return model
+    export(model, folder)
+    return str(folder)
+
+
+def records(options: Any, folder: str, lengths: list[int], tokens: np.ndarray) -> Iterator[dict[str, Any]]:
     """Measure and yield the records. Raises RuntimeError if losses disagree."""
     pairs = [(way, dtype) for dtype in options.dtypes for way in options.ways]
-    children = {pair: ChildProcess(serve, pair[0], options.model, pair[1], options.layers) for pair in pairs}
+    children = {pair: ChildProcess(serve, pair[0], folder, pair[1], options.layers) for pair in pairs}
     for length in lengths:
         for kind, count in (("window", options.scored), ("decode", options.tokens)):
             used = {pair: child for pair, child in children.items() if kind == "window" or pair[0] != LAST}
@@ -180,12 +187,14 @@ def main(arguments: list[str] | None = None) -> int:
     lengths = [int(in_tokens(each, trained)) if is_multiple(each) else int(each) for each in options.lengths]
     vocabulary = opened.trained.model.vocab_size or opened.trained.model.padded_vocab_size
     tokens = np.random.default_rng(0).integers(0, vocabulary, max(*lengths, 512) + 1)
-    for record in records(options, lengths, tokens):
-        append_records(options.output, [record])
-        known = [name for name in record if name.startswith("against_")]
-        ratios = ", ".join(f"{record[name]['ratio']:.2f}x transformers in {name[8:]}" for name in known)
-        named = f"{record['kind']} {record['length']}, {record['implementation']}, {record['dtype']}"
-        print(f"{named}: {record['tokens_per_second']:.1f} tokens/s, {ratios}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = in_hugging_face_form(options.model, Path(scratch, "model"))
+        for record in records(options, folder, lengths, tokens):
+            append_records(options.output, [record])
+            known = [name for name in record if name.startswith("against_")]
+            ratios = ", ".join(f"{record[name]['ratio']:.2f}x transformers in {name[8:]}" for name in known)
+            named = f"{record['kind']} {record['length']}, {record['implementation']}, {record['dtype']}"
+            print(f"{named}: {record['tokens_per_second']:.1f} tokens/s, {ratios}", flush=True)
     return 0
 
 
