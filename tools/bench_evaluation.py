@@ -3,9 +3,9 @@
     python tools/bench_evaluation.py models/smollm2 --lengths 1L
     python tools/bench_evaluation.py models/smollm2 --lengths 4L --layers 10 --rounds 1
 
-The model is a GGUF file, a folder with one, or a Hugging Face folder. A GGUF file is exported first, because transformers
-would keep its weights quantized. Every implementation and dtype reads the folder in a process of its own, and they take
-turns in every round:
+The model is a GGUF file, a folder with one, or a Hugging Face folder. A GGUF file is exported first, because
+transformers would keep its weights quantized. Every implementation and dtype reads the folder in a process of its own,
+and they take turns in every round:
 
 - window: seconds to score the last --scored tokens of one input. The plain loop is that of transformers' documentation:
   labels that are ignored outside the scored tokens, and logits at every position. "last logits" computes only the
