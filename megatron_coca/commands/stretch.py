@@ -1,7 +1,8 @@
 """Compare methods that extend a model beyond its training length, without training; see docs/stretch.md.
 
 megatron-coca stretch MODEL measures perplexity and the retrieval of hidden facts at 1x, 2x, .. of the training length.
-It writes stretch.md with a picture, a table, and the configuration of the best method. The same command resumes.
+It writes stretch.html and stretch.md with a picture, a table, and the configuration of the best method. The same
+command resumes.
 """
 
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import AUTO, DTYPES, positive_int, slug
-from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.stretch.choices import CHOICES, DEFAULT
 from megatron_coca.support.arguments import add_ignore_option, expanded, local_path
 from megatron_coca.support.plain_text import plain
@@ -57,7 +58,7 @@ def parser() -> ArgumentParser:
     data = "text files, JSONL files, folders of such files, or shard prefixes; default: the model's test data"
     add("--data", type=expanded, nargs="+", metavar="PATH", help=data)
     add("--documents", type=positive_int, default=1, metavar="N", help="number of documents for perplexity; default: 1")
-    budget = "time to measure; what does not fit is left out and listed; default: 20m"
+    budget = "time to measure; measurements that do not fit are left out and listed; default: 20m"
     add("--budget", type=seconds, default=1200.0, metavar="20m", help=budget)
     plan = "read methods, lengths, numbers of cases and contrasts from this file"
     add("--plan", type=local_path, metavar="FILE", help=plan)
@@ -85,14 +86,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.export is not None and args.export.exists():
         raise EvaluationError(f"--export {args.export}: exists already; name a new folder")
 
-    if args.finetune is not None and not args.data:
-        raise EvaluationError("--finetune: needs texts to train on; name them with --data")
+    if args.export is not None:
+        check_writable(args.export)
+    if args.finetune is not None:
+        from megatron_coca.commands.stretch_finetuning import check
 
+        check(args)
     from megatron_coca.evaluation.stretch.command import stretch
 
     done = stretch(args)
     print(plain(done.text))
-    print(f"\nwrote {args.output / 'stretch.md'}, with its picture, best.yml and results.json in the same folder")
+    print(f"\nwrote {args.output / 'stretch.html'}, and stretch.md, its picture, best.yml and results.json beside it")
     if args.export is not None:
         _export(args, done.overrides)
     if args.chat:
@@ -111,7 +115,7 @@ def _trial(args: Namespace) -> int:
     page = args.output / f"after_{args.finetune_method}"
     changed = {"model": str(trained), "output": page, "methods": (), "plan": None}
     print(plain(stretch(Namespace(**vars(args) | changed)).text))
-    print(f"\nwrote {page / 'stretch.md'} for the model after {args.finetune} steps")
+    print(f"\nwrote {page / 'stretch.html'} for the model after {args.finetune} steps")
     return 0
 
 

@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 from argparse import Namespace
+from hashlib import sha256
 from pathlib import Path
 
 from megatron_coca.evaluation.results import EvaluationError
@@ -21,29 +22,42 @@ def position_keys(method: str, to: float, length: int) -> list[str]:
     }[method]
 
 
+def check(args: Namespace) -> None:
+    """Raise EvaluationError if `--finetune` cannot train this model.
+
+    Only models that transformers could load are supported, because `megatron-coca train` reads their shape from the
+    folder.
+    """
+    from megatron_coca.checkpoints import open_checkpoint
+
+    if not args.data:
+        raise EvaluationError("--finetune: needs texts to train on; name them with --data")
+    opened = open_checkpoint(args.model, verify=False)
+    if opened.settings is None:
+        raise EvaluationError(
+            "--finetune: needs a Hugging Face folder or a GGUF file; for a run, use megatron-coca train"
+        )
+    if opened.tokenizer().tokenizer is None:
+        raise EvaluationError(
+            f"{args.model}: has no tokenizer, which the texts need; put tokenizer.json into the folder"
+        )
+
+
 def finetune(args: Namespace) -> int:
     """Prepare `--data`, train `--finetune` steps from the model, and return the exit status of the training.
 
-    Only models that transformers could load are supported, because `megatron-coca train` reads their shape from the
-    folder. Raises InputError.
+    Raises InputError.
     """
     from megatron_coca.checkpoints import open_checkpoint
     from megatron_coca.data import CorpusSource, SourceSpec, prepare
 
     opened = open_checkpoint(args.model)
-    if opened.settings is None:
-        raise EvaluationError(
-            "--finetune: needs a Hugging Face folder or a GGUF file; for a run, use megatron-coca train"
-        )
     tokenizer = opened.tokenizer().tokenizer
-    if tokenizer is None:
-        raise EvaluationError(
-            f"{args.model}: has no tokenizer, which the texts need; put tokenizer.json into the folder"
-        )
-    prepared = args.output / "finetune_data"
+    assert tokenizer is not None, "checked before"
+    texts = [Path(path) for path in args.data]
+    prepared = args.output / f"finetune_data_{_digest(texts)}"
     if not (prepared / "data.yml").is_file():
-        source = SourceSpec("texts", [Path(path) for path in args.data])
-        prepare([CorpusSource(source, split="train")], prepared, tokenizer)
+        prepare([CorpusSource(SourceSpec("texts", texts), split="train")], prepared, tokenizer)
     length = opened.trained.model.seq_length
     keys = [
         *position_keys(args.finetune_method, args.to, length),
@@ -59,3 +73,9 @@ def finetune(args: Namespace) -> int:
     command = ["train", args.model, str(prepared / "data.yml"), *keys, "--auto-resume"]
     print(f"\n$ {shlex.join(['megatron-coca', *command])}", flush=True)
     return subprocess.run([*PROGRAM, *command], check=False).returncode
+
+
+def _digest(texts: list[Path]) -> str:
+    """Return a name for the prepared data, which differs for other files."""
+    named = [f"{path} {path.stat().st_size if path.is_file() else ''}" for path in texts]
+    return sha256("\n".join(named).encode()).hexdigest()[:8]

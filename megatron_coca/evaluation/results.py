@@ -405,7 +405,7 @@ def _same_measurement(path: Path, empty: ResultType, overwrite: bool) -> ResultT
         if overwrite:
             return None
         raise EvaluationError(f"{error}; remove the file, or replace it with --overwrite") from error
-    differing = ", ".join(_differences(earlier.measurement(), empty.measurement()))
+    differing = ", ".join(differences(earlier.measurement(), empty.measurement()))
     if not differing:
         return earlier
     if overwrite or not earlier.results:
@@ -416,12 +416,13 @@ def _same_measurement(path: Path, empty: ResultType, overwrite: bool) -> ResultT
     )
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return the names of the fields in which two measurements differ, such as `protocol.seed`."""
     names: list[str] = []
     for name in before.keys() | now.keys():
         one, other = before.get(name), now.get(name)
         if isinstance(one, dict) and isinstance(other, dict):
-            names += _differences(one, other, f"{prefix}{name}.")
+            names += differences(one, other, f"{prefix}{name}.")
         elif one is None and prefix + name in ADDED:
             continue
         elif one != other or (name in before) != (name in now):

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from megatron_coca.evaluation import build_report
+from megatron_coca.evaluation.stretch.page import write_page
 from tests.documents import ROOT
 from tests.unit.evaluation.report_cases import ablation, every_result, write
+from tests.unit.evaluation.stretch_cases import PLAN, config_of, stretch_result
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: install requirements-dev.txt")
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
@@ -99,13 +101,14 @@ def served(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A report of every section, and one of twelve models with three seeds."""
+    """A report of every section, one of twelve models with three seeds, and the page of `megatron-coca stretch`."""
     folder = tmp_path_factory.mktemp("pages")
     write(folder / "every", every_result())
     build_report([folder / "every"], folder / "sections", "350M parameters, trained at 512", papers=True)
     results, curves = ablation()
     files = write(folder / "many", results)
     build_report(files, folder / "models", "Twelve models", curves=curves, baseline="Method A")
+    write_page(stretch_result(), {name: config_of(name) for name in PLAN.methods}, folder / "stretch", PLAN)
     with served(folder) as address:
         yield address
 
@@ -155,6 +158,12 @@ def test_a_report_fits_the_screen(browser: Any, reports: str, name: str, width: 
     found = check(browser, f"{reports}/{name}/report.html", width)
     assert min(found["small"]) > 0.85 * min(width, 700), "plots fill the width, so that their letters stay large"
     assert found["folded"] > 0 and found["open"] == 0, "protocols are folded"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_of_stretch_fits_the_screen(browser: Any, reports: str, width: int) -> None:
+    found = check(browser, f"{reports}/stretch/stretch.html", width)
+    assert min(found["small"]) > 0.85 * min(width, 700)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

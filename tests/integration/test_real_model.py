@@ -17,23 +17,23 @@ pytestmark = [
     pytest.mark.skipif(not FILE.is_file(), reason=f"{FILE.name} is not there; run `make real-model`"),
 ]
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
-WINDOW = 256
 
 
-def test_perplexity_equals_that_of_transformers() -> None:
+@pytest.mark.parametrize("window", [256, 512])
+def test_perplexity_equals_that_of_transformers(window: int) -> None:
     from transformers import AutoModelForCausalLM
 
     opened = open_checkpoint(FILE)
     tokenizer = opened.tokenizer().tokenizer
     assert tokenizer is not None and opened.trained.model.seq_length == 8192
-    tokens = np.array(tokenizer.encode(TEXT)[: 3 * WINDOW + 1], dtype=np.int64)
-    ours = score_document(opened.load().model, tokens, WINDOW, WINDOW).nll
+    tokens = np.array(tokenizer.encode(TEXT)[: 3 * window], dtype=np.int64)
+    ours = score_document(opened.load().model, tokens, window, window).nll
     theirs = AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=FILE.name, dtype=torch.float32).eval()
     total = 0.0
     with torch.inference_mode():
-        for start, scored in ((0, WINDOW - 1), (WINDOW - 1, WINDOW), (2 * WINDOW - 1, WINDOW)):
-            ids = torch.from_numpy(tokens[start : start + WINDOW])[None]
-            targets = torch.from_numpy(tokens[start + 1 : start + WINDOW + 1])
+        for start, scored in ((0, window - 1), (window - 1, window), (2 * window - 1, window)):
+            ids = torch.from_numpy(tokens[start : start + window])[None]
+            targets = torch.from_numpy(tokens[start + 1 : start + window + 1])
             losses = torch.nn.functional.cross_entropy(theirs(ids).logits[0][: len(targets)], targets, reduction="none")
             total += float(losses[-scored:].double().sum() if start else losses[:scored].double().sum())
     assert ours == pytest.approx(total, rel=1e-4)

@@ -2,7 +2,13 @@
 
 import io
 import json
+import shutil
+import signal
+import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,12 +17,15 @@ import yaml
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.cli import main
+from megatron_coca.commands import stretch as stretch_command
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.stretch import running
 from megatron_coca.evaluation.stretch.choices import chosen_methods
+from megatron_coca.evaluation.stretch.command import prompt_form
 from megatron_coca.evaluation.stretch.plans import read_plan
-from megatron_coca.evaluation.stretch.records import StretchResult
+from megatron_coca.evaluation.stretch.records import ResultFile, StretchResult
 from megatron_coca.model import build_model
+from megatron_coca.support.processes import PROGRAM
 from tests.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +79,9 @@ def test_a_page_of_results_and_the_best_method_in_use(
     lines = page.splitlines()
     assert lines[0].startswith("# ") and lines[2].startswith("![") and lines[4].startswith("| method")
     assert (tmp_path / "out/stretch.svg").read_bytes().startswith(b"<?xml")
+    html = (tmp_path / "out/stretch.html").read_text()
+    assert lines[0].removeprefix("# ") in html and html.count("<picture>") == 1 and html.index("<table>") > 0
+    assert "dynamic:3" in html and "# " + best + ", chosen by" in html
     before = (tmp_path / "out/results.json").read_bytes()
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n"))
     assert stretch(model, text, tmp_path / "out", "--export", tmp_path / "exported", "--chat") == 0
@@ -102,6 +114,7 @@ def test_a_short_budget_leaves_out_and_the_same_command_continues(
         (["--methods", "yarm"], "--methods yarm: unknown method"),
         (["--methods", "rerope:3"], "--methods rerope:3: rerope has no factor"),
         (["--to", "16x"], "has fewer than 8193 tokens"),
+        (["--documents", "9"], "has only 4 times 1025 tokens, not 9 times"),
     ],
 )
 def test_mistakes(
@@ -111,6 +124,26 @@ def test_mistakes(
     assert message in capsys.readouterr().err
 
 
+def test_a_chat_template_that_changes_the_text_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    def render(messages: list[dict[str, str]], prompt: bool) -> str:
+        return f"<user>{messages[-1]['content'].lower()}"
+
+    form = prompt_form(cast(Any, SimpleNamespace(chat=SimpleNamespace(render=render), usual_start=5)))
+    assert form.chat is None and form.start == 5
+    assert "the facts are hidden in plain text, not in chats" in caplog.text
+
+
+def test_options_are_checked_before_the_measurement(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stretch(model, text, tmp_path / "out", "--finetune", 2) == 2
+    assert "--finetune: needs a Hugging Face folder or a GGUF file" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert stretch(model, text, tmp_path / "out", "--export", tmp_path / "file/exported") == 2
+    assert "exported: cannot be written" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 PLAN = """
 title: A plan
 methods: [plain, yarn, rerope]
@@ -118,7 +151,7 @@ to: 2
 documents: 2
 cases: {1: 2, 2: 6}
 contrasts:
-  - {method: rerope, other: yarn, at: 2}
+  - {method: rerope, other: yarn, at: 2, expected: 1.0, deviation: 1.2}
   - {method: rerope, other: plain, at: 2, quantity: loss}
 """
 
@@ -133,12 +166,79 @@ def test_the_contrasts_of_a_plan(model: Path, text: Path, tmp_path: Path, capsys
     assert one is not None and other is not None
     pairs = zip(one.cases, other.cases, strict=True)
     mean = sum(case.margin - another.margin for case, another in pairs) / 6
-    assert "| rerope - yarn, 2x" in page and f"{mean:+.3f}" in page
+    assert "| rerope - yarn, 2x" in page and f"{mean:+.3f}" in page and " 0.38 |" in page
     (tmp_path / "plan.yml").write_text(PLAN.replace("other: yarn", "other: pi"))
     assert main([str(each) for each in given]) == 2
     assert "contrasts[0]: pi is not one of the methods" in capsys.readouterr().err
     shipped = read_plan(ROOT / "configs/study/real_model.yml")
     assert len(chosen_methods(shipped.methods, shipped.to, 8192)) == 9 and shipped.cases == {1: 24, 2: 24, 4: 8}
+
+
+def measured(output: Path) -> dict[str, list[float]]:
+    """The numbers of a result, without times. Margins are rounded, because they depend on the prompt before."""
+    result = result_of(output)
+    found = {f"loss {each.key}": each.nlls for each in result.losses}
+    return found | {f"facts {each.key}": [round(case.margin, 3) for case in each.cases] for each in result.retrieval}
+
+
+def test_an_interrupted_run_continues_with_the_next_input(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 3 inputs a method's documents are not complete, and after 7 its facts."""
+    (tmp_path / "plan.yml").write_text("{title: Two, methods: [plain, rerope], to: 1, documents: 2, cases: {1: 4}}")
+    given = [model, "--data", text, "--plan", tmp_path / "plan.yml", "--dtype", "float32", "--output"]
+    stretched = [stretch_command.main([str(each) for each in [*given, tmp_path / "whole"]])]
+    written = 0
+
+    def stop(self: ResultFile, **changes: object) -> None:
+        nonlocal written
+        write(self, **changes)
+        written += "losses" in changes or "retrieval" in changes
+        if written in stops and changes:
+            stops.remove(written)
+            raise KeyboardInterrupt
+
+    write, stops = ResultFile.write, {3, 7}
+    monkeypatch.setattr(ResultFile, "write", stop)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            stretch_command.main([str(each) for each in [*given, tmp_path / "out"]])
+        begun = result_of(tmp_path / "out")
+        assert [each.complete for each in (*begun.losses, *begun.retrieval)].count(False) == 1
+        assert not (tmp_path / "out/stretch.md").exists()
+    shutil.copytree(tmp_path / "out", tmp_path / "fewer", dirs_exist_ok=True)
+    stretched.append(stretch_command.main([str(each) for each in [*given, tmp_path / "out"]]))
+    assert stretched == [0, 0] and written == 2 * (2 + 4), "every input is measured once"
+    assert measured(tmp_path / "out") == measured(tmp_path / "whole")
+    (tmp_path / "plan.yml").write_text("{title: Two, methods: [plain], to: 1, documents: 2, cases: {1: 2}}")
+    assert stretch_command.main([str(each) for each in [*given, tmp_path / "fewer"]]) == 0
+    facts = [result_of(tmp_path / name).found("plain", 512) for name in ("fewer", "whole")]
+    assert facts[0] is not None and facts[1] is not None and written == 2 * (2 + 4) + 1
+    assert [case.margin for case in facts[0].cases] == pytest.approx(
+        [case.margin for case in facts[1].cases[:2]], abs=1e-3
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_resumed(model: Path, text: Path, tmp_path: Path) -> None:
+    plan, results = tmp_path / "plan.yml", tmp_path / "out/results.json"
+    plan.write_text("{title: T, methods: [plain, rerope], to: 2, documents: 4, cases: {1: 8, 2: 16}, seed: 3}")
+    given = [*PROGRAM, "stretch", model, "--data", text, "--plan", plan, "--dtype", "float32", "--device", "cpu"]
+    command = [*map(str, given), "--output", str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=ROOT)
+    while not (results.exists() and result_of(tmp_path / "out").losses):
+        assert process.poll() is None, "it must not end before it is killed"
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    begun = result_of(tmp_path / "out")
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    done = result_of(tmp_path / "out")
+    assert done.settings.seed == 3 and len(done.losses) == len(done.retrieval) == 4
+    assert all(each.complete for each in (*done.losses, *done.retrieval)) and not done.left_out
+    for each in begun.losses:
+        kept = done.loss(*each.key)
+        assert kept is not None and kept.nlls[: len(each.nlls)] == each.nlls and kept.seconds >= each.seconds
 
 
 @pytest.mark.slow

@@ -248,10 +248,11 @@ def _columns(given: Sequence[Panel], layout: Layout) -> int:
     return layout.columns if len(given) <= MOST_TOGETHER or layout.columns == 1 else layout.columns + 1
 
 
-def panels(given: Sequence[Panel], in_pairs: bool = False) -> Drawing:
+def panels(given: Sequence[Panel], in_pairs: bool = False, common_y: bool = True) -> Drawing:
     """Return functions that draw the panels in rows with a common y axis, and that return the height of the plot.
 
-    `in_pairs`: whether two neighbouring panels form a pair, which stays in one row on a page.
+    `in_pairs`: whether two neighbouring panels form a pair, which stays in one row on a page. Without `common_y`, each
+    panel has its own y axis.
     """
 
     def rows(layout: Layout) -> int:
@@ -271,16 +272,17 @@ def panels(given: Sequence[Panel], in_pairs: bool = False) -> Drawing:
     def draw(canvas: Canvas, layout: Layout) -> None:
         columns = columns_in(layout)
         all_axes = list(
-            canvas.subplots(rows(layout), columns, squeeze=False, sharey=len(given) > 1, sharex=len(given) > 1).flat
+            canvas.subplots(
+                rows(layout), columns, squeeze=False, sharey=common_y and len(given) > 1, sharex=len(given) > 1
+            ).flat
         )
         shown = all_axes[: len(given)]
-        ends = _axis_ends(given)
         ticks = _length_ticks({x for panel in given for line in panel.lines for x in line.x})
         room = _room(given, layout, columns)
         for index, (axes, panel) in enumerate(zip(shown, given, strict=True)):
             _draw_panel(axes, panel, layout, columns, ticks, room)
             axes.tick_params(labelbottom=index + columns >= len(given))
-            if ends is not None:
+            if (ends := _axis_ends(given if common_y else [panel])) is not None:
                 label_log_axis(axes.yaxis, *ends)
         for index, (axes, panel) in enumerate(zip(shown, given, strict=True)):  # the common y axis is known now
             axes.autoscale_view()
@@ -289,7 +291,7 @@ def panels(given: Sequence[Panel], in_pairs: bool = False) -> Drawing:
             _name_marks(axes, panel, first=index == 0)
         for axes in all_axes[len(given) :]:
             axes.set_visible(False)
-        _name_axes(canvas, shown, given, columns)
+        _name_axes(canvas, shown, given, columns if common_y else 1)
 
     return draw, height
 

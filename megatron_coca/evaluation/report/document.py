@@ -110,7 +110,8 @@ class Table:
 class ReportBlock:
     """Tables and figures for one group of results.
 
-    `text` describes the protocol. `provenance` lists paths, hashes and devices, one per line.
+    `text` describes the protocol. `code` is shown as it is, after the text. `provenance` lists paths, hashes and
+    devices, one per line.
     """
 
     text: tuple[str, ...] = ()
@@ -118,6 +119,7 @@ class ReportBlock:
     tables: tuple[Table, ...] = ()
     heading: str = ""
     provenance: tuple[str, ...] = ()
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ def markdown(document: ReportDocument) -> str:
             for table in block.tables:
                 parts += [f"**{escaped(table.caption)}**", markdown_table(table, escaped, escaped)]
             parts += map(escaped, block.text)
+            parts += [f"```\n{block.code}\n```"] if block.code else []
             if block.provenance:
                 parts += ["Provenance:", "\n".join(f"- {escaped(line)}" for line in block.provenance)]
     return "\n\n".join(filter(None, parts)) + "\n"

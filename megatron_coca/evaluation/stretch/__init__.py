@@ -1,1 +1,1 @@
-"""`megatron-coca stretch`: which position methods extend a model beyond its training length, and what they cost."""
+"""`megatron-coca stretch`: which position methods extend a model beyond its training length, and their cost."""

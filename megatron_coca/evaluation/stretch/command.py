@@ -1,6 +1,7 @@
 """Put the parts of `megatron-coca stretch` together: open the model, measure the methods, and write the page."""
 
 import hashlib
+import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,18 +9,24 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.documents import default_data, find_sources, tokens_of
 from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.stretch.choices import Method, chosen_methods, multiples_up_to
+from megatron_coca.evaluation.stretch.measuring import PROTOCOL
 from megatron_coca.evaluation.stretch.page import MARKDOWN, write_page
-from megatron_coca.evaluation.stretch.plans import read_plan
+from megatron_coca.evaluation.stretch.plans import Plan, read_plan
 from megatron_coca.evaluation.stretch.records import MethodRecord, ResultFile, Settings
 from megatron_coca.evaluation.stretch.running import Runner
 from megatron_coca.evaluation.subject import Evaluation, Subject, dtype_of
-from megatron_coca.evaluation.tasks.prompts import PromptForm
+from megatron_coca.evaluation.tasks.prompts import PromptForm, Text
 from megatron_coca.support.arguments import ignoring
+from megatron_coca.support.atomic_write import exclusive_lock
 from megatron_coca.support.console import Progress
+from megatron_coca.support.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 RESULTS = "results.json"
 MOST_SCORED = 1024
@@ -38,8 +45,16 @@ def stretch(args: Namespace) -> Done:
     """Measure the methods and write the page. Raises InputError."""
     plan = read_plan(args.plan) if args.plan is not None else None
     if plan is not None:
-        args = Namespace(**vars(args) | {"methods": plan.methods, "to": plan.to, "documents": plan.documents})
+        planned = {"methods": plan.methods, "to": plan.to, "documents": plan.documents}
+        args = Namespace(**vars(args) | planned | {"dtype": plan.dtype or args.dtype})
     check_writable(args.output / MARKDOWN)
+    lock = args.output / f".{RESULTS}.lock"
+    busy = f"{args.output}: another process is measuring there; wait for it, or name another --output"
+    with exclusive_lock(lock, EvaluationError, busy, temporary=True):
+        return _measure(args, plan)
+
+
+def _measure(args: Namespace, plan: Plan | None) -> Done:
     ignored = tuple(ignoring(args))
     trained = open_checkpoint(args.model, verify=False, overrides=ignored).trained
     dtype = dtype_of(trained, args.dtype, args.device, [args.output / RESULTS])
@@ -47,30 +62,49 @@ def stretch(args: Namespace) -> Done:
     evaluation = Evaluation(options, "stretch")
     tokenizer, length = evaluation.needed_tokenizer(), trained.model.seq_length
     lengths = [round(multiple * length) for multiple in multiples_up_to(args.to)]
-    documents = read_documents(evaluation, args.data, lengths[-1] + 1, args.documents)
     methods = chosen_methods(args.methods, args.to, length)
+    documents = read_documents(evaluation, args.data, lengths[-1] + 1, args.documents)
     subjects, records = load_methods(evaluation, methods, ignored)
-    form = PromptForm(tokenizer, tokenizer.usual_start if tokenizer.chat is None else None, tokenizer.chat)
+    form = prompt_form(tokenizer)
     header = subjects[0].header
     settings = Settings(
         checkpoint=header.checkpoint,
         tokenizer=header.tokenizer,
         environment=header.environment,
         documents=hashlib.sha256(b"".join(tokens.astype("<i8").tobytes() for tokens in documents)).hexdigest(),
+        count=len(documents),
         scored=min(MOST_SCORED, length // 2),
-        chat=tokenizer.chat is not None,
+        start=tokenizer.usual_start,
+        chat=form.chat is not None,
         to=args.to,
+        seed=plan.seed if plan else 0,
+        text=PROTOCOL,
     )
     file = ResultFile(args.output / RESULTS, settings, records, args.overwrite)
     cases = {round(multiple * length): count for multiple, count in (plan.cases if plan else {}).items()}
     Runner(subjects, documents, form, tokenizer, file, args.budget, cases).run(lengths)
-    if not file.result.losses:
-        raise EvaluationError("--budget: too short for the first measurement; raise it")
+    if not file.result.lengths():
+        raise EvaluationError(
+            f"--budget: nothing was measured; left out: {file.result.left_out[0]}; raise it, or free memory"
+        )
     configs = {subject.label: subject.config for subject in subjects}
     result = file.result.limited_to(configs)
     text, best = write_page(result, configs, args.output, plan), result.ranked()[0]
     overrides = next(method.overrides for method in methods if method.name == best)
     return Done(text, best, [*overrides, *ignored])
+
+
+def prompt_form(tokenizer: Tokenizer) -> PromptForm:
+    """Return the form of prompts: the model's chat template, or plain text if it has none that keeps the text."""
+    if tokenizer.chat is not None:
+        form = PromptForm(tokenizer, None, tokenizer.chat)
+        try:
+            form.framed(Text("The sky is blue.\nWhat is blue?"), "")
+        except InputError as error:
+            logger.warning("the facts are hidden in plain text, not in chats: %s", error)
+        else:
+            return form
+    return PromptForm(tokenizer, tokenizer.usual_start)
 
 
 def load_methods(
@@ -95,8 +129,8 @@ def load_methods(
 def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: int, count: int) -> list[np.ndarray]:
     """Return the first `count` documents of at least `length` tokens, truncated to it.
 
-    If too few are long enough, the remaining documents of the data are joined. Raises EvaluationError if all of the
-    data are too short.
+    If too few are long enough, the rest of the data is joined and divided. Raises EvaluationError if the data are too
+    short.
     """
     trained = evaluation.opened.trained
     names = list(data) if data else default_data(trained)
@@ -108,7 +142,8 @@ def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: i
             progress.advance()
             if len(tokens) >= length:
                 found.append(tokens[:length])
-            elif joined < count * length:
+                tokens = tokens[length:]
+            if joined < count * length:
                 short.append(tokens)
                 joined += len(tokens)
             if len(found) == count:
@@ -120,5 +155,10 @@ def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: i
     if not found:
         raise EvaluationError(
             f"{', '.join(names)}: has fewer than {length} tokens; name longer texts with --data, or lower --to"
+        )
+    if len(found) < count:
+        raise EvaluationError(
+            f"{', '.join(names)}: has only {len(found)} times {length} tokens, not {count} times; name more texts "
+            "with --data, or lower --documents"
         )
     return found

@@ -4,7 +4,7 @@ A margin is the log-probability of the right answer minus that of the likeliest 
 distinguishes models that all answer right, or all wrong.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Iterator, Sequence
 from random import Random
 
 import numpy as np
@@ -19,16 +19,25 @@ from megatron_coca.evaluation.tasks.retrieval_cases import distinct_numbers
 from megatron_coca.model import GPT, SharedPrefix, prefix_order
 from megatron_coca.model.shared_prefix import common_prefix
 
+MOST_NEEDLES = 1_000_000
+"""Needles of one length with different seeds."""
 FOILS = 7
 """Wrong answers per case. With equal probabilities, the right one of eight answers is the likeliest in 1/8 of cases."""
-SEED = 0
+DIGITS = 7
+"""Digits of every hidden number."""
+PROTOCOL = (
+    "loss: the last tokens of each document, given the tokens before them in one input; facts: passkeys (random "
+    f"depths) and needles (depths 1/2, 1/4, 3/4, 1/8, ..) in turn, numbers of {DIGITS} digits in the passkey filler; "
+    f"margin: log-probability of the number minus that of the likeliest of {FOILS} random numbers of {DIGITS} digits"
+)
+"""Part of the identity of a result file: if this string changes, earlier files are not resumed."""
 
 
 class CaseMargin(Record):
     """The outcome of one prompt."""
 
     task: str  # passkey or needle
-    number: int
+    number: int  # index among the cases of the same length
     tokens: int  # length of the prompt
     depth: float
     margin: float  # nats
@@ -36,28 +45,33 @@ class CaseMargin(Record):
 
 
 @torch.inference_mode()
-def last_loss(model: GPT, tokens: np.ndarray, window: int, scored: int) -> float:
+def last_loss(model: GPT, tokens: np.ndarray, window: int, scored: int, start: int | None = None) -> float:
     """Return the sum of the nll in nats of the last `scored` tokens of a document (int64 [tokens]), given the tokens
-    before them. The model reads `window` tokens, the last of which predicts the document's last token.
+    before them. The model reads `window` tokens, the last of which predicts the document's last token. A token `start`
+    replaces the first of them.
     """
     device = next(model.parameters()).device
     ids = torch.from_numpy(tokens[len(tokens) - 1 - window : -1].astype(np.int64)).to(device)
+    if start is not None:
+        ids[0] = start
     hidden = model.hidden_states(ids[None], last=scored)[0]
     targets = torch.from_numpy(tokens[-scored:].astype(np.int64)).to(device)
     return float(score_hidden(model, hidden, targets)[0])
 
 
-def make_cases(form: PromptForm, length: int, count: int) -> list[tuple[str, Case]]:
+def make_cases(form: PromptForm, length: int, count: int, seed: int = 0) -> list[tuple[str, Case]]:
     """Return `count` cases of at most `length` tokens, passkeys and needles in turn. A larger count adds cases.
 
     Passkeys are at random depths. The depths of needles are 1/2, 1/4, 3/4, 1/8 and so on. The prompts end with the
     beginning of the answer. Raises LengthError if the length is too short.
     """
-    passkeys = retrieval_cases.passkey(answer_stub=True).make_cases(form, length, -(-count // 2), SEED)
+    passkeys = retrieval_cases.passkey(answer_stub=True, digits=DIGITS).make_cases(form, length, -(-count // 2), seed)
     made: list[tuple[str, Case]] = []
     for number in range(count // 2):
+        # Rounded depths repeat if there are many needles, so the number is a part of the seed.
         task = retrieval_cases.needle(round(100 * _spread(number + 1)), FILLER_HAYSTACK, answer_stub=True)
-        made += [("passkey", passkeys[number]), ("needle", task.make_cases(form, length, 1, SEED)[0])]
+        own = task.make_cases(form, length, 1, seed * MOST_NEEDLES + number)
+        made += [("passkey", passkeys[number]), ("needle", own[0])]
     return [*made, *(("passkey", case) for case in passkeys[count // 2 :])]
 
 
@@ -68,12 +82,16 @@ def _spread(number: int) -> float:
 
 
 def margins(
-    model: GPT, tokenizer: Tokenizer, cases: Sequence[tuple[str, Case]], advance: Callable[[], None]
-) -> list[CaseMargin]:
-    """Return the margin of each case. Prompts of equal length share their beginning (`SharedPrefix`)."""
-    shared, found = SharedPrefix(model), {}
-    for index in sorted(range(len(cases)), key=lambda index: prefix_order(cases[index][1].prompt)):
-        task, case = cases[index]
+    model: GPT, tokenizer: Tokenizer, cases: Sequence[tuple[str, Case]], known: Container[int] = ()
+) -> Iterator[CaseMargin]:
+    """Yield the margins of the cases except the `known` numbers.
+
+    Prompts of equal length share their beginning (`SharedPrefix`). They are ordered by their tokens, and thus by the
+    depth of the fact.
+    """
+    shared, waiting = SharedPrefix(model), [number for number in range(len(cases)) if number not in known]
+    for number in sorted(waiting, key=lambda number: prefix_order(cases[number][1].prompt)):
+        task, case = cases[number]
         (right,) = case.expected
         random = Random(f"{task} {case.number} {right}")
         numbers = [right, *distinct_numbers(random, len(right), FOILS + 1)]
@@ -81,16 +99,14 @@ def margins(
         dropped, continuations = _continuations(tokenizer, case.stub, answers)
         prompt = case.prompt[: len(case.prompt) - dropped]
         scores, likeliest = _scores(model, shared, prompt, continuations)
-        found[index] = CaseMargin(
+        yield CaseMargin(
             task=task,
-            number=case.number,
+            number=number,
             tokens=len(case.prompt),
             depth=case.facts[0].depth,
             margin=scores[0] - max(scores[1:]),
             found=likeliest,
         )
-        advance()
-    return [found[index] for index in range(len(cases))]
 
 
 def _continuations(tokenizer: Tokenizer, stub: str, answers: Sequence[str]) -> tuple[int, list[list[int]]]:

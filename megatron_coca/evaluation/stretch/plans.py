@@ -1,35 +1,45 @@
-"""Plans of `megatron-coca stretch`: what is measured, and contrasts that are declared before the first run."""
+"""Plans of `megatron-coca stretch`: the measurements, and contrasts that are declared before the first run."""
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megatron_coca.evaluation.results import EvaluationError, Record, read_yaml_file, validated
-from megatron_coca.evaluation.statistics import Estimate, estimate
+from megatron_coca.evaluation.statistics import Estimate, estimate, power
 from megatron_coca.evaluation.stretch.choices import multiples_up_to
 from megatron_coca.evaluation.stretch.records import StretchResult
-from megatron_coca.support.markdown_tables import format_table
 
 
 class PlannedContrast(Record):
-    """Two methods at a multiple of the training length, compared by margins (nats) or by losses (nats per token)."""
+    """Two methods at a multiple of the training length, compared by margins (nats) or by losses (nats per token).
+
+    `expected` is the expected difference, and `deviation` the standard deviation of the paired differences. Together
+    with the number of pairs, they give the power of the test.
+    """
 
     method: str
     other: str
     at: float
     quantity: Literal["margin", "loss"] = "margin"
+    expected: float | None = None
+    deviation: float | None = Field(default=None, gt=0)
 
 
 class Plan(Record):
-    """The content of a plan file. `cases` has the number of hidden facts by multiple of the training length."""
+    """The content of a plan file. `cases` has the number of hidden facts by multiple of the training length.
+
+    The facts depend on `seed`. Another seed than the default 0 gives facts that no run without a plan has used.
+    """
 
     title: str
     methods: list[str]
     to: float = Field(ge=1)
     documents: int = Field(default=1, ge=1)
-    cases: dict[float, int] = {}
+    seed: int = Field(default=0, ge=0)
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    cases: dict[float, Annotated[int, Field(ge=1)]] = {}
     contrasts: list[PlannedContrast] = []
 
 
@@ -49,35 +59,54 @@ def read_plan(path: Path) -> Plan:
     return plan
 
 
-def difference(result: StretchResult, contrast: PlannedContrast) -> Estimate | None:
-    """Return the mean of the paired differences, method minus other; None if a result is missing."""
+def pairs_of(plan: Plan, contrast: PlannedContrast) -> int | None:
+    """Return the number of pairs of a contrast; None if the number of facts follows from the budget."""
+    return plan.documents if contrast.quantity == "loss" else plan.cases.get(contrast.at)
+
+
+def power_of(plan: Plan, contrast: PlannedContrast) -> float | None:
+    """Return the power of a contrast if all contrasts before it are decided; None without an expected difference."""
+    pairs = pairs_of(plan, contrast)
+    if contrast.expected is None or contrast.deviation is None or pairs is None or pairs < 2:
+        return None
+    return power(contrast.expected / contrast.deviation, pairs)
+
+
+def difference(result: StretchResult, contrast: PlannedContrast, pairs: int | None = None) -> Estimate | None:
+    """Return the mean of the paired differences, method minus other; None if results are missing.
+
+    `pairs` is the planned number of pairs.
+    """
     length = round(contrast.at * result.trained)
     if contrast.quantity == "margin":
         found = [result.found(name, length) for name in (contrast.method, contrast.other)]
-        pairs = [[case.margin for case in each.cases] for each in found if each is not None]
+        cases = [each.cases[:pairs] for each in found if each is not None]
+        values = [[case.margin for case in each] for each in cases]
     else:
         losses = [result.loss(name, length) for name in (contrast.method, contrast.other)]
-        pairs = [[nll / result.settings.scored for nll in each.nlls] for each in losses if each is not None]
-    if len(pairs) < 2 or len(pairs[0]) != len(pairs[1]):
+        values = [[nll / result.settings.scored for nll in each.nlls] for each in losses if each is not None]
+    if len(values) < 2 or any(len(each) != (pairs or len(values[0])) for each in values):
         return None
-    return estimate([one - other for one, other in zip(*pairs, strict=True)])
+    return estimate([one - other for one, other in zip(*values, strict=True)])
 
 
-def contrasts_text(result: StretchResult, plan: Plan) -> str:
-    """Return the table of the contrasts in their order, tested until the first one that is not decided."""
+def contrast_rows(result: StretchResult, plan: Plan) -> list[list[str]]:
+    """Return a row for each contrast in the order of the plan, tested until the first one that is not decided."""
     rows, testing = [], True
     for contrast in plan.contrasts:
-        found = difference(result, contrast)
+        found = difference(result, contrast, pairs_of(plan, contrast))
         name = f"{contrast.method} - {contrast.other}, {contrast.at:g}x"
+        declared = power_of(plan, contrast)
+        row = [name, contrast.quantity, "-" if declared is None else f"{declared:.2f}"]
         if found is None:
-            rows.append([name, contrast.quantity, "not measured", "", "not tested"])
+            rows.append([*row, "not measured", "-", "not tested"])
             testing = False
             continue
-        interval = "none" if math.isnan(found.low) else f"{found.low:+.3f} .. {found.high:+.3f}"
+        interval = "-" if math.isnan(found.low) else f"{found.low:+.3f} .. {found.high:+.3f}"
         decided = found.low > 0 or found.high < 0
         verdict = (
             "not tested" if not testing else "not decided" if not decided else "higher" if found.mean > 0 else "lower"
         )
         testing = testing and decided
-        rows.append([name, contrast.quantity, f"{found.mean:+.3f}", interval, verdict])
-    return format_table(["contrast", "quantity", "difference", "95% interval", "verdict"], rows)
+        rows.append([*row, f"{found.mean:+.3f}", interval, verdict])
+    return rows

@@ -1,9 +1,9 @@
-"""The result file of `megatron-coca stretch`, which also says what is left to measure."""
+"""The result file of `megatron-coca stretch`, from which the same command resumes."""
 
 import math
 from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import JsonValue
 
@@ -12,6 +12,7 @@ from megatron_coca.evaluation.results import (
     EnvironmentRecord,
     EvaluationError,
     Record,
+    differences,
     read_record,
     write_record,
 )
@@ -35,25 +36,41 @@ class Settings(Record):
     tokenizer: str | None
     environment: EnvironmentRecord
     documents: str  # sha256 of their tokens
+    count: int  # number of documents
     scored: int  # tokens per document
+    start: int | None  # the token with which the inputs begin
     chat: bool
     to: float
+    seed: int  # of the hidden facts
+    text: str  # `measuring.PROTOCOL`
 
 
-class Losses(Record):
-    """The loss of one method at one length; sums over the scored tokens of each document, in nats."""
+class Measurement(Record):
+    """Results of one method at one length. Until they are `complete`, only a resumed run reads them."""
 
     method: str
     length: int
+    seconds: float
+    complete: bool
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.method, self.length
+
+
+class Losses(Measurement):
+    """Sums over the scored tokens of each document, in nats."""
+
     nlls: list[float]
-    seconds: float
 
 
-class Retrieval(Record):
-    method: str
-    length: int
+class Retrieval(Measurement):
+    """Cases in the order of their numbers."""
+
     cases: list[CaseMargin]
-    seconds: float
+
+
+MeasurementType = TypeVar("MeasurementType", bound=Measurement)
 
 
 class StretchResult(Record):
@@ -73,10 +90,18 @@ class StretchResult(Record):
         return self.model_copy(update={"methods": kept})
 
     def loss(self, method: str, length: int) -> Losses | None:
-        return next((each for each in self.losses if (each.method, each.length) == (method, length)), None)
+        return _find(self.losses, method, length, complete=True)
 
     def found(self, method: str, length: int) -> Retrieval | None:
-        return next((each for each in self.retrieval if (each.method, each.length) == (method, length)), None)
+        return _find(self.retrieval, method, length, complete=True)
+
+    def begun_loss(self, method: str, length: int) -> Losses | None:
+        """Return the losses even if they are not complete."""
+        return _find(self.losses, method, length)
+
+    def begun_retrieval(self, method: str, length: int) -> Retrieval | None:
+        """Return the cases even if they are not complete."""
+        return _find(self.retrieval, method, length)
 
     def perplexity(self, method: str, length: int) -> float | None:
         loss = self.loss(method, length)
@@ -87,7 +112,7 @@ class StretchResult(Record):
         return None if found is None else math.fsum(case.margin for case in found.cases) / len(found.cases)
 
     def lengths(self) -> list[int]:
-        return sorted({*(loss.length for loss in self.losses), *(found.length for found in self.retrieval)})
+        return sorted({each.length for each in (*self.losses, *self.retrieval) if each.complete})
 
     def reach(self, method: str) -> int:
         """Return the greatest length up to which the method holds, or 0.
@@ -100,7 +125,7 @@ class StretchResult(Record):
             perplexity, margin = self.perplexity(method, length), self.margin(method, length)
             if base is None or perplexity is None or not perplexity <= HOLDS * base:
                 break
-            if margin is not None and margin <= 0:
+            if margin is not None and not margin > 0:  # it may be NaN
                 break
             reached = length
         return reached
@@ -120,17 +145,25 @@ class StretchResult(Record):
         return sorted(names, key=rank, reverse=True)
 
 
+def _find(given: Sequence[MeasurementType], method: str, length: int, complete: bool = False) -> MeasurementType | None:
+    return next((each for each in given if each.key == (method, length) and each.complete >= complete), None)
+
+
 class ResultFile:
-    """The result file at `path`, written after every measurement."""
+    """The result file at `path`, written after every input. Only one process can use it at a time."""
 
     def __init__(self, path: Path, settings: Settings, methods: Sequence[MethodRecord], overwrite: bool) -> None:
         """Resume an existing file with the same settings. Raises EvaluationError for a file with other settings."""
         self.path, self.result = path, StretchResult(settings=settings, methods=list(methods))
         if path.exists() and not overwrite:
-            earlier = read_record(path, StretchResult, "a result of `megatron-coca stretch`")
-            if _identity(earlier.settings) != _identity(settings):
+            try:
+                earlier = read_record(path, StretchResult, "a result of `megatron-coca stretch`")
+            except EvaluationError as error:
+                raise EvaluationError(f"{error}; remove the file, or replace it with --overwrite") from error
+            if differing := ", ".join(differences(_identity(earlier.settings), _identity(settings))):
                 raise EvaluationError(
-                    f"{path}: contains another measurement; name another --output, or replace it with --overwrite"
+                    f"{path}: contains another measurement (different {differing}); name another --output, or replace "
+                    "it with --overwrite"
                 )
             known = {method.name: method for method in (*earlier.methods, *methods)}
             self.result = earlier.model_copy(update={"methods": list(known.values()), "left_out": []})
@@ -140,13 +173,13 @@ class ResultFile:
         self.result = self.result.model_copy(update=changes)
         write_record(self.path, self.result)
 
-    def add_loss(self, loss: Losses) -> None:
-        self.write(losses=[*self.result.losses, loss])
+    def put_loss(self, loss: Losses) -> None:
+        """Add losses, or replace those of the same method and length."""
+        self.write(losses=[*(each for each in self.result.losses if each.key != loss.key), loss])
 
-    def add_retrieval(self, found: Retrieval) -> None:
-        key = found.method, found.length
-        others = [each for each in self.result.retrieval if (each.method, each.length) != key]
-        self.write(retrieval=[*others, found])
+    def put_retrieval(self, found: Retrieval) -> None:
+        """Add cases, or replace those of the same method and length."""
+        self.write(retrieval=[*(each for each in self.result.retrieval if each.key != found.key), found])
 
 
 def _identity(settings: Settings) -> dict[str, Any]:

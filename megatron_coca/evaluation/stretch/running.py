@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +15,16 @@ from megatron_coca.evaluation.stretch.records import Losses, ResultFile, Retriev
 from megatron_coca.evaluation.subject import Subject
 from megatron_coca.evaluation.tasks.prompts import LengthError, PromptForm
 from megatron_coca.model import GPT
-from megatron_coca.support.console import Progress, duration, write
+from megatron_coca.support.console import Progress, duration, short, write
 
 CASE_COUNTS = (16, 8, 4)
 """Numbers of hidden facts per method and length: the largest that fits into the budget."""
 CALIBRATED = 512
-"""Input length in tokens whose time is measured first."""
+"""Length in tokens of the inputs that are timed first."""
 ATTENTION = 2.0
 """Time of an operation of attention relative to one of a matrix product, which is faster on most devices."""
+NOT_SHARED = 0.6
+"""Share of the time of a prompt that remains if it shares its beginning with the prompt before, on average."""
 FACT_TOKENS = 8
 
 
@@ -46,9 +49,9 @@ class Pace:
         return self._operations(tokens) * self._seconds.get(method, self._last)
 
     def facts(self, method: str, tokens: int, count: int) -> float:
-        """Half of the tokens of all but the first prompt are shared."""
+        """Return the time of passkeys and needles, each of which share the beginning with the prompt before."""
         answers = count * (FOILS + 1) * self.forward(method, FACT_TOKENS)
-        return self.forward(method, tokens) * (1 + (count - 1) / 2) + answers
+        return self.forward(method, tokens) * (min(count, 2) + NOT_SHARED * max(count - 2, 0)) + answers
 
     def learn(self, method: str, estimate: float, seconds: float) -> None:
         self._last = self._seconds.get(method, self._last) * seconds / max(estimate, 1e-9)
@@ -61,10 +64,6 @@ def _seconds(model: GPT, tokens: int) -> float:
     start = time.perf_counter()
     model.logits(model.hidden_states(ids, last=1)).sum().item()
     return time.perf_counter() - start
-
-
-def _has(found: Retrieval | None, count: int) -> bool:
-    return found is not None and len(found.cases) >= count
 
 
 class Runner:
@@ -86,6 +85,7 @@ class Runner:
         self._cases = cases
         self._ends = time.monotonic() + budget
         self._left_out: list[str] = []
+        self._tokens = 0
         self._lengths: Sequence[int] = ()
 
     def run(self, lengths: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ class Runner:
         length, which the model was trained for, is measured last.
         """
         self._lengths = lengths
-        with Progress("stretch", unit="inputs") as progress:
+        with Progress("stretch", unit="windows") as progress:
             for length in lengths:
                 self._losses(length, progress)
                 if length != lengths[0]:
@@ -104,58 +104,91 @@ class Runner:
             write(f"left out: {line}")
 
     def _losses(self, length: int, progress: Progress) -> None:
+        result, at = self.file.result, f"perplexity at {length} tokens"
+        settings = result.settings
+
         def cost(method: str) -> float:
-            return self.pace.forward(method, length) * len(self.documents)
+            begun = self.file.result.begun_loss(method, length)
+            return self.pace.forward(method, length) * (len(self.documents) - (len(begun.nlls) if begun else 0))
 
-        scored = self.file.result.settings.scored
-        waiting = [each for each in self.subjects if self.file.result.loss(each.label, length) is None]
-        for subject in self._fitting(waiting, f"perplexity at {length} tokens", cost):
-            progress.begin(f"{subject.label}, perplexity at {length} tokens")
-            nlls: list[float] = []
+        waiting = [each for each in self.subjects if result.loss(each.label, length) is None]
+        for subject in self._fitting(waiting, at, cost):
+            progress.begin(f"{subject.label}, {at}")
+            begun = self.file.result.begun_loss(subject.label, length)
+            nlls, before = (list(begun.nlls), begun.seconds) if begun else ([], 0.0)
 
-            def measure(subject: Subject = subject, nlls: list[float] = nlls) -> None:
-                for tokens in self.documents:
-                    nlls.append(last_loss(subject.model, tokens, length, scored))
-                    self._advance(progress)
+            def measure(subject: Subject = subject, nlls: list[float] = nlls, before: float = before) -> None:
+                start = time.monotonic()
+                for tokens in self.documents[len(nlls) :]:
+                    if self._spent(f"{at} of {subject.label}", len(nlls), len(self.documents)):
+                        return
+                    nlls.append(last_loss(subject.model, tokens, length, settings.scored, settings.start))
+                    seconds, complete = before + time.monotonic() - start, len(nlls) == len(self.documents)
+                    at_length: dict[str, Any] = {"method": subject.label, "length": length}
+                    self.file.put_loss(Losses(seconds=seconds, complete=complete, nlls=list(nlls), **at_length))
+                    self._advance(progress, length)
 
-            seconds = self._timed(subject, f"perplexity at {length} tokens", cost(subject.label), measure)
-            if seconds is not None:
-                self.file.add_loss(Losses(method=subject.label, length=length, nlls=nlls, seconds=seconds))
+            self._timed(subject, at, cost(subject.label), measure)
 
     def _retrieval(self, length: int, progress: Progress) -> None:
-        found = self.file.result.found
+        result, at = self.file.result, f"retrieval at {length} tokens"
         left = self._ends - time.monotonic()
 
         def total(count: int) -> float:
             return sum(self.pace.facts(each.label, length, count) for each in self.subjects)
 
         def cost(method: str) -> float:
-            return self.pace.facts(method, length, count)
+            begun = self.file.result.begun_retrieval(method, length)
+            return self.pace.facts(method, length, count - (len(begun.cases) if begun else 0))
 
-        earlier = [len(each.cases) for each in self.file.result.retrieval if each.length == length]
+        earlier = [len(each.cases) for each in result.retrieval if each.length == length and each.complete]
         fitting = next((count for count in CASE_COUNTS if total(count) <= left), CASE_COUNTS[-1])
         count = self._cases.get(length) or max(earlier, default=fitting)
-        waiting = [each for each in self.subjects if not _has(found(each.label, length), count)]
+        waiting = [each for each in self.subjects if not _has(result.found(each.label, length), count)]
         try:
-            cases = make_cases(self.form, length - FACT_TOKENS, count) if waiting else []
+            seed = result.settings.seed
+            cases = make_cases(self.form, length - FACT_TOKENS, count, seed) if waiting else []
         except LengthError as error:
-            self._left_out.append(f"retrieval at {length} tokens: {error}")
+            self._left_out.append(f"{at}: {error}")
             return
-        for subject in self._fitting(waiting, f"retrieval at {length} tokens", cost):
+        for subject in self._fitting(waiting, at, cost):
             progress.begin(f"{subject.label}, {count} facts in {length} tokens")
-            made: list[CaseMargin] = []
+            begun = self.file.result.begun_retrieval(subject.label, length)
+            made = [case for case in begun.cases if case.number < count] if begun else []
+            before = begun.seconds if begun else 0.0
 
-            def measure(subject: Subject = subject, made: list[CaseMargin] = made) -> None:
-                made += margins(subject.model, self.tokenizer, cases, lambda: self._advance(progress))
+            def measure(subject: Subject = subject, made: list[CaseMargin] = made, before: float = before) -> None:
+                start = time.monotonic()
 
-            seconds = self._timed(subject, f"retrieval at {length} tokens", cost(subject.label), measure)
-            if seconds is not None:
-                entry = Retrieval(method=subject.label, length=length, cases=made, seconds=seconds)
-                self.file.add_retrieval(entry)
+                def put() -> None:
+                    made.sort(key=lambda case: case.number)
+                    seconds, complete = before + time.monotonic() - start, len(made) == count
+                    at_length: dict[str, Any] = {"method": subject.label, "length": length}
+                    found = Retrieval(seconds=seconds, complete=complete, cases=list(made), **at_length)
+                    self.file.put_retrieval(found)
 
-    def _advance(self, progress: Progress) -> None:
-        progress.advance()
+                if len(made) == count:  # they were measured for a larger number of facts
+                    put()
+                for case in margins(subject.model, self.tokenizer, cases, {case.number for case in made}):
+                    made.append(case)
+                    put()
+                    self._advance(progress, case.tokens)
+                    if len(made) < count and self._spent(f"{at} of {subject.label}", len(made), count):
+                        return
+
+            self._timed(subject, at, cost(subject.label), measure)
+
+    def _spent(self, entry: str, done: int, count: int) -> bool:
+        """Return True if the budget is spent, and list the measurement as left out."""
+        if spent := time.monotonic() >= self._ends:
+            self._left_out.append(f"{entry} ({done} of {count} are measured)")
+        return spent
+
+    def _advance(self, progress: Progress, tokens: int) -> None:
+        self._tokens += tokens
+        progress.details = [f"{short(self._tokens)} tokens"]
         progress.remaining(min(self._ends - time.monotonic(), self._estimate()))
+        progress.advance()
 
     def _estimate(self) -> float:
         """Return the estimated seconds of everything that is not measured yet."""
@@ -164,10 +197,10 @@ class Runner:
             if result.loss(subject.label, length) is None:
                 seconds += self.pace.forward(subject.label, length) * len(self.documents)
             if result.found(subject.label, length) is None:
-                seconds += self.pace.facts(subject.label, length, CASE_COUNTS[-1])
+                seconds += self.pace.facts(subject.label, length, self._cases.get(length, CASE_COUNTS[-1]))
         return seconds
 
-    def _fitting(self, waiting: Sequence[Subject], what: str, cost: Callable[[str], float]) -> Iterator[Subject]:
+    def _fitting(self, waiting: Sequence[Subject], entry: str, cost: Callable[[str], float]) -> Iterator[Subject]:
         """Yield the subjects that fit into the rest of the budget: the plain model, then the best so far."""
         ranked = self.file.result.ranked()
         plain = self.file.result.methods[0].name
@@ -176,21 +209,22 @@ class Runner:
             if (seconds := cost(subject.label)) <= self._ends - time.monotonic():
                 yield subject
             else:
-                self._left_out.append(f"{what} of {subject.label} (about {duration(seconds)})")
+                self._left_out.append(f"{entry} of {subject.label} (about {duration(seconds)})")
 
-    def _timed(self, subject: Subject, what: str, estimate: float, measure: Callable[[], None]) -> float | None:
-        """Return the seconds of a measurement; None if the model has no such positions or memory runs out."""
+    def _timed(self, subject: Subject, entry: str, estimate: float, measure: Callable[[], None]) -> None:
+        """Measure, and list the entry as left out if the model has no such positions or memory runs out."""
         start = time.monotonic()
         try:
             measure()
         except PositionRangeError as error:
-            self._left_out.append(f"{what} of {subject.label}: {error}")
-            return None
+            self._left_out.append(f"{entry} of {subject.label}: {error}")
         except (RuntimeError, MemoryError) as error:
             if not results.out_of_memory(error):
                 raise
-            self._left_out.append(f"{what} of {subject.label}: out of memory")
-            return None
-        seconds = time.monotonic() - start
-        self.pace.learn(subject.label, estimate, seconds)
-        return seconds
+            self._left_out.append(f"{entry} of {subject.label}: out of memory")
+        else:
+            self.pace.learn(subject.label, estimate, time.monotonic() - start)
+
+
+def _has(found: Retrieval | None, count: int) -> bool:
+    return found is not None and len(found.cases) >= count

@@ -20,8 +20,8 @@ from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_doc
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import OPEN, Cost, Entry, EvaluationError, Record, Result, Show, measured
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
+from megatron_coca.evaluation.window_progress import WindowProgress
 from megatron_coca.model import GPT
-from megatron_coca.support.console import track
 
 COLLINEAR = 1e-9
 """Radians below which two directions count as equal. Rounding in float64 turns a product u q by 1e-16, while the
@@ -156,11 +156,17 @@ def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
 
 
 def analyse(
-    model: GPT, documents: Sequence[np.ndarray], length: int, protocol: AnalysisProtocol, layer_type: str = GLOBAL
+    model: GPT,
+    documents: Sequence[np.ndarray],
+    length: int,
+    protocol: AnalysisProtocol,
+    layer_type: str = GLOBAL,
+    title: str = "",
 ) -> LengthAnalysis:
     """Analyse the layers of one type on the first `length` tokens of each document. `model` is in evaluation mode.
 
-    Documents are int64 arrays with at least `length` tokens.
+    Documents are int64 arrays with at least `length` tokens. `title` is shown with the progress, which counts a part of
+    a window for each layer.
 
     Memory grows linearly with `length`, and with `protocol.pairs` times layers, heads and rotated feature pairs.
     """
@@ -188,9 +194,11 @@ def analyse(
         chunk = max(1, SWEPT_AT_ONCE // (q.shape[1] * q.shape[2] * len(distances)))
         for queries, keys in zip(q.split(chunk), k.split(chunk), strict=True):
             swept.append(sweep.scores(queries, keys, inputs.bias, factor, offset))
+        progress.read(1 / len(layers), length / len(layers))
 
-    with torch.no_grad(), observed(model, visit, method):
-        for number, tokens in enumerate(track(documents, f"length {length}", len(documents), "documents")):
+    progress = WindowProgress(title or f"length {length}", len(documents), length * len(documents))
+    with torch.no_grad(), progress, observed(model, visit, method):
+        for number, tokens in enumerate(documents):
             pairs = max(1, len(range(number, protocol.pairs, len(documents))))
             m, n = (x.to(device) for x in draw_pairs(length, pairs, protocol.seed + number))
             model.hidden_states(torch.from_numpy(tokens[None, :length]).to(device))
@@ -292,6 +300,7 @@ def run(args: Namespace, show: Show) -> int:
                 continue
             with noting_missing(store, at, REMEDY):
                 with measured(subject.device) as meter:
-                    entry = analyse(subject.model, documents.arrays, length, protocol, chosen)
+                    title = f"{subject.label}, {at}"
+                    entry = analyse(subject.model, documents.arrays, length, protocol, chosen, title)
                 store.put(entry, Cost.of(at, meter, length * len(documents.arrays)))
     return evaluation.status

@@ -9,7 +9,7 @@ The short context has at least `short` and fewer than `short + stride` tokens: `
 beginning, and positions are counted from there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,15 +44,28 @@ def losses_of(model: LanguageModel, rows: np.ndarray, last: int) -> np.ndarray:
     return torch.stack(losses).double().cpu().numpy()
 
 
+def window_lengths(length: int, contrast: Contrast) -> list[int]:
+    """Return the lengths of the windows that `key_tokens` reads for a document of `length` tokens."""
+    short, stride = contrast.short, contrast.stride
+    return [length, *(min(length - start, short + stride) for start in range(0, length - short, stride))]
+
+
+@torch.inference_mode()
 def key_tokens(
-    model: LanguageModel, tokens: np.ndarray, contrast: Contrast, tokens_per_batch: int = 8192
+    model: LanguageModel,
+    tokens: np.ndarray,
+    contrast: Contrast,
+    tokens_per_batch: int = 8192,
+    read: Callable[[int, int], None] = lambda windows, tokens: None,
 ) -> np.ndarray:
     """Return the places of a document's key tokens (int64, ascending). Tokens before `short` are never key tokens.
 
-    A forward pass has at most `tokens_per_batch` tokens, but at least one window; the long context is one window.
+    A forward pass has at most `tokens_per_batch` tokens, but at least one window; the long context is one window. After
+    each pass, `read` is called with the numbers of its windows and tokens.
     """
     short, stride = contrast.short, contrast.stride
     long = losses_of(model, tokens[None], len(tokens) - 1)[0]  # the loss of token i is at i - 1
+    read(1, len(tokens))
     starts = list(range(0, len(tokens) - short, stride))
     whole = [start for start in starts if start + short + stride <= len(tokens)]
     size = max(1, tokens_per_batch // (short + stride))
@@ -67,6 +80,7 @@ def key_tokens(
             given_all = long[first - 1 : first - 1 + scored]
             chosen = (own - given_all > contrast.alpha) & (given_all < -contrast.beta)
             found.append(first + np.flatnonzero(chosen))
+        read(len(batch), rows.size)
     return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
 

@@ -31,10 +31,17 @@ from megatron_coca.evaluation.results import (
 )
 from megatron_coca.evaluation.statistics import exponential
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
-from megatron_coca.evaluation.tasks.key_tokens import Contrast, Span, key_tokens, losses_of, tokens_within
+from megatron_coca.evaluation.tasks.key_tokens import (
+    Contrast,
+    Span,
+    key_tokens,
+    losses_of,
+    tokens_within,
+    window_lengths,
+)
 from megatron_coca.evaluation.tasks.perplexity import LanguageModel
+from megatron_coca.evaluation.window_progress import WindowProgress
 from megatron_coca.model import GPT
-from megatron_coca.support.console import track
 from megatron_coca.support.plain_text import masked
 
 PROTOCOL = (
@@ -134,12 +141,14 @@ def run(args: Namespace, show: Show) -> int:
             if store.get((length,)) is not None:
                 continue
             with noting_missing(store, at, remedy):
-                with measured(subject.device) as meter:
+                arrays = [tokens[:length] for tokens in documents.arrays]
+                progress = _progress(f"{subject.label}, {at}", arrays, contrast, shared is None, scores=True)
+                with measured(subject.device) as meter, progress:
                     if shared is not None:
                         prepared = shared[length]
                     else:
-                        prepared = _own(subject.model, documents, length, contrast, args.tokens_per_batch)
-                    entry = long_perplexity(subject.model, prepared, length)
+                        prepared = _own(subject.model, arrays, contrast, args.tokens_per_batch, progress)
+                    entry = long_perplexity(subject.model, prepared, length, progress.read)
                 if entry is None:
                     reason = "no token needs the long context; lower --alpha or --beta, or use longer documents"
                     store.miss(Missing(at=at, kind="failed", reason=reason))
@@ -157,9 +166,20 @@ def _has_all(path: Path, lengths: Sequence[int]) -> bool:
     return {(length,) for length in lengths} <= {entry.key for entry in found.results}
 
 
-def _own(model: GPT, documents: Documents, length: int, contrast: Contrast, batch: int) -> list[Prepared]:
-    arrays = [tokens[:length] for tokens in documents.arrays]
-    return [Prepared(tokens, key_tokens(model, tokens, contrast, batch)) for tokens in arrays]
+def _own(
+    model: GPT, arrays: Sequence[np.ndarray], contrast: Contrast, batch: int, progress: WindowProgress
+) -> list[Prepared]:
+    """Let the evaluated model find its own key tokens."""
+    return [Prepared(tokens, key_tokens(model, tokens, contrast, batch, progress.read)) for tokens in arrays]
+
+
+def _progress(
+    title: str, arrays: Sequence[np.ndarray], contrast: Contrast, finds: bool, scores: bool
+) -> WindowProgress:
+    """Return the progress of finding key tokens in documents, of scoring the documents, or of both."""
+    lengths = [length for tokens in arrays for length in window_lengths(len(tokens), contrast) if finds]
+    lengths += [len(tokens) for tokens in arrays if scores]
+    return WindowProgress(title, len(lengths), sum(lengths))
 
 
 def _prepare(
@@ -175,14 +195,15 @@ def _prepare(
     found = {}
     for length in sorted(args.lengths):
         arrays = [tokens[:length] for tokens in documents.arrays]
-        tracked = track(arrays, f"key tokens, length {length}", len(arrays), "documents")
-        if same:
-            found[length] = [Prepared(one, key_tokens(model, one, contrast, args.tokens_per_batch)) for one in tracked]
-            continue
-        assert evaluators is not None and own is not None, "different tokenizers exist"
-        keys = partial(key_tokens, model, contrast=contrast, tokens_per_batch=args.tokens_per_batch)
-        texts = (own.decode(tokens.tolist()) for tokens in tracked)
-        found[length] = [through_text(text, own, evaluators, keys, documents.start) for text in texts]
+        with _progress(f"key tokens, length {length}", arrays, contrast, finds=True, scores=False) as progress:
+            batch, read = args.tokens_per_batch, progress.read
+            keys = partial(key_tokens, model, contrast=contrast, tokens_per_batch=batch, read=read)
+            if same:
+                found[length] = [Prepared(tokens, keys(tokens)) for tokens in arrays]
+                continue
+            assert evaluators is not None and own is not None, "different tokenizers exist"
+            texts = (own.decode(tokens.tolist()) for tokens in arrays)
+            found[length] = [through_text(text, own, evaluators, keys, documents.start) for text in texts]
     return found
 
 
@@ -208,11 +229,20 @@ def through_text(
     return Prepared(np.array([*before, *tokens], dtype=np.int64), within)
 
 
-def long_perplexity(model: LanguageModel, prepared: Sequence[Prepared], length: int) -> LongPerplexity | None:
-    """Return the entry of one length, or None if no document has a key token."""
+def long_perplexity(
+    model: LanguageModel,
+    prepared: Sequence[Prepared],
+    length: int,
+    read: Callable[[int, int], None] = lambda windows, tokens: None,
+) -> LongPerplexity | None:
+    """Return the entry of one length, or None if no document has a key token.
+
+    After each document, `read` is called with 1 and its number of tokens.
+    """
     digest, sums, count, total, scored = hashlib.sha256(), [], 0, [], 0
     for document in prepared:
         losses = losses_of(model, document.tokens[None], len(document.tokens) - 1)[0]
+        read(1, len(document.tokens))
         digest.update(len(document.keys).to_bytes(8, "little") + document.keys.astype("<i8").tobytes())
         sums.append(math.fsum(losses[document.keys - 1]))
         count += len(document.keys)

@@ -5,6 +5,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -28,7 +29,7 @@ from megatron_coca.evaluation.results import (
 )
 from megatron_coca.evaluation.statistics import exponential
 from megatron_coca.evaluation.subject import Evaluation, Subject, Unusable, noting_missing
-from megatron_coca.support.console import Progress, short
+from megatron_coca.evaluation.window_progress import WindowProgress
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +120,11 @@ def run(args: Namespace, show: Show) -> int:
             earlier = store.get((window,))
             scores = [] if earlier is None else earlier.scores()
             remaining = documents.arrays[len(scores) :]
-            progress = WindowProgress(f"{subject.label}, window {window}", remaining, window, args.stride)
+            progress = scoring_progress(f"{subject.label}, window {window}", remaining, window, args.stride)
             with noting_missing(store, f"window {window}", remedy), progress:
+                advance = partial(_advance, progress, window)
                 for tokens in remaining:
-                    score, meter = _measured_score(args, subject, kept, window, len(scores), tokens, progress.advance)
+                    score, meter = _measured_score(args, subject, kept, window, len(scores), tokens, advance)
                     scores.append(score)
                     lengths = [len(scored) for scored in documents.arrays[: len(scores)]]
                     store.put(pooled(window, scores, lengths), Cost.of(f"window {window}", meter, len(tokens) - 1))
@@ -130,21 +132,16 @@ def run(args: Namespace, show: Show) -> int:
     return evaluation.status
 
 
-class WindowProgress(Progress):
-    """Progress of scoring documents, which counts windows and the tokens that the model has read.
+def scoring_progress(
+    title: str, documents: Sequence[np.ndarray], window: int, stride: int, show: bool = True
+) -> WindowProgress:
+    """Return the progress of scoring documents in windows of the same length."""
+    count = sum(window_count(len(tokens), window, stride) for tokens in documents)
+    return WindowProgress(title, count, count * window, show)
 
-    All windows have the same length, so the remaining time follows from the number of windows.
-    """
 
-    def __init__(self, title: str, documents: Sequence[np.ndarray], window: int, stride: int, show: bool = True):
-        total = sum(window_count(len(tokens), window, stride) for tokens in documents)
-        super().__init__(title, total, "windows", show=show)
-        self._window = window
-
-    def advance(self, count: float = 1) -> None:
-        tokens, total = ((self.done + count) * self._window, (self.total or 0) * self._window)
-        self.details = [f"{short(tokens)} of {short(total)} tokens"]
-        super().advance(count)
+def _advance(progress: WindowProgress, window: int, count: int) -> None:
+    progress.read(count, count * window)
 
 
 def _measured_score(
@@ -154,7 +151,7 @@ def _measured_score(
     window: int,
     document: int,
     tokens: np.ndarray,
-    advance: Callable[[float], None],
+    advance: Callable[[int], None],
 ) -> tuple[DocumentScore, Meter]:
     """Return the score of a document, from a part if one has measured it, and its cost. `advance` gets the number of
     windows that were scored.
@@ -192,13 +189,15 @@ def _measure_part(
         empty = PerplexityResult(**vars(subject.header), **fields, results=[], missing=[])
         unsaved = Store(None, empty)
         kept = DocumentScores(evaluation.options.output_of("perplexity", label), empty)
-        with Progress(f"{label}, part {part + 1} of {parts}", len(own[label]), "documents") as progress:
-            for window, document in own[label]:
-                progress.advance(1)
-                if kept.get(window, document) is None:
+        waiting = [pair for pair in own[label] if kept.get(*pair) is None]
+        counts = [(window_count(len(arrays[document]), window, args.stride), window) for window, document in waiting]
+        total, read = sum(count for count, _ in counts), sum(count * window for count, window in counts)
+        with WindowProgress(f"{label}, part {part + 1} of {parts}", total, read) as progress:
+            for window, document in waiting:
+                if kept.get(window, document) is None:  # another process may have scored it meanwhile
                     with noting_missing(unsaved, f"window {window}", remedy):
-                        tokens = arrays[document]
-                        score, meter = _measured_score(args, subject, kept, window, document, tokens, lambda _: None)
+                        tokens, advance = arrays[document], partial(_advance, progress, window)
+                        score, meter = _measured_score(args, subject, kept, window, document, tokens, advance)
                         kept.put(window, document, *score, meter)
     return 0
 
@@ -254,8 +253,8 @@ def sliding_window_perplexity(
     check_vocabulary(arrays, vocabulary)
     results = []
     for window in windows:
-        with WindowProgress(f"window {window}", arrays, window, stride, progress) as shown:
-            options = window, stride, tokens_per_batch, vocabulary, shown.advance
+        with scoring_progress(f"window {window}", arrays, window, stride, progress) as shown:
+            options = window, stride, tokens_per_batch, vocabulary, partial(_advance, shown, window)
             scores = [score_document(model, tokens, *options) for tokens in arrays]
         results.append(pooled(window, scores, [len(tokens) for tokens in arrays]))
     return results

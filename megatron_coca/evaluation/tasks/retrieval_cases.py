@@ -74,7 +74,7 @@ def first_run(answer: str, digits: int) -> str | None:
 
 
 def passkey_score(answer: str, expected: Sequence[str]) -> float:
-    return float(first_run(answer, 5) == expected[0])
+    return float(first_run(answer, len(expected[0])) == expected[0])
 
 
 def share_found(answer: str, expected: Sequence[str]) -> float:
@@ -136,9 +136,11 @@ class RetrievalTask:
         return puzzle, Draft(puzzle.description, self.haystack, hidden, question, first, puzzle.in_lines)
 
 
-def passkey(answer_stub: bool = False) -> RetrievalTask:
+def passkey(answer_stub: bool = False, digits: int = 5) -> RetrievalTask:
+    """Return the passkey task, with keys of `digits` digits; see `PASSKEY_PROTOCOL`, which has five."""
+
     def puzzle(random: Random, length: int) -> Puzzle:
-        key = random_number(random, 5)
+        key = random_number(random, digits)
         hidden = Hidden(
             prompts.inner_gap(random.random()), f"The passkey is {key}. Remember it. {key} is the passkey.", key
         )

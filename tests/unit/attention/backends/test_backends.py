@@ -201,6 +201,25 @@ def test_merge_values_and_gradients(bands: tuple[Band, ...], length: int, past: 
     assert_merge_is_exact(make_inputs(bands, length, past, heads=heads))
 
 
+@pytest.mark.parametrize("bands", [(CAUSAL,), NEAR_AND_FAR])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_decoding_folds_the_queries_of_a_key_head_in_half_precision(
+    bands: tuple[Band, ...], dtype: torch.dtype
+) -> None:
+    """The folded rows go to the kernel, with twice the error of half precision at most; float32 is unchanged."""
+    inputs = make_inputs(bands, 40, past=39, heads=(6, 2), dtype=dtype)
+    assert sdpa.folded_query(inputs.query, inputs.key).shape[1] == 6, "gradients need the query as it is"
+    with torch.no_grad():
+        folded = sdpa.folded_query(inputs.query, inputs.key)
+        assert folded.shape[1] == (6 if dtype == torch.float32 else 2)
+        found = (SdpaBackend() if len(bands) == 1 else MergeBackend()).attend(inputs)
+        wide = make_inputs(bands, 40, past=39, heads=(6, 2), dtype=dtype)
+        segments = tuple(Segment(each.query.double(), each.key.double(), each.band) for each in wide.segments)
+        expected = ReferenceBackend().attend(wide.replace(segments=segments, value=wide.value.double()))
+    assert found.shape == inputs.query.shape and found.dtype == dtype
+    assert (found.double() - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
+
+
 @pytest.mark.parametrize("past", [0, 9])
 @pytest.mark.parametrize("rows", [((30,), (30,)), ((4, 1, 25), (4, 1, 25)), ((10, 20), (29, 1))])
 def test_merge_of_packed_documents(rows: tuple[tuple[int, ...], ...], past: int) -> None:

@@ -85,7 +85,8 @@ def test_variants_and_methods_without_rotation(
     assert analyse(checkpoints["alibi"], "alibi.json", "--lengths", "16") == 0
     cell = read_record(tmp_path / "alibi.json", AnalysisResult, "an analysis").results[0]
     assert cell.angles is None and cell.borders is None and cell.decay.falling_mean == 1.0
-    assert ", 16 tokens |               – |" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert ", 16 tokens |               – |" in shown.out and "length 16: 0/2 windows" in shown.err
     assert analyse(checkpoints["alibi"], "alibi.json", "--lengths", "16,16") == 2
     assert "must be distinct" in capsys.readouterr().err
 

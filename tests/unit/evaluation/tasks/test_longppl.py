@@ -10,7 +10,7 @@ import torch
 
 from megatron_coca.checkpoints import load_model
 from megatron_coca.evaluation.cli import main
-from megatron_coca.evaluation.tasks.key_tokens import Contrast, key_tokens, tokens_within
+from megatron_coca.evaluation.tasks.key_tokens import Contrast, key_tokens, tokens_within, window_lengths
 from megatron_coca.evaluation.tasks.longppl import LongPerplexityResult, Prepared, long_perplexity, through_text
 from megatron_coca.model import GPT
 from tests.checkpoint_files import BYTES
@@ -69,6 +69,14 @@ def test_longppl_is_that_of_the_definition(model: GPT, tokens_per_batch: int) ->
     assert entry.longppl == pytest.approx(math.exp(-sum(known) / len(known)), rel=1e-5)
 
 
+@pytest.mark.parametrize("tokens_per_batch", [1, 40])
+def test_windows_are_counted(model: GPT, tokens_per_batch: int) -> None:
+    read: list[tuple[int, int]] = []
+    key_tokens(model, document(1), CONTRAST, tokens_per_batch, lambda *passed: read.append(passed))
+    lengths = window_lengths(LENGTH, CONTRAST)
+    assert [sum(passed) for passed in zip(*read, strict=True)] == [len(lengths), sum(lengths)]
+
+
 def test_without_key_tokens(model: GPT) -> None:
     assert key_tokens(model, document(1)[:8], CONTRAST).tolist() == []
     assert long_perplexity(model, [Prepared(document(1), np.array([], dtype=np.int64))], LENGTH) is None
@@ -95,7 +103,9 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     given += ["--variant", "plain", "--variant", "PI", "rope_scaling.rope_type=linear", "rope_scaling.factor=2"]
     given += ["--short", "8", "--stride", "4", "--alpha", "0.01", "--beta", "-8", "--output", str(tmp_path / "out")]
     assert main([*given, "--lengths", "24,48", "--evaluator", str(checkpoint)]) == 0
-    assert "LongPPL by length" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "LongPPL by length" in shown.out
+    assert "key tokens, length 48: 0/11 windows" in shown.err and "plain, length 48: 0/1 windows" in shown.err
     read = [
         LongPerplexityResult.model_validate_json((tmp_path / "out" / f"longppl_{name}.json").read_bytes())
         for name in ("plain", "pi")
