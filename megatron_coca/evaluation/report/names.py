@@ -7,7 +7,7 @@ from megatron_coca.evaluation.report.looks import Member
 MEANINGS: dict[str, dict[str, str]] = {
     "pos_emb": {
         "rotary": "RoPE, which rotates queries and keys by their positions",
-        "coca": "collinear constrained attention with the constraint on keys, the form that the paper trains",
+        "coca": "collinear constrained attention with the constraint on keys, the form that the CoCA paper trains",
         "coca_strict": "collinear constrained attention with the constraint on keys and queries",
         "pope": "content determines only magnitudes, and positions determine only angles",
         "polar": "a form between CoCA-Strict and PoPE: content determines magnitudes, positions determine angles",
@@ -28,9 +28,9 @@ MEANINGS: dict[str, dict[str, str]] = {
         "ntk": "a larger rotary base slows the slow frequencies most",
         "ntk_fixed": "a larger rotary base, also for the fastest frequency",
         "ntk_mixed": "a mixture of a larger rotary base and divided positions",
-        "dynamic": "a rotary base that grows with the length of the input",
+        "dynamic": "a rotary base that grows with the length of the input; a number in the name is the factor",
         "dynamic_max": "a rotary base that grows with the length of the input, at least that of the target length",
-        "yarn": "slow frequencies are divided by a factor, fast ones stay",
+        "yarn": "slow frequencies are divided by a factor, the number in the name, and fast ones stay",
         "dynamic_yarn": "slow frequencies are divided by a factor that grows with the length of the input",
         "longrope": "every frequency is divided by a factor of its own",
         "llama3": "slow frequencies are divided by a factor, as in Llama 3.1",
