@@ -83,7 +83,7 @@ class Cluster:
         options = [f"--{option}={self.folder / name}" for option, name in names.items()]
         self._daemon("munged", "munged", "-F", "-f", *options)
         self._wait(lambda: (self.folder / "munge.socket").exists(), "munged does not answer")
-        self._daemon("slurmctld", "slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
+        self._start_controller()
         for node in range(self._nodes):
             self._start_node(f"n{node}")
         self._wait(lambda: self._states() == ["idle"] * self._nodes, "the nodes are not idle")
@@ -123,18 +123,28 @@ class Cluster:
         return dict(field.partition("=")[::2] for field in fields if "=" in field)
 
     def jobs(self) -> dict[str, str]:
-        """Return the states of the jobs that have not ended, by JOB or JOB_TASK."""
-        lines = self.command("squeue", "--noheader", "--array", "--format=%i %T").splitlines()
-        return dict(line.split() for line in lines)
+        """Return the states and reasons of the jobs that have not ended, by JOB or JOB_TASK.
+
+        Starts the controller again if it has ended, as a service does: slurmctld 22.05 can crash if a node comes back
+        with a step of a job that is queued again.
+        """
+        if self._daemons["slurmctld"].poll() is not None:
+            self._start_controller()
+            self._wait(lambda: bool(self._states()), "slurmctld does not answer")
+        lines = self.command("squeue", "--noheader", "--array", "--format=%i %T %r").splitlines()
+        return {name: state for name, _, state in (line.partition(" ") for line in lines)}
 
     def start_requeued(self) -> None:
         """Start the jobs that have waited for three seconds after a requeue. Slurm would wait for two minutes.
 
-        Slurm does not start a job in the second in which it was requeued: "job credential revoked".
+        Slurm does not start a job in the second in which it was requeued: "job credential revoked". It holds a job that
+        a lost node did not start; an administrator releases it.
         """
         lines = self.command("squeue", "--noheader", "--array", "--format=%i %r", check=False).splitlines()
         found = {line.partition(" ")[0] for line in lines if line.endswith(" BeginTime")}
         self._requeued = {name: self._requeued.get(name, time.monotonic()) for name in found}
+        for name in (line.partition(" ")[0] for line in lines if "held" in line):
+            self.command("scontrol", "release", name, check=False)
         for name, since in self._requeued.items():
             if time.monotonic() - since > 3:
                 self.command("scontrol", "update", f"JobId={name}", "StartTime=now", check=False)
@@ -159,6 +169,9 @@ class Cluster:
         self.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
         self._start_node(node)
         self.command("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
+    def _start_controller(self) -> None:
+        self._daemon("slurmctld", "slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
 
     def _start_node(self, node: str) -> None:
         self._daemon(node, "slurmd", "-D", "-f", self.environment["SLURM_CONF"], "-N", node)

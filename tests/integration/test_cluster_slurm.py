@@ -54,7 +54,7 @@ def kill_tasks(cluster: Cluster, work: str, kills: Mapping[str, int], seed: int,
     chosen.shuffle(waiting)
     while jobs := cluster.jobs():
         assert time.monotonic() < deadline, f"{jobs}; not killed: {waiting}"
-        running = sorted(name for name, state in jobs.items() if state == "RUNNING" and "_" in name)
+        running = sorted(name for name, state in jobs.items() if state.startswith("RUNNING") and "_" in name)
         if running and waiting:
             time.sleep(chosen.uniform(0, 2))
             if KILL[waiting[0]](cluster, *chosen.choice(running).split("_"), chosen):
