@@ -124,6 +124,26 @@ def test_a_measure_of_attention_has_no_best_label(tmp_path: Path) -> None:
     assert table.rows[1].cells[0].low is not None and not any(cell.best for row in table.rows for cell in row.cells)
 
 
+def test_a_new_report_removes_the_numbers_of_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a kill there is no page, because its tables can be those of either report."""
+    one, other = write(
+        tmp_path / "results", {"a": perplexity("A", {512: 2.0, 1024: 3.0}), "b": recall("B", {512: 1.0})}
+    )
+    build_report([one, other], tmp_path)
+    earlier = tmp_path / "tables" / "recall-1.tex"
+    (tmp_path / "tables" / "mine.tex").write_text("not of the report")
+    assert earlier.is_file() and (tmp_path / "report.html").is_file()
+    with monkeypatch.context() as killed:
+        killed.setattr("megatron_coca.evaluation.report._notebook", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            build_report([one], tmp_path)
+    assert not (tmp_path / "report.html").exists() and not earlier.exists()
+    build_report([one], tmp_path)
+    kept = {path.name for path in (tmp_path / "tables").iterdir()}
+    assert "mine.tex" in kept and not [name for name in kept if name.startswith("recall")]
+    assert (tmp_path / "report.html").is_file()
+
+
 def test_an_unknown_metric_is_an_error(tmp_path: Path) -> None:
     rows = tidy(read_results(write(tmp_path, {"one": perplexity("A", {512: 2.0})})))
     with pytest.raises(EvaluationError, match="recall accuracy: has no numbers by length; name one of perplexity per"):
