@@ -261,5 +261,5 @@ def _small(
         caption += f" at {' and '.join(lengths)} tokens"
     notes = tuple(note for note in table.notes if note.startswith(("*", MARK)))
     if len(kept) < len(marked):
-        notes += (f"{len(kept)} of {len(marked)} labels. The section below has all of them.",)
+        notes += (f"{len(kept)} of {len(marked)} labels; the full table has all of them.",)
     return Table("headline", caption, header, tuple(kept), notes)
