@@ -270,23 +270,34 @@ def pack(results: Path) -> Path:
     return archive_of(results)
 
 
+def _lines(archive: Path) -> list[bytes]:
+    """Return the lines of an archive. Raises ValueError if it is not exactly one complete frame.
+
+    `zstandard.open` reads a file that was cut off, or the first of several archives in one file, without an error.
+    """
+    decoder = zstandard.ZstdDecompressor().decompressobj()
+    content = decoder.decompress(archive.read_bytes())
+    if not decoder.eof or decoder.unused_data:
+        raise ValueError("it was cut off" if not decoder.eof else "data follows the archive")
+    return content.splitlines()
+
+
 def unpack(results: Path) -> None:
     """Extract the files that the results folder lacks from its archive, if there is one. Raises EvaluationError."""
     archive = archive_of(results)
     if not archive.is_file():
         return
     try:
-        with zstandard.open(archive, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                entry = json.loads(line)
-                path = results / entry["file"]
-                if not path.resolve().is_relative_to(results.resolve()):
-                    raise EvaluationError(
-                        f"{archive}: contains {entry['file']}, which is outside {results}; restore the archive"
-                    )
-                if not path.exists():
-                    content = json.dumps(entry["content"], indent=2, ensure_ascii=False) + "\n"
-                    write_atomically(path, content.encode())
+        for line in _lines(archive):
+            entry = json.loads(line)
+            path = results / entry["file"]
+            if not path.resolve().is_relative_to(results.resolve()):
+                raise EvaluationError(
+                    f"{archive}: contains {entry['file']}, which is outside {results}; restore the archive"
+                )
+            if not path.exists():
+                content = json.dumps(entry["content"], indent=2, ensure_ascii=False) + "\n"
+                write_atomically(path, content.encode())
     except (OSError, ValueError, KeyError, RecursionError, zstandard.ZstdError) as error:
         if isinstance(error, EvaluationError):
             raise

@@ -19,7 +19,7 @@ class Declared(NamedTuple):
     """A declared contrast with its mean difference over seeds (of logarithms for perplexities).
 
     `p` is the p-value of the two-sided paired t test; `holm` is this p-value corrected for all contrasts of the file.
-    Both are NaN if all seeds differ by the same amount.
+    Both are NaN if all seeds differ by the same amount, or if a difference is not finite.
     """
 
     contrast: DeclaredContrast
@@ -142,6 +142,9 @@ def claim(file: AblationFile, tested: Sequence[Declared], steps: Sequence[Step])
             return ""
         p, difference = found.holm, found.difference
         correction = f", corrected for {len(file.contrasts)} contrasts" if len(file.contrasts) > 1 else ""
+    if not math.isfinite(difference.mean):
+        names = f"{in_sentence(first.label)} and {in_sentence(first.other)}"
+        return f"{_place(first)}, the {_quantity(first)} of {names} cannot be compared: {INFINITE}."
     verdict = VERDICTS[_verdict(first, difference, p)].format(count=difference.count)
     shown = "" if math.isnan(p) else f" (two-sided p = {p_text(p)}{correction})"
     return f"{_place(first)}, {_statement(first, difference)}; {verdict}{shown}."
@@ -154,6 +157,9 @@ VERDICTS: dict[Verdict, str] = {
     "cannot be tested": "the t test is undefined, because all {count} seeds differ by the same amount",
 }
 """The results of a contrast, as in the sentence at the top of a report."""
+
+
+INFINITE = "at least one seed has no finite difference"
 
 
 def _place(contrast: DeclaredContrast) -> str:
@@ -170,14 +176,29 @@ def _statement(contrast: DeclaredContrast, difference: Estimate) -> str:
     if contrast.quantity == "recall":
         if mean < 0:
             mean, low, high = -mean, -high, -low
-        ends = f"{low:.2f} to {high:.2f}"
-        change = f"is {mean:.2f} {'lower' if difference.mean < 0 else 'higher'} than"
+        shown, low_end, high_end = _with_difference((mean, low, high), 2, 0.0)
+        change = f"is {shown} {'lower' if difference.mean < 0 else 'higher'} than"
         text = f"the recall of {ours} {'equals' if equal([mean, 0.0]) else change} that of {theirs}"
     else:
-        quantity = RATIO if contrast.quantity == "ratio" else contrast.quantity
-        text = f"the {quantity} of {ours} is {exponential(mean):.3f} times that of {theirs}"
-        ends = f"{exponential(low):.3f} to {exponential(high):.3f}"
-    return text if math.isnan(low) else f"{text} (95% interval: {ends})"
+        shown, low_end, high_end = _with_difference(tuple(map(exponential, (mean, low, high))), 3, 1.0)
+        text = f"the {_quantity(contrast)} of {ours} is {shown} times that of {theirs}"
+    return text if math.isnan(low) else f"{text} (95% interval: {low_end} to {high_end})"
+
+
+def _with_difference(numbers: Sequence[float], digits: int, none: float) -> list[str]:
+    """Return the numbers with `digits` after the decimal point, or as many more as the first needs to differ from
+    `none`, the number for no difference.
+    """
+    needed = (each for each in range(digits, MOST_DIGITS + 1) if f"{numbers[0]:.{each}f}" != f"{none:.{each}f}")
+    digits = next(needed, digits)
+    return [f"{number:.{digits}f}" for number in numbers]
+
+
+MOST_DIGITS = 6
+
+
+def _quantity(contrast: DeclaredContrast) -> str:
+    return RATIO if contrast.quantity == "ratio" else contrast.quantity
 
 
 RATIO = "perplexity relative to that at the training length"
@@ -186,6 +207,8 @@ RATIO = "perplexity relative to that at the training length"
 def amount(contrast: DeclaredContrast, difference: Estimate) -> str:
     """Return a difference of accuracy, or a ratio of perplexities, with its 95% interval if there is one."""
     mean, low, high = difference.mean, difference.low, difference.high
+    if not math.isfinite(mean):
+        return INFINITE
     if contrast.quantity != "recall":
         text, ends = f"{exponential(mean):.3f} times", f"{exponential(low):.3f} to {exponential(high):.3f}"
     else:

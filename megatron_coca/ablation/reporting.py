@@ -42,7 +42,7 @@ def write_report(file: AblationFile, cells: Sequence[Cell], papers: bool | None 
     """
     measured, baseline = _measured(file, cells)
     if not measured:
-        return "no results yet"
+        return f"no results yet: {file.results} has none of these {len(cells)} cells; look at --output and --scale"
     folder = file.results / "report"
     missing = [cell.name for cell in cells if state_of(cell) is not State.DONE]
     title = f"{file.title} ({len(cells) - len(missing)} of {len(cells)} cells)" if missing else file.title

@@ -111,6 +111,10 @@ def run(options: Namespace) -> int:
         print(f"wrote {files.pack(file.results)}")
         return 0
     recorded = files.recorded_data(file.results) if options.report or options.page else None
+    if options.report and not any(file.results.glob(f"*/{files.RECORD}")):
+        raise EvaluationError(
+            f"{file.results}: no results yet; run the ablation first, or look at --output and --scale"
+        )
     everything = grid.expand(file, options.device, options.dtype, recorded)
     cells = grid.select(everything, options.only)
     if options.part is not None:

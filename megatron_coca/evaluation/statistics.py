@@ -92,8 +92,11 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
 def p_value(values: Sequence[float]) -> float:
     """Return the two-sided p-value of Student's t test that two or more values have mean 0; 1 if all values are 0.
 
-    Return NaN if all values are equal, but not 0: t would be a number divided by a standard deviation of 0.
+    Return NaN if a value is not finite, or if all values are equal, but not 0: t would be a number divided by a
+    standard deviation of 0.
     """
+    if not all(map(math.isfinite, values)):
+        return math.nan
     if equal([*values, 0.0]):
         return 1.0
     if equal(values):

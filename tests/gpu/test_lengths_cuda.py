@@ -54,7 +54,7 @@ def test_one_query_after_any_number_of_keys(kv_heads: int, batch: int) -> None:
     for length in (1, 2, 31, 64, 65, 127, 128, 129, 500, 1000, 4096):
         k, v = (buffer[:, :, :length] for buffer in buffers)
         given = AttentionInputs((Segment(normal(batch, HEADS, 1), k),), v, 0.125)
-        assert max(distance(backend, given) for backend in ("sdpa", "triton")) < 0.01
+        assert all(distance(backend, given) < 0.01 for backend in ("sdpa", "triton"))  # `max` would pass over NaN
 
 
 def twice(attend: Callable[[list[Tensor]], Tensor]) -> bool:

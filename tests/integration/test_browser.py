@@ -107,7 +107,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     build_report([folder / "every"], folder / "sections", "350M parameters, trained at 512", papers=True)
     results, curves = ablation()
     files = write(folder / "many", results)
-    build_report(files, folder / "models", "Twelve models", curves=curves, baseline="Method A")
+    build_report(files, folder / "models", f"Twelve models of {'long/' * 20}", curves=curves, baseline="Method A")
     write_page(stretch_result(), {name: config_of(name) for name in PLAN.methods}, folder / "stretch", PLAN)
     with served(folder) as address:
         yield address

@@ -8,6 +8,7 @@ tokens.
 
 import argparse
 import copy
+import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -74,6 +75,12 @@ def relative(got: Tensor, true: Tensor) -> float:
     return float((got - true).norm() / true.norm().clamp(min=1e-12))
 
 
+def _excess(error: float, on_cpu: float) -> float:
+    """Return how far an error is above its limit. NaN is above every limit; `max` alone would pass over it."""
+    excess = error - 2 * on_cpu
+    return math.inf if math.isnan(excess) else excess
+
+
 def compare(keys: dict[str, Any], device: str, compiled: bool, values: bool) -> dict[str, Any]:
     """Compare one path, and return the errors and the attention backend.
 
@@ -94,7 +101,7 @@ def compare(keys: dict[str, Any], device: str, compiled: bool, values: bool) -> 
     if mine.keys() != exact.keys():
         raise AssertionError(f"gradients: only on one device: {', '.join(sorted(mine.keys() ^ exact.keys()))}")
     errors = {name: (relative(mine[name], true), relative(theirs[name], true)) for name, true in exact.items()}
-    worst = max(errors, key=lambda name: errors[name][0] - 2 * errors[name][1])
+    worst = max(errors, key=lambda name: _excess(*errors[name]))
     figures: dict[str, Any] = {"backend": backend_name(there), "loss": float(exact["loss"]), "worst": worst}
     figures |= {"loss_error": errors["loss"][0], "worst_error": errors[worst][0], "worst_on_cpu": errors[worst][1]}
     if values:

@@ -9,6 +9,7 @@ replaces the configuration, so that the checks also run on a CPU.
 
 import argparse
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -105,8 +106,10 @@ def same_bits(one: Losses, other: Losses) -> None:
 def nearly(one: Losses, other: Losses) -> float:
     """Return the largest relative difference, and raise an AssertionError if it is more than rounding."""
     assert one.keys() == other.keys(), f"steps {sorted(one.keys() ^ other.keys())} are only in one run"
-    step = max(one, key=lambda each: abs(one[each] - other[each]) / abs(other[each]))
-    error = abs(one[step] - other[step]) / abs(other[step])
+    errors = {step: abs(one[step] - other[step]) / abs(other[step]) for step in one}
+    # `max` would pass over NaN.
+    step = max(errors, key=lambda each: math.inf if math.isnan(errors[each]) else errors[each])
+    error = errors[step]
     assert error <= ROUNDING, f"step {step}: losses {one[step]} and {other[step]} differ by {error:.1e}"
     return error
 

@@ -1,13 +1,14 @@
 """`megatron-coca evaluate report`: tables, plots and a page from result files, with published numbers next to ours."""
 
+import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import notebook
-from megatron_coca.evaluation.report.charts import images
+from megatron_coca.evaluation.report.charts import FILES, images
 from megatron_coca.evaluation.report.curves import Curve, find_curves
 from megatron_coca.evaluation.report.document import (
     ReportDocument,
@@ -82,12 +83,36 @@ def build_report(
         **{f"figures/{name}{end}": image for name, found in drawings.items() for end, image in found.items()},
         **_table_files(document),
     }
+    _remove_earlier(folder, files)
     for name, content in files.items():
         write_atomically(folder / name, content)
     write_atomically(folder / notebook.NAME, _notebook(document, rows, folder).encode())
     # The page is written last, so that it exists only if all other files do.
     write_atomically(folder / PAGE, html_page(document, drawings).encode())
     return console_text(report_document(loaded, title, replace(options, papers=False)))
+
+
+def _remove_earlier(folder: Path, files: Collection[str]) -> None:
+    """Remove the page of an earlier report, and its tables and figures that are not among the new `files`.
+
+    A paper would go on showing their numbers. Files that the earlier report did not write stay.
+    """
+    (folder / PAGE).unlink(missing_ok=True)
+    try:
+        earlier = json.loads((folder / "results.json").read_bytes())
+        tables = {"headline", *(table["name"] for table in earlier["tables"])}
+        figures = {figure["name"] for figure in earlier["figures"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    ends = {"tables": TABLE_ENDS, "figures": [end for kinds in FILES.values() for end in kinds.values()]}
+    for kind, names in (("tables", tables), ("figures", figures)):
+        known = {f"{name}{end}" for name in names for end in ends[kind]}
+        for path in (folder / kind).glob("*"):
+            if path.name in known and f"{kind}/{path.name}" not in files:
+                path.unlink()
+
+
+TABLE_ENDS = (".csv", ".tex")
 
 
 def _table_files(document: ReportDocument) -> dict[str, bytes]:

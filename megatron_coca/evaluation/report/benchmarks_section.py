@@ -218,7 +218,9 @@ def _means(
 ) -> Table:
     """Return a benchmark's means by length: over all `of` `tasks`, or over the common tasks if no label has all."""
     group, common = extended
-    row, few = (MEAN, "") if has_row(group, MEAN) else (TOGETHER, f" over {len(common)} tasks")
+    row, few = (
+        (MEAN, "") if has_row(group, MEAN) else (TOGETHER, f" over {len(common)} task{'s' if len(common) > 1 else ''}")
+    )
     over = tasks if row == MEAN else f"{len(common)} of {of} tasks"
     measure = Measure(f"mean {title} score{few}", digits=1, unit="%")
     return table_of(name, f"{title}: means over {over} by length", group, {"{}": row}, columns, head, measure)

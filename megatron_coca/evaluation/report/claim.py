@@ -44,7 +44,7 @@ def headline(sections: Sequence[Section], options: ReportOptions) -> Headline | 
 
 def _learned(table: Table, measure: Measure) -> bool:
     values = [cell.value for row in table.rows for cell in row.cells if cell.value is not None]
-    return max(values) >= measure.least
+    return not all(value < measure.least for value in values)  # NaN is a number that the page must not pass over
 
 
 def _ours(table: Table, measure: Measure) -> Table:
@@ -75,13 +75,13 @@ def _length(head: str) -> int:
     return int(head.rstrip("*"))
 
 
-def _place(table: Table, column: int) -> str:
+def _place(table: Table, column: int, measure: Measure) -> str:
     """Return a column in words: `at 1,024 tokens, 16 times the training length`; empty if it is not a length."""
     heads = table.header[1:]
     if not heads[column].rstrip("*").isdecimal():
         return f"at a length of {heads[column]}" if heads[column][:1].isdecimal() else ""
     length, trained = _length(heads[column]), {_length(head) for head in heads if head.endswith("*")}
-    if len(trained) != 1:
+    if len(trained) != 1 or len(measure.trained) > 1:
         return f"at {length:,} tokens"
     times = length / trained.pop()
     return f"at {length:,} tokens, " + ("the training length" if times == 1 else f"{times:g} times the training length")
@@ -100,7 +100,7 @@ def _claim(table: Table, column: int, measure: Measure, options: ReportOptions) 
         name = in_sentence(infinite[0]) if len(infinite) == 1 else f"{len(infinite)} labels"
         parts.append(f"{name} {'has' if len(infinite) == 1 else 'have'} no finite {measure.quantity}")
     pairs = _pairs(cells, measure)
-    sentence = ", ".join(filter(None, (_place(table, column), "; ".join(parts))))
+    sentence = ", ".join(filter(None, (_place(table, column, measure), "; ".join(parts))))
     return f"{_capital(sentence)}.", _basis(cells, pairs)
 
 
@@ -133,23 +133,26 @@ def _single(table: Table, column: int, label: str, measure: Measure) -> tuple[st
     """Return the sentence on a single label, its first against its last length, and how it was tested."""
     cells = next(row.cells for row in table.rows if row.name == label)
     first, end = next((at for at, cell in enumerate(cells) if _finite(cell)), column), cells[column]
-    start, place = cells[first], _place(table, column)
+    start, place = cells[first], _place(table, column, measure)
     label = in_sentence(label)
-    known = f"{label} has a {measure.quantity} of {_number(start, measure)} {_place(table, first)}".rstrip()
+    known = f"{label} has a {measure.quantity} of {_number(start, measure)} {_place(table, first, measure)}".rstrip()
     if not _finite(end):
         none = f"no finite {measure.quantity} {place}."
         return (f"{label} has {none}" if first == column else f"{known}, and {none}"), ""
     if first == column:
         return f"{known}.", ""
     basis = _basis({label: end}, [(start, end)])
-    places = f"{_place(table, first)}, and {_number(end, measure)} {place}"
+    places = f"{_place(table, first, measure)}, and {_number(end, measure)} {place}"
     if not testable(start, end):
         return f"{label} has a {measure.quantity} of {_number(start, measure)} {places}; this was not tested.", basis
     if not differ_significantly(start, end):
         text = f"No significant difference in {measure.quantity} of {label} is shown"
         return f"{text}: {_number(start, measure)} {places}.", basis
     verb, measure = "falls" if (end.value or 0.0) < (start.value or 0.0) else "rises", _exact(measure, start, end)
-    first_place, last_place = f"{_number(start, measure)} {_place(table, first)}", f"{_number(end, measure)} {place}"
+    first_place, last_place = (
+        f"{_number(start, measure)} {_place(table, first, measure)}",
+        f"{_number(end, measure)} {place}",
+    )
     return f"The {measure.quantity} of {label} {verb} from {first_place}, to {last_place}.", basis
 
 
@@ -258,5 +261,5 @@ def _small(
         caption += f" at {' and '.join(lengths)} tokens"
     notes = tuple(note for note in table.notes if note.startswith(("*", MARK)))
     if len(kept) < len(marked):
-        notes += (f"{len(kept)} of {len(marked)} labels. The section below has all of them.",)
+        notes += (f"{len(kept)} of {len(marked)} labels; the full table has all of them.",)
     return Table("headline", caption, header, tuple(kept), notes)

@@ -72,6 +72,7 @@ class Measure:
         least: the number that one label must reach somewhere; otherwise, no model has learned the task.
         digits, unit: digits after the decimal point, and a unit after the number.
         column: the only column that the sentence is about; by default all columns, which are lengths.
+        trained: the training lengths of the models, also of those not measured at their training length.
     """
 
     quantity: str
@@ -81,6 +82,7 @@ class Measure:
     digits: int = 2
     unit: str = ""
     column: int | None = None
+    trained: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -31,18 +31,32 @@ AXES = {("recall", "accuracy"): "recall", ("passkey", "accuracy"): "passkey accu
 
 @dataclass(frozen=True)
 class Kind:
-    """How a metric is shown: averaged as a logarithm, on a logarithmic axis, and whether the lowest is the best."""
+    """How a metric is shown: averaged as a logarithm, on a logarithmic axis, and whether the lowest is the best.
+
+    Of a metric that is not `ranked`, no number is better than another.
+    """
 
     log: bool = False
     lowest: bool = False
     share: bool = False
+    ranked: bool = True
+
+
+KINDS = {
+    "perplexity": Kind(log=True, lowest=True),
+    "LongPPL": Kind(log=True, lowest=True),
+    "loss": Kind(lowest=True),
+    "share of key tokens": Kind(ranked=False),
+    "anomalous pairs": Kind(ranked=False),
+    "score falls with distance": Kind(ranked=False),
+    "entropy": Kind(ranked=False),
+}
+"""The kinds of metrics by their names in results.csv; `kind_of` has the kinds of accuracies, scores and times."""
 
 
 def kind_of(metric: str) -> Kind:
     """Return the kind of a metric: accuracies are shares; of perplexities, losses and times the lowest is the best."""
-    if "accuracy" in metric:
-        return Kind(share=True)
-    return Kind(log=metric == "perplexity", lowest=metric in ("perplexity", "loss") or metric.endswith("seconds"))
+    return KINDS.get(metric) or Kind(share="accuracy" in metric, lowest=metric.endswith("seconds"))
 
 
 def measured(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -122,7 +136,8 @@ def table(rows: Sequence[Row], task: str, metric: str) -> Table:
     lines = [
         TableRow(label, tuple(by_length.get(length, EMPTY) for length in lengths)) for label, by_length in found.items()
     ]
-    shown = tuple(mark_best(lines, kind_of(metric).lowest))
+    kind = kind_of(metric)
+    shown = tuple(mark_best(lines, kind.lowest) if kind.ranked else lines)
     return Table(f"{task}-{metric}", f"{task}: {metric} by length", ("label", *map(str, lengths)), shown)
 
 

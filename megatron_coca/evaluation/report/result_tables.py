@@ -112,7 +112,8 @@ def length_tables(name: str, specs: Sequence[LengthTable], group: ResultGroup, o
         notes = (f"* training length ({', '.join(map(str, sorted(trained)))})",) if trained & set(lengths) else ()
         header, sources = (spec.head, *length_header(lengths, trained)), tuple(map(source_text, joined))
         below = (*notes, *spec.notes)
-        main = Table(f"{name}{spec.suffix}", spec.caption, header, tuple(rows), below, sources, spec.measure)
+        measure = None if spec.measure is None else replace(spec.measure, trained=frozenset(trained))
+        main = Table(f"{name}{spec.suffix}", spec.caption, header, tuple(rows), below, sources, measure)
         compared = any(metric.lowest for metric in spec.rows.values())
         tables.append(with_baseline_note(main, options.baseline) if compared else main)
         tables += [published_table(table, name) for table in theirs if table not in joined]

@@ -61,25 +61,18 @@ def tidy_rows(groups: Groups, members: Mapping[str, Member]) -> list[Row]:
 
 
 def speed_rows(loaded: Iterable[LoadedResult]) -> list[Row]:
-    """Return the times of `speed`: the label is the method, and the weights are the shape of the model."""
+    """Return the times of `speed`: the label is the method, and the weights are the shape of the model.
+
+    Times of different files are never averaged: with several files, the task's name has the file's number, as in the
+    page's tables, with its label and device.
+    """
+    files: list[Any] = [item.result for item in loaded if item.result.task == "speed"]
     rows = []
-    for item in loaded:
-        result: Any = item.result
-        for entry in result.results if result.task == "speed" else ():
-            metric = f"{entry.what}, seconds"
-            rows.append(
-                Row(
-                    entry.method,
-                    result.label,
-                    "",
-                    None,
-                    "speed",
-                    metric,
-                    entry.length,
-                    entry.seconds,
-                    method=entry.method,
-                )
-            )
+    for number, result in enumerate(files, 1):
+        task = f"speed ({number}: {result.label} on {result.environment.device})" if len(files) > 1 else "speed"
+        for entry in result.results:
+            of_file = (entry.method, result.label, "", None, task, f"{entry.what}, seconds")
+            rows.append(Row(*of_file, entry.length, entry.seconds, method=entry.method))
     return rows
 
 

@@ -43,6 +43,11 @@ def test_an_empty_folder_and_damage_are_reported(tmp_path: Path) -> None:
     archive.write_bytes(b"no zstd")
     with pytest.raises(EvaluationError, match="damaged"):
         unpack(tmp_path / "study")
+    whole = zstandard.compress(b'{"file": "a-s1-0/cell.json", "content": 1}\n' * 99)
+    for damaged, problem in ((whole[:-5], "it was cut off"), (b"", "it was cut off"), (whole * 2, "data follows")):
+        archive.write_bytes(damaged)
+        with pytest.raises(EvaluationError, match=rf"damaged \({problem}"):
+            unpack(tmp_path / "study")
     archive.write_bytes(zstandard.compress(b'{"file": "../../x.json", "content": 1}\n'))
     with pytest.raises(EvaluationError, match=r"contains \.\./\.\./x\.json, which is outside"):
         unpack(tmp_path / "study")

@@ -18,6 +18,7 @@ from megatron_coca.support.safe_yaml import read_yaml
 RECALL = Path(__file__).parents[3] / "configs" / "recall"
 CLEAR, NOISE, SAME = [0.2, 0.25, 0.3], [0.2, -0.25, 0.3], [0.5, 0.5, 0.5]
 OPPOSITE = [-each for each in CLEAR]
+TINY = [0.008 * each for each in CLEAR]
 
 
 def declared(*quantities: str, testing: str = "sequence") -> Any:
@@ -80,6 +81,8 @@ def test_a_sequence_ends_at_the_first_that_does_not_hold(
         ("recall", SAME, "is 0.50 higher than that of RoFormer; the t test", "all 3 seeds differ by the same amount"),
         ("recall", [0.0] * 3, "equals that of RoFormer; no significant", "difference is shown (P 1)"),
         ("perplexity", CLEAR, "is 1.284 times that of RoFormer (95% interval: 1.134 to 1.454)", "(P 0.013)"),
+        ("recall", TINY, "is 0.002 higher than that of RoFormer (95% interval: 0.001 to 0.003)", "(P 0.013)"),
+        ("perplexity", [0.1 * each for each in TINY], "is 1.0002 times that of RoFormer (95%", "(P 0.013)"),
     ],
 )
 def test_the_sentence_on_a_declared_contrast(
@@ -90,6 +93,22 @@ def test_the_sentence_on_a_declared_contrast(
     said = claim(file, together(found, 1), in_sequence(found, 3))
     assert said.startswith(f"At 16 times the training length, the {quantity} of CoCA ") and statement in said
     assert said.endswith(f"{verdict.replace('P', 'two-sided p =')}.")
+
+
+@pytest.mark.parametrize("testing", ["together", "sequence"])
+@pytest.mark.parametrize("values", [[math.nan, 0.1, 0.2], [math.inf] * 3, [0.1, -math.inf, 0.2]])
+def test_a_seed_without_a_finite_loss_is_named_in_the_sentence(testing: str, values: list[float]) -> None:
+    file = declared("perplexity", "recall", testing=testing)
+    found = list(zip(file.contrasts, [values, CLEAR], strict=True))
+    said, steps = claim(file, together(found, 2), in_sequence(found, 3)), in_sequence(found, 3)
+    assert said == (
+        "At 16 times the training length, the perplexity of CoCA and RoFormer cannot be compared: at least one seed "
+        "has no finite difference."
+    )
+    assert [step.verdict for step in steps] == ["cannot be tested", "not tested"]
+    assert outcome(file, steps)[1].endswith(
+        "at least one seed has no finite difference; p = undefined, cannot be tested"
+    )
 
 
 def test_nothing_is_tested_before_all_seeds_are_finished() -> None:

@@ -8,6 +8,7 @@ import pytest
 from megatron_coca.ablation import grid
 from megatron_coca.ablation.cells import recorded_data, unpack
 from megatron_coca.ablation.reporting import figures_of_scale, render, write_page
+from megatron_coca.cli import main
 from megatron_coca.evaluation.report.charts import Figure
 from megatron_coca.evaluation.report.document import ReportBlock, ReportDocument, Section, Table, TableCell, TableRow
 from megatron_coca.evaluation.results import EvaluationError
@@ -133,3 +134,10 @@ def test_the_readme_shows_numbers_of_the_study() -> None:
     assert "| CoCA-Slack, shifted against RoFormer | 16L | recall | 6 | 0.17 ± 0.11 | | 0.012 | 0.1 |" in declared
     assert "5% higher than RoFormer's (corrected p = 0.007)" in text
     assert "| CoCA-Slack against RoFormer | 1L | perplexity | 6 | 1.047 (1.031 to 1.063) |" in declared
+
+
+def test_a_report_without_results_names_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A report needs no training data, so the message is not about the missing corpus."""
+    line = ["ablate", str(ROOT / "configs/recall/books_power.yml"), "--report", "--output", str(tmp_path / "study")]
+    assert main(line) == 2
+    assert f"{tmp_path / 'study'}: no results yet" in capsys.readouterr().err

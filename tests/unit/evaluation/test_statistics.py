@@ -109,6 +109,11 @@ def test_equal_differences_have_no_t_test(values: list[float]) -> None:
     assert holm([p_value(values), 0.01]) == pytest.approx([math.nan, 0.02], nan_ok=True), "it counts as a comparison"
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_differences_that_are_not_finite_have_no_t_test(value: float) -> None:
+    assert all(math.isnan(p_value(values)) for values in ([value, 0.1, 0.2], [value] * 3))
+
+
 def test_p_values_and_their_correction() -> None:
     # t = 2.2281 is the 0.975 quantile for 10 degrees of freedom
     values = np.array([-1.0, 1.0] * 5 + [0.0])

@@ -1,6 +1,7 @@
 """The scripts of the GPU report, on the CPU: they measure, and their checks can fail."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,23 @@ def test_parity_finds_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(parity, "build_model", other)
     with pytest.raises(AssertionError, match=r"blocks.0.*: error .*, allowed"):
+        parity.compare({"pos_emb": "rotary"}, "cpu", compiled=False, values=True)
+
+
+def test_parity_finds_a_gradient_that_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a correct loss: NaN is neither larger nor smaller than another error."""
+    monkeypatch.setattr(parity, "SHAPE", parity.SHAPE | {"hidden_size": 64, "num_layers": 1, "vocab_size": 4099})
+    build = parity.build_model
+
+    def broken(config: Any, *device: str) -> Any:
+        model = build(config, *device)
+        if device:
+            last = list(model.parameters())[-1]
+            last.register_hook(lambda grad: grad * math.nan)
+        return model
+
+    monkeypatch.setattr(parity, "build_model", broken)
+    with pytest.raises(AssertionError, match="error nan, allowed"):
         parity.compare({"pos_emb": "rotary"}, "cpu", compiled=False, values=True)
 
 
@@ -70,8 +88,9 @@ def test_losses_are_compared() -> None:
     with pytest.raises(AssertionError, match="steps \\[3\\] are only in one run"):
         ranks.same_bits(one, one | {3: 4.0})
     assert ranks.nearly(one, one | {2: 5.001}) == pytest.approx(2e-4, rel=1e-2)
-    with pytest.raises(AssertionError, match="step 2: losses 5.0 and 6.0 differ"):
-        ranks.nearly(one, one | {2: 6.0})
+    for loss in (6.0, math.nan, math.inf):
+        with pytest.raises(AssertionError, match=f"step 2: losses 5.0 and {loss} differ"):
+            ranks.nearly(one, one | {2: loss})
 
 
 @pytest.mark.slow

@@ -124,6 +124,11 @@ def losses(label: str, *nlls: float, documents: int = 8, **changes: Any) -> Resu
     return perplexity(label, {}, results=cells, documents=DOCUMENTS | {"count": documents} | changes)
 
 
+def trained(length: int) -> dict[str, Any]:
+    """The checkpoint of a model with this training length."""
+    return {"checkpoint": perplexity("B", {}, length=length).checkpoint}
+
+
 @pytest.mark.parametrize(
     ("results", "sentence"),
     [
@@ -146,6 +151,18 @@ def test_a_perplexity_that_is_not_finite_is_not_hidden(
     found = top(tmp_path, {each[0]: losses(*each) for each in results})
     assert sentence in found.sentence and "1,024 tokens" in found.sentence
     assert found.table.header[1:] == ("512*", "1024")
+
+
+def test_nan_counts_as_measured(tmp_path: Path) -> None:
+    """A perplexity that is NaN everywhere is named; the page does not pass on to the next task."""
+    found = top(tmp_path, {"A": losses("A", math.nan, math.nan), "B": longppl("CoCA", {8192: 2.5})})
+    assert found.sentence == "A has no finite perplexity at 1,024 tokens, 2 times the training length."
+
+
+def test_a_multiple_of_the_training_length_needs_one_training_length(tmp_path: Path) -> None:
+    """B was not measured at its training length, so the table has no mark for it."""
+    found = top(tmp_path, {"A": losses("A", 2.0, 3.0), "B": losses("B", 2.1, 2.5).model_copy(update=trained(768))})
+    assert found.sentence.startswith("At 1,024 tokens, B has the lowest perplexity, 12.18; the next label, A, has 20")
 
 
 def test_the_basis_says_if_there_was_no_test(tmp_path: Path) -> None:
@@ -196,7 +213,7 @@ def test_labels_with_commas_are_quoted_and_the_small_table_is_small(tmp_path: Pa
     assert "“C29, shifted” has the highest recall, 0.29" in found.sentence
     names = [row.name for row in found.table.rows]
     assert len(names) == 8 and names[0] == "C29, shifted" and names[-1] == "C3, shifted", "the sentence names it"
-    assert any("8 of 30 labels" in note for note in found.table.notes)
+    assert "8 of 30 labels; the full table has all of them." in found.table.notes, "also true in a paper"
 
 
 @pytest.mark.parametrize(

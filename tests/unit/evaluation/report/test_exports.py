@@ -17,7 +17,17 @@ from megatron_coca.evaluation.report.notebook import CODE, TEXT, executed
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.sections import tidy
 from megatron_coca.evaluation.report.tidy import csv_text, read_rows
-from tests.unit.evaluation.report_cases import ablation, every_result, perplexity, recall, sections_of, write
+from tests.unit.evaluation.report_cases import (
+    ablation,
+    analysis,
+    every_result,
+    longppl,
+    perplexity,
+    recall,
+    sections_of,
+    speed,
+    write,
+)
 
 COLUMNS = ["label", "weights", "variant", "seed", "task", "metric", "length", "value", "low", "high"]
 
@@ -65,16 +75,73 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_the_csv_gives_the_numbers_of_the_page(tmp_path: Path) -> None:
     """Means and intervals over seeds from results.csv are those of the page's tables."""
     results, _ = ablation(models=3, lengths=3)
+    for label, growth in (("RoFormer", 1.5), ("CoCA", 0.2)):
+        for seed in range(3):
+            of_seed = longppl(label, {8192: 2.5 + 0.01 * seed, 16384: 2.5 + growth + 0.3 * growth * seed})
+            checkpoint = of_seed.checkpoint.model_copy(update={"identity": f"{label}-{seed}", "seed": seed})
+            results[f"longppl_{label}_{seed}"] = of_seed.model_copy(update={"checkpoint": checkpoint})
     files = write(tmp_path, results)
     rows = tidy(read_results(files))
-    for name, metric in (("perplexity", "perplexity"), ("passkey", "accuracy")):
+    for name, metric in (("perplexity", "perplexity"), ("passkey", "accuracy"), ("longppl", "LongPPL")):
         page = next(section for section in sections_of(files) if section.name == name).blocks[0].tables[0]
         table = redrawn.table(rows, name, metric)
         ours = [row for row in page.rows if not row.published]
         shown = {row.name: [(cell.text, cell.best) for cell in row.cells] for row in ours}
         assert {row.name: [(cell.text, cell.best) for cell in row.cells] for row in table.rows} == shown
-        ends = [[cell.low for cell in row.cells] for row in ours if name == "perplexity"]
+        ends = [[cell.low for cell in row.cells] for row in ours if name != "passkey"]
         assert not ends or [[cell.low for cell in row.cells] for row in table.rows] == [pytest.approx(x) for x in ends]
+
+
+def test_times_of_different_models_are_not_averaged(tmp_path: Path) -> None:
+    small = speed()
+    slow = [entry.model_copy(update={"seconds": 7 * entry.seconds}) for entry in small.results]
+    files = write(tmp_path, {"a": small, "b": small.model_copy(update={"label": "1B", "results": slow})})
+    rows = tidy(read_results(files))
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    assert tasks == ["speed (1: 350M on NVIDIA H200)", "speed (2: 1B on NVIDIA H200)"]
+    one, other = (redrawn.table(rows, task, "decode, seconds").rows[0].cells[0] for task in tasks)
+    assert one.value is not None and other.value == pytest.approx(7 * one.value) and one.seeds == 1 and not one.detail
+
+
+def test_a_measure_of_attention_has_no_best_label(tmp_path: Path) -> None:
+    """As on the page: a share of anomalous pairs is not better if it is larger."""
+    found = []
+    for label, share in (("RoFormer", 0.1), ("CoCA", 0.9)):
+        for seed in range(3):
+            of_seed = analysis(label)
+            entries = [
+                entry.model_copy(
+                    update={
+                        "angles": entry.angles and entry.angles.model_copy(update={"anomalous": share + 0.01 * seed})
+                    }
+                )
+                for entry in of_seed.results
+            ]
+            checkpoint = of_seed.checkpoint.model_copy(update={"identity": f"{label}-{seed}", "seed": seed})
+            found.append(of_seed.model_copy(update={"checkpoint": checkpoint, "results": entries}))
+    rows = tidy(read_results(write(tmp_path, {str(at): each for at, each in enumerate(found)})))
+    table = redrawn.table(rows, "analyse", "anomalous pairs")
+    assert table.rows[1].cells[0].low is not None and not any(cell.best for row in table.rows for cell in row.cells)
+
+
+def test_a_new_report_removes_the_numbers_of_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a kill there is no page, because its tables can be those of either report."""
+    one, other = write(
+        tmp_path / "results", {"a": perplexity("A", {512: 2.0, 1024: 3.0}), "b": recall("B", {512: 1.0})}
+    )
+    build_report([one, other], tmp_path)
+    earlier = tmp_path / "tables" / "recall-1.tex"
+    (tmp_path / "tables" / "mine.tex").write_text("not of the report")
+    assert earlier.is_file() and (tmp_path / "report.html").is_file()
+    with monkeypatch.context() as killed:
+        killed.setattr("megatron_coca.evaluation.report._notebook", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            build_report([one], tmp_path)
+    assert not (tmp_path / "report.html").exists() and not earlier.exists()
+    build_report([one], tmp_path)
+    kept = {path.name for path in (tmp_path / "tables").iterdir()}
+    assert "mine.tex" in kept and not [name for name in kept if name.startswith("recall")]
+    assert (tmp_path / "report.html").is_file()
 
 
 def test_an_unknown_metric_is_an_error(tmp_path: Path) -> None:
