@@ -124,9 +124,12 @@ class GPT(ShardedModule):
         (_, first), *others = methods.items()
         self.positions = PositionEncoding(first, dict(others))
         self.blocks = nn.ModuleList(Block(model, methods[name], backends[name], name) for name in model.layer_names)
-        self.norm = build_norm(model)
+        self.norm = build_norm(model) if model.norm_position != "residual" else nn.Identity()
+        self.output_transform = (
+            nn.Linear(model.hidden_size, model.token_width, bias=False) if model.embedding_width else None
+        )
         self.final_linear = (
-            OutputHead(model.hidden_size, self.vocab_size, model.use_bias_in_output_head)
+            OutputHead(model.token_width, self.vocab_size, model.use_bias_in_output_head)
             if model.no_weight_tying
             else None
         )
@@ -259,12 +262,13 @@ class GPT(ShardedModule):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of `hidden`, which may be any slice of `hidden_states`, in the dtype of `hidden`."""
-        head, hidden = self.final_linear, self._scaled(hidden)
+        head, hidden = self.final_linear, self._transformed(hidden)
         logits = F.linear(hidden, self.embedding.word_embeddings.weight) if head is None else head(hidden)
         return soft_capped(logits, self._config.final_logit_softcapping)
 
-    def _scaled(self, hidden: Tensor) -> Tensor:
+    def _transformed(self, hidden: Tensor) -> Tensor:
         scale = self._config.final_logit_scale
+        hidden = hidden if self.output_transform is None else self.output_transform(hidden)
         return hidden if scale == 1.0 else hidden * scale
 
     def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
@@ -278,7 +282,7 @@ class GPT(ShardedModule):
         if chunk == 0:
             return next_token_loss(self.logits(hidden), labels, loss_mask)
         kept = labels if loss_mask is None else labels.masked_fill(~loss_mask, IGNORED)
-        states, targets = self._scaled(hidden).flatten(0, -2), kept.flatten()
+        states, targets = self._transformed(hidden).flatten(0, -2), kept.flatten()
         options = chunk, self._config.loss_kernel, self._config.final_logit_softcapping
         if self.final_linear is not None:
             return self.final_linear(states, targets, *options)

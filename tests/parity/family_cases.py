@@ -140,6 +140,17 @@ LIKE_GPT: dict[str, tuple[str, dict[str, Any]]] = {
         {"enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False}
         | {"ffn_dim": 50, "max_position_embeddings": LONG, "word_embed_proj_dim": 36},
     ),
+    "opt, norms of sums, a narrow embedding": (
+        "OPT",
+        {"do_layer_norm_before": False, "word_embed_proj_dim": 20, "ffn_dim": 50, "max_position_embeddings": LONG},
+    ),
+    "opt untied, norms of sums": (
+        "OPT",
+        {"do_layer_norm_before": False, "tie_word_embeddings": False, "max_position_embeddings": LONG}
+        | {"word_embed_proj_dim": 40, "enable_bias": False, "ffn_dim": 50},
+    ),
+    "openai-gpt": ("OpenAIGPT", GPT),
+    "openai-gpt untied, relu": ("OpenAIGPT", GPT | {"afn": "relu", "tie_word_embeddings": False}),
     "xglm": ("XGLM", {"d_model": 36, "num_layers": 3, "attention_heads": 6, "ffn_dim": 50}),
     "xglm untied": (
         "XGLM",
@@ -154,7 +165,7 @@ LIKE_GPT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CASES = LIKE_LLAMA | LIKE_GPT
 OWN_NAMES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("GPTJ", "CodeGen", "GPTBigCode"), (*FREE, "num_key_value_heads")),
+    **dict.fromkeys(("GPTJ", "CodeGen", "GPTBigCode", "OpenAIGPT"), (*FREE, "num_key_value_heads")),
     "GPTNeo": (*FREE, "num_key_value_heads"),
     "XGLM": ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_key_value_heads"),
     "OPT": ("intermediate_size", "max_position_embeddings", "num_key_value_heads"),

@@ -30,7 +30,7 @@ SUPPORTED = (READERS.keys() | FAMILIES.keys()) - {OURS}
 FAST = (
     *("stablelm parallel, norms of heads", "phi norms of heads", "cohere untied, norms of heads", "granite", "glm"),
     *("exaone4", "hunyuan", "nemotron", "apertus", "olmo", "nanochat", "granite_swa"),
-    *("codegen", "gpt_neo", "opt", "xglm"),
+    *("codegen", "gpt_neo", "opt", "opt, norms of sums, a narrow embedding", "openai-gpt", "xglm"),
 )
 """Cases that together use every switch and every packing of these families."""
 
@@ -134,8 +134,12 @@ def test_a_published_configuration_has_the_parameters_of_its_class(name: str) ->
 
 UNREAD = {
     "rotary_dim": ("gptj", {"rotary_dim": None}, "rotary_dim: null is not supported.*; use another model$"),
-    "do_layer_norm_before": ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: False is not supported"),
-    "word_embed_proj_dim": ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim: differs from hidden_size"),
+    "afn": ("openai-gpt", {"afn": "gelu_new"}, "afn: 'gelu_new' is not supported; supported values: gelu, relu"),
+    "_remove_final_layer_norm": (
+        "opt",
+        {"_remove_final_layer_norm": True},
+        "_remove_final_layer_norm: True is not supported, only False",
+    ),
     "attention_types": ("gpt_neo", {"attention_types": [[["global"], 2]]}, "must name each layer"),
     "rope_parameters": ("apertus", {"rope_parameters": None}, "rope_parameters: missing, .*; add the section$"),
     "layer_rope_theta": ("granite_swa", {"layer_rope_theta": [1.0, 2.0, 0, 0, 0]}, "layer_rope_theta: several"),

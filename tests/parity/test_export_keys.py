@@ -57,6 +57,7 @@ OTHER: dict[str, Any] = {
     "residual_scale": 0.5,
     "use_bias_in_output_head": True,
     "embedding_dropout": 0.1,
+    "embedding_width": 40,
     "sinusoidal_base": 300.0,
     "attention_output_gate": "head",
     "use_embedding_norm": True,

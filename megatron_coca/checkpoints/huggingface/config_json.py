@@ -61,7 +61,7 @@ NETWORK_KEYS = (
 """Network keys that the modelling file supports. All of them are always written."""
 LATER_KEYS = (
     *("qk_norm_after_rotation", "clip_qkv", "residual_scale", "use_bias_in_output_head", "embedding_dropout"),
-    *("sinusoidal_base", "opt_pos_emb_offset", "attention_output_gate"),
+    *("sinusoidal_base", "opt_pos_emb_offset", "attention_output_gate", "embedding_width"),
 )
 """More network keys that the modelling file supports. They are written only if they are not at their defaults, because
 exports of earlier versions lack them.
@@ -401,12 +401,18 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
     elif network["use_qk_layernorm"]:
         names = [f"qk_layernorm.{parameter}" for parameter in weight_map.DENSE_NORMS[network["norm"]]]
     position = network["norm_position"]
-    places = [] if position == "post" else ["input_layernorm", "post_attention_layernorm"][: 1 if one_norm else 2]
-    places += [] if position == "pre" else ["attention_output_layernorm", "mlp_output_layernorm"]
+    places: list[str] = []
+    if position in ("pre", "sandwich"):
+        places += ["input_layernorm", "post_attention_layernorm"][: 1 if one_norm else 2]
+    if position != "pre":
+        kind_of_place = "sum" if position == "residual" else "output"
+        places += [f"{module}_{kind_of_place}_layernorm" for module in ("attention", "mlp")]
     norms = weight_map.DENSE_NORMS[network["norm"]] if network["use_embedding_norm"] else ()
     of_embedding = (f"embedding_layernorm.{parameter}" for parameter in norms)
+    dense = weight_map.dense(network["norm"], gated, places, names)
     return (
-        *weight_map.dense(network["norm"], gated, places, names),
+        *(row for row in dense if position != "residual" or not row.ours.startswith("norm.")),
+        *(weight_map.NARROW_EMBEDDING if network.get("embedding_width") else ()),
         *(weight_map.Row(f"embedding.{name}", (f"model.{name}",)) for name in of_embedding),
         *(weight_map.XIELU if network["activation"] == "xielu" else ()),
         weight_map.Row("final_linear.bias", ("lm_head.bias",)),

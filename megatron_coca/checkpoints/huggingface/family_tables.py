@@ -110,6 +110,15 @@ def with_norm_bias(rows: Rows) -> Rows:
     return (*rows, Row("norm.bias", (weight.theirs[0].removesuffix("weight") + "bias",)))
 
 
+def norms_of_sums(rows: Rows) -> Rows:
+    """Return a table in which the two norms of a block follow the residual sums, and no norm precedes the head."""
+    places = {"input_layernorm": "attention_sum_layernorm", "post_attention_layernorm": "mlp_sum_layernorm"}
+    kept = [row for row in rows if not row.ours.startswith("norm.")]
+    for place, of_sum in places.items():
+        kept = [replace(row, ours=row.ours.replace(f".{place}.", f".{of_sum}.")) for row in kept]
+    return tuple(kept)
+
+
 def with_head_bias(rows: Rows) -> Rows:
     """Add the bias of the output head."""
     return (*rows, Row("final_linear.bias", ("lm_head.bias",)))
@@ -258,6 +267,28 @@ def fairseq(prefix: str, norm: str, head: str = "lm_head") -> Rows:
     return separate(f"{prefix}.layers", "self_attn", FAIRSEQ, ends)
 
 
+def opt(model: ModelConfig) -> Rows:
+    """Return the table of OPT, which has other norms and a narrow embedding in OPT 350M."""
+    rows = fairseq("model.decoder", "final_layer_norm")
+    rows = norms_of_sums(rows) if model.norm_position == "residual" else rows
+    if model.embedding_width is None:
+        return rows
+    narrow = {"embedding.projection": "project_in", "output_transform": "project_out"}
+    return (*rows, *(Row(f"{ours}.weight", (f"model.decoder.{theirs}.weight",)) for ours, theirs in narrow.items()))
+
+
+OPENAI_GPT = norms_of_sums(
+    weight_map.transformer(
+        "h",
+        "tokens_embed",
+        weight_map.modules_of(
+            "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj",
+            query_key_value=weight_map.FUSED_TURNED,
+            **dict.fromkeys(("dense", "linear1", "linear2"), weight_map.TURNED),
+        ),
+        ("embedding.position_embeddings", "positions_embed"),
+    )
+)
 APERTUS = (
     *renamed(
         ungated(like_llama(PRE | weight_map.QK_HEAD)),

@@ -64,7 +64,6 @@ UNSUPPORTED_TYPES = {name: reason for reason, names in _GROUPS.items() for name 
     "gemma4_unified_text": GEMMA4,
     "gpt_neox_japanese": "only the attention of its last layer has a bias",
     "hrm_text": "it passes its layers several times",
-    "openai-gpt": "its norms follow the residual sums",
     "reformer": "its attention is limited to tokens with equal hashes",
     "xlm": "its norms follow the residual sums, and it adds embeddings of languages",
     "xlnet": "it predicts tokens in permuted orders, with two streams of attention",

@@ -52,6 +52,11 @@ def _qk_norm(settings: Settings) -> str | None:
     return f"projection is {_OVER_RANKS}" if model.qk_norm == "projection" else None
 
 
+def _norm_position(settings: Settings) -> str | None:
+    unclear = settings.model.norm_position == "residual" and settings.model.gpt_j_residual
+    return "residual is not supported with gpt_j_residual; set gpt_j_residual=false" if unclear else None
+
+
 def _zero_centered(settings: Settings) -> str | None:
     other = settings.model.zero_centered_norms and settings.model.norm not in ("rmsnorm", "layernorm")
     return f"needs a norm with weights, but norm is {settings.model.norm}; set norm=rmsnorm" if other else None
@@ -161,6 +166,7 @@ CHECKS = (
     Check("num_kv_heads", _kv_heads),
     Check("use_qk_layernorm", _qk_layernorm),
     Check("qk_norm", _qk_norm),
+    Check("norm_position", _norm_position),
     Check("zero_centered_norms", _zero_centered),
     Check("qk_norm_after_rotation", _norm_after_rotation),
     Check("activation", _xielu),
