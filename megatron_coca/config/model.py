@@ -126,7 +126,9 @@ class ModelConfig(ConfigGroup):
         "Use biases for queries, keys and values. Set this key only if the output projection differs.",
     )
     use_bias_in_mlp: bool = key(True, "Use biases in the MLP.")
-    use_bias_in_output_head: bool = key(False, "Use a bias in the output head, as in GPT-J. Only with no_weight_tying.")
+    use_bias_in_output_head: bool = key(
+        False, "Use a bias in the output head, as in GPT-J; with tied weights, as in CTRL."
+    )
     gpt_j_residual: bool = key(False, "Parallel residual: attention and MLP read the same input.")
     gpt_j_tied: bool = key(False, "With gpt_j_residual: use the same norm for attention and MLP.")
     norm: Norm = key("layernorm", "Normalization layer.")

@@ -35,8 +35,8 @@ class ParameterCount:
     """Parameter counts of the parts of a model.
 
     `embedding` includes the padded rows. If the weights are tied, it is also the output head, and `head` counts only a
-    projection before the head. `norms` includes the final norm. `position` counts the table, bias or network of the
-    position methods.
+    projection before the head and a bias. `norms` includes the final norm. `position` counts the table, bias or network
+    of the position methods.
     """
 
     embedding: int
@@ -93,8 +93,7 @@ def parameter_count(config: Config) -> ParameterCount:
         * norm_parameters(model)
         + model.num_layers * _qk_norm_parameters(model),
         position=_position(config),
-        head=projection
-        + (table + model.padded_vocab_size * model.use_bias_in_output_head if model.no_weight_tying else 0),
+        head=projection + model.no_weight_tying * table + model.use_bias_in_output_head * model.padded_vocab_size,
     )
 
 

@@ -133,6 +133,8 @@ class GPT(ShardedModule):
             if model.no_weight_tying
             else None
         )
+        tied_bias = model.use_bias_in_output_head and not model.no_weight_tying
+        self.final_bias = nn.Parameter(torch.zeros(self.vocab_size)) if tied_bias else None
 
     def forward(
         self,
@@ -263,7 +265,10 @@ class GPT(ShardedModule):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of `hidden`, which may be any slice of `hidden_states`, in the dtype of `hidden`."""
         head, hidden = self.final_linear, self._transformed(hidden)
-        logits = F.linear(hidden, self.embedding.word_embeddings.weight) if head is None else head(hidden)
+        if head is None:
+            logits = F.linear(hidden, self.embedding.word_embeddings.weight, self.final_bias)
+        else:
+            logits = head(hidden)
         return soft_capped(logits, self._config.final_logit_softcapping)
 
     def _transformed(self, hidden: Tensor) -> Tensor:
@@ -286,7 +291,9 @@ class GPT(ShardedModule):
         options = chunk, self._config.loss_kernel, self._config.final_logit_softcapping
         if self.final_linear is not None:
             return self.final_linear(states, targets, *options)
-        return linear_cross_entropy(states, self.embedding.word_embeddings.weight, targets, *options)
+        return linear_cross_entropy(
+            states, self.embedding.word_embeddings.weight, targets, *options, bias=self.final_bias
+        )
 
 
 def resolve_positions(

@@ -90,9 +90,9 @@ def layer_weights(model: GPT, method: str) -> list[int]:
 
 def _parameters(model: GPT, layer: int) -> int:
     """Count the parameters of a layer. A tied embedding counts in both the first and the last layer."""
-    head = nn.ModuleList([model.norm, model.final_linear or model.embedding.word_embeddings])
-    if model.output_transform is not None:
-        head.append(model.output_transform)
+    parts = (model.norm, model.output_transform, model.final_linear or model.embedding.word_embeddings)
+    head = nn.ModuleList(part for part in parts if part is not None)
+    head.register_parameter("bias", model.final_bias)
     layers = [model.embedding, *model.blocks, head]
     return sum(parameter.numel() for parameter in layers[layer].parameters())
 
@@ -183,7 +183,7 @@ def _keep(model: GPT, span: Span) -> None:
     elif not span.has_embedding:
         del model.embedding
     if not span.has_head:
-        model.norm, model.final_linear, model.output_transform = nn.Identity(), None, None
+        model.norm, model.final_linear, model.output_transform, model.final_bias = nn.Identity(), None, None, None
     if not span.blocks:
         del model.positions
     model.blocks = nn.ModuleList(model.blocks[number] for number in span.blocks)

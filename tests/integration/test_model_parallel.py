@@ -96,6 +96,7 @@ METHODS: Runs = {
         "zero_stage": 3,
         "norm_position": "residual",
         "embedding_width": 8,
+        "use_bias_in_output_head": True,
         "no_weight_tying": False,
     },
     "a chunked loss, packed documents": PACKED | {"loss_chunk_size": 5, "pos_emb": "alibi"},

@@ -120,7 +120,10 @@ LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LIKE_GPT: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJ", GPT | {"rotary_dim": 4, "n_inner": 50}),
-    "gptj wholly rotated": ("GPTJ", GPT | {"rotary_dim": 6, "n_embd": 24, "n_head": 4}),
+    "gptj wholly rotated, tied": (
+        "GPTJ",
+        GPT | {"rotary_dim": 6, "n_embd": 24, "n_head": 4, "tie_word_embeddings": True},
+    ),
     "codegen": ("CodeGen", GPT | {"rotary_dim": 4, "n_embd": 48, "n_head": 8, "n_ctx": LONG}),
     "gpt_bigcode": ("GPTBigCode", GPT | {"n_inner": 50}),
     "gpt_bigcode untied, all heads": ("GPTBigCode", GPT | {"multi_query": False, "tie_word_embeddings": False}),
@@ -151,6 +154,8 @@ LIKE_GPT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "openai-gpt": ("OpenAIGPT", GPT),
     "openai-gpt untied, relu": ("OpenAIGPT", GPT | {"afn": "relu", "tie_word_embeddings": False}),
+    "ctrl": ("CTRL", GPT | {"dff": 50}),
+    "ctrl untied": ("CTRL", GPT | {"dff": 50, "tie_word_embeddings": False}),
     "xglm": ("XGLM", {"d_model": 36, "num_layers": 3, "attention_heads": 6, "ffn_dim": 50}),
     "xglm untied": (
         "XGLM",
@@ -165,7 +170,7 @@ LIKE_GPT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CASES = LIKE_LLAMA | LIKE_GPT
 OWN_NAMES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("GPTJ", "CodeGen", "GPTBigCode", "OpenAIGPT"), (*FREE, "num_key_value_heads")),
+    **dict.fromkeys(("GPTJ", "CodeGen", "GPTBigCode", "OpenAIGPT", "CTRL"), (*FREE, "num_key_value_heads")),
     "GPTNeo": (*FREE, "num_key_value_heads"),
     "XGLM": ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_key_value_heads"),
     "OPT": ("intermediate_size", "max_position_embeddings", "num_key_value_heads"),

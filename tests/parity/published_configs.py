@@ -124,6 +124,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True},
         **{"summary_type": "cls_index", "summary_use_proj": True},
     },
+    "Salesforce/ctrl": {
+        **{"model_type": "ctrl", "attn_pdrop": 0.1, "dff": 8192, "embd_pdrop": 0.1, "from_tf": False},
+        **{"initializer_range": 0.02, "layer_norm_epsilon": 1e-6, "n_ctx": 512, "n_embd": 1280, "n_head": 16},
+        **{"n_layer": 48, "n_positions": 50000, "num_labels": 1, "output_past": True, "resid_pdrop": 0.1},
+        **{"summary_type": "cls_index", "summary_use_proj": True, "use_bfloat16": False, "vocab_size": 246534},
+    },
     "facebook/xglm-564M": {
         **{"model_type": "xglm", "activation_dropout": 0, "activation_function": "gelu", "attention_dropout": 0.1},
         **{"attention_heads": 16, "d_model": 1024, "decoder_start_token_id": 2, "dropout": 0.1, "ffn_dim": 4096},

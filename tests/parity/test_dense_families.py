@@ -30,7 +30,8 @@ SUPPORTED = (READERS.keys() | FAMILIES.keys()) - {OURS}
 FAST = (
     *("stablelm parallel, norms of heads", "phi norms of heads", "cohere untied, norms of heads", "granite", "glm"),
     *("exaone4", "hunyuan", "nemotron", "apertus", "olmo", "nanochat", "granite_swa"),
-    *("codegen", "gpt_neo", "opt", "opt, norms of sums, a narrow embedding", "openai-gpt", "xglm"),
+    *("codegen", "gpt_neo", "opt", "opt, norms of sums, a narrow embedding", "openai-gpt"),
+    *("ctrl", "xglm"),
 )
 """Cases that together use every switch and every packing of these families."""
 

@@ -101,7 +101,6 @@ WITH: dict[str, dict[str, Any]] = {
     "zero_centered_norms": {"norm": "rmsnorm"},
     "qk_norm_after_rotation": {"qk_norm": "head", "pos_emb": "rotary"},
     "sinusoidal_base": {"pos_emb": "sinusoidal"},
-    "use_bias_in_output_head": {"no_weight_tying": True},
     "scalenorm_epsilon": {"norm": "scalenorm"},
     "rpe_num_buckets": {"pos_emb": "rpe"},
     "rpe_max_distance": {"pos_emb": "rpe", "rpe_num_buckets": 8},

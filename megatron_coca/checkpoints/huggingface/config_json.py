@@ -392,7 +392,7 @@ def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
 
 
 def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
-    """Return the table of weight names for a `coca_dense` folder. `network` contains NETWORK_KEYS."""
+    """Return the table of weight names for a `coca_dense` folder. `network` has NETWORK_KEYS and `no_weight_tying`."""
     gated, one_norm = network["activation"] in GATED_ACTIVATIONS, network["gpt_j_residual"] and network["gpt_j_tied"]
     names: list[str] = []
     without = network["norm"] == "non_parametric_rmsnorm" and network["qk_norm"] in ("head", "projection")
@@ -409,13 +409,14 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
         places += [f"{module}_{kind_of_place}_layernorm" for module in ("attention", "mlp")]
     norms = weight_map.DENSE_NORMS[network["norm"]] if network["use_embedding_norm"] else ()
     of_embedding = (f"embedding_layernorm.{parameter}" for parameter in norms)
+    head_bias = "final_linear.bias" if network["no_weight_tying"] else "final_bias"
     dense = weight_map.dense(network["norm"], gated, places, names)
     return (
         *(row for row in dense if position != "residual" or not row.ours.startswith("norm.")),
         *(weight_map.NARROW_EMBEDDING if network.get("embedding_width") else ()),
         *(weight_map.Row(f"embedding.{name}", (f"model.{name}",)) for name in of_embedding),
         *(weight_map.XIELU if network["activation"] == "xielu" else ()),
-        weight_map.Row("final_linear.bias", ("lm_head.bias",)),
+        *([weight_map.Row(head_bias, ("lm_head.bias",))] if network.get("use_bias_in_output_head") else []),
         *(weight_map.OUTPUT_GATE if network.get("attention_output_gate") else ()),
         *weight_map.LEARNED_POSITIONS,
     )
@@ -439,7 +440,12 @@ READERS: dict[str, Reader] = {
         LLAMA_UNNEEDED,
     ),
     OURS: Reader(
-        _dense_shape, _exported_position, lambda config, names: dense_rows(_section(config, NETWORK)), LLAMA_UNNEEDED
+        _dense_shape,
+        _exported_position,
+        lambda config, names: dense_rows(
+            {**_section(config, NETWORK), "no_weight_tying": not config.get("tie_word_embeddings")}
+        ),
+        LLAMA_UNNEEDED,
     ),
 }
 """`model_type` -> the reader of the architecture."""

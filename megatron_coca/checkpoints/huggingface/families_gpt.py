@@ -248,6 +248,20 @@ LIKE_GPT: dict[str, Family] = {
         write=_to_openai_gpt,
         harmless=SUMMARY | {"n_special", "predict_special_tokens"},
     ),
+    "ctrl": Family(
+        "CTRLLMHeadModel",
+        rows_of(family_tables.CTRL),
+        LAYERNORM | {"pos_emb": "sinusoidal", "layernorm_epsilon": 1e-6, "use_bias_in_output_head": True},
+        {"resid_pdrop": ("hidden_dropout", 0.1), "embd_pdrop": ("embedding_dropout", 0.1)},
+        {"layer_norm_epsilon": 1e-6},  # the class reads it only for the last norm
+        GPT_NAMES | {"intermediate_size": "dff", "attention_dropout": None},
+        activation=(None, "relu"),
+        tied=True,
+        length=256,
+        rope=None,
+        read=lambda config, keys: {"embedding_scale": float(config["hidden_size"]) ** 0.5},
+        harmless=SUMMARY | {"attn_pdrop", "from_tf", "output_past", "num_labels"},
+    ),
     "xglm": Family(
         "XGLMForCausalLM",
         rows_of(family_tables.fairseq("model", "layer_norm")),

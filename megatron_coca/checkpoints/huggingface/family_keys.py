@@ -333,8 +333,6 @@ def read_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
         found = config.get(name)
         if found is not None and found != value:
             raise CheckpointError(f"{source}: {name}: {found!r} is not supported, only {value!r}; use another model")
-    if family.fixed.get("use_bias_in_output_head") and config.get("tie_word_embeddings", family.tied):
-        raise NotSupported("tie_word_embeddings: true is not supported, because the output head has a bias")
     keys = dict(family.fixed) | {ours: config.get(theirs, default) for theirs, (ours, default) in family.keys.items()}
     keys |= _mlp_keys(family, config, source)
     width = config["hidden_size"] // config["num_attention_heads"]

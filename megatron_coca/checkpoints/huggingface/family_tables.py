@@ -120,8 +120,8 @@ def norms_of_sums(rows: Rows) -> Rows:
 
 
 def with_head_bias(rows: Rows) -> Rows:
-    """Add the bias of the output head."""
-    return (*rows, Row("final_linear.bias", ("lm_head.bias",)))
+    """Add the bias of the output head, which may be tied to the embedding."""
+    return (*rows, *(Row(name, ("lm_head.bias",)) for name in ("final_linear.bias", "final_bias")))
 
 
 def ungated(rows: Rows) -> Rows:
@@ -250,6 +250,19 @@ GPT_NEO = separate(
     {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "attention.dense": "attn.attention.out_proj"}
     | {"mlp.linear1": "mlp.c_fc", "mlp.linear2": "mlp.c_proj"},
     {EMBEDDING: "transformer.wte", POSITIONS: "transformer.wpe", "norm": "transformer.ln_f", HEAD: "lm_head"},
+)
+CTRL = (
+    *renamed(
+        separate(
+            "transformer.h",
+            "multi_head_attention",
+            {"input_layernorm": "layernorm1", "post_attention_layernorm": "layernorm2"}
+            | {"attention.dense": "multi_head_attention.dense", "mlp.linear1": "ffn.0", "mlp.linear2": "ffn.2"},
+            {EMBEDDING: "transformer.w", "norm": "transformer.layernorm", HEAD: "lm_head"},
+        ),
+        {f"{name}_proj": f"W{name}" for name in "qkv"},
+    ),
+    Row("final_bias", ("lm_head.bias",)),
 )
 FAIRSEQ = {
     "input_layernorm": "self_attn_layer_norm",

@@ -56,7 +56,6 @@ UNSUPPORTED_TYPES = {name: reason for reason, names in _GROUPS.items() for name 
     "bitnet": "its weights are ternary, and it has norms inside attention and MLP",
     "blt": "it reads patches of bytes, for which another network predicts the boundaries",
     "cpmant": "its relative positions depend on segments of the prompt, and its attention is partly bidirectional",
-    "ctrl": "its output head is tied to the embedding and has a bias",
     "diffllama": "its attention is the difference of two softmaxes",
     "doge": "its attention drops keys by a learned score",
     "gemma3n_text": "it has an input for each layer and several residual streams",

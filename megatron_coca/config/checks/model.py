@@ -82,12 +82,8 @@ def _xielu(settings: Settings) -> str | None:
 
 
 def _head_bias(settings: Settings) -> str | None:
-    model = settings.model
-    if not model.use_bias_in_output_head:
-        return None
-    if not model.no_weight_tying:
-        return "needs an output head of its own; set no_weight_tying=true"
-    return "not supported with final_logit_scale; set final_logit_scale=1" if model.final_logit_scale != 1 else None
+    scaled = settings.model.use_bias_in_output_head and settings.model.final_logit_scale != 1
+    return "not supported with final_logit_scale; set final_logit_scale=1" if scaled else None
 
 
 def _softcapping(settings: Settings) -> str | None:

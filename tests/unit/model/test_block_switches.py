@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "biases of queries, keys and values": {"use_bias_in_attn_linear": False, "use_bias_in_qkv": True},
     "norms of outputs": {"norm_position": "post"},
     "norms of both": {"norm_position": "sandwich", "zero_centered_norms": True, "activation": "geglu_tanh"},
+    "a tied head with a bias": {"use_bias_in_output_head": True},
     "norms of sums, a narrow embedding": {"norm_position": "residual", "embedding_width": 10},
     "parallel": {"norm_position": "sandwich", "gpt_j_residual": True},
     "heads": {"qk_norm": "head", "zero_centered_norms": True},
@@ -199,7 +200,7 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
     head = weights.get("final_linear.weight", weights["embedding.word_embeddings.weight"])
     x = normed("norm", x)
     x = linear("output_transform", x) if keys.embedding_width else x
-    logits = x @ head.T + weights.get("final_linear.bias", 0.0)
+    logits = x @ head.T + weights.get("final_linear.bias", weights.get("final_bias", 0.0))
     logits = logits * keys.final_logit_scale
     cap = keys.final_logit_softcapping
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -310,7 +311,6 @@ REFUSED = {
         for name in ("coca", "pope", "polar")
     },
     "norm_position: residual": {"norm_position": "residual", "gpt_j_residual": True},
-    "use_bias_in_output_head": {"use_bias_in_output_head": True},
     "use_bias_in_output_head: not": {
         "use_bias_in_output_head": True,
         "no_weight_tying": True,

@@ -44,6 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "scalenorm": {"norm": "scalenorm"},
     "no norm weights": {"norm": "non_parametric_layernorm"},
     "norms of sums, a narrow embedding": {"norm_position": "residual", "embedding_width": 24},
+    "a tied head with a bias": {"use_bias_in_output_head": True},
     "untied, a narrow embedding": {"no_weight_tying": True, "embedding_width": 24},
     "parallel": {"gpt_j_residual": True},
     "parallel, one norm": {"gpt_j_residual": True, "gpt_j_tied": True},
@@ -68,7 +69,7 @@ def test_parameters_are_those_of_the_built_model(shape: dict[str, Any]) -> None:
     assert count.total == sum(sizes.values())
     parts = {
         "embedding": lambda name: "word_embeddings" in name or "embedding.projection" in name,
-        "head": lambda name: "final_linear" in name or "output_transform" in name,
+        "head": lambda name: "final_" in name or "output_transform" in name,
         "norms": lambda name: "norm" in name,
         "mlp": lambda name: ".mlp." in name,
         "attention": lambda name: any(part in name for part in ("query_key_value", "dense", "output_gate")),

@@ -40,6 +40,7 @@ METHODS = {
         "no_weight_tying": False,
         "embedding_width": 8,
         "norm_position": "residual",
+        "use_bias_in_output_head": True,
     },
     "layers that differ": {
         "attention_config": [[["sliding", "global"], "all"]],
