@@ -129,6 +129,10 @@ class ModelConfig(ConfigGroup):
     use_bias_in_output_head: bool = key(
         False, "Use a bias in the output head, as in GPT-J; with tied weights, as in CTRL."
     )
+    use_output_transform: bool = key(
+        False,
+        "Use a square matrix, the activation and a norm between the final norm and the output head, as in ModernBERT.",
+    )
     gpt_j_residual: bool = key(False, "Parallel residual: attention and MLP read the same input.")
     gpt_j_tied: bool = key(False, "With gpt_j_residual: use the same norm for attention and MLP.")
     norm: Norm = key("layernorm", "Normalization layer.")
@@ -137,6 +141,9 @@ class ModelConfig(ConfigGroup):
         "pre: norms on the inputs of attention and MLP; post: norms on their outputs, before the residual sum, as in"
         " OLMo 2; sandwich: both, as in Gemma 2; residual: norms on the residual sums, and no norm before the output"
         " head, as in GPT-1 and OPT 350M.",
+    )
+    skip_first_norm: bool = key(
+        False, "Leave out the norm on the input of the first layer's attention, as in ModernBERT."
     )
     zero_centered_norms: bool = key(
         False,

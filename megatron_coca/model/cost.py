@@ -35,7 +35,7 @@ class ParameterCount:
     """Parameter counts of the parts of a model.
 
     `embedding` includes the padded rows. If the weights are tied, it is also the output head, and `head` counts only a
-    projection before the head and a bias. `norms` includes the final norm. `position` counts the table, bias or network
+    layer before the head and a bias. `norms` includes the final norm. `position` counts the table, bias or network
     of the position methods.
     """
 
@@ -85,6 +85,7 @@ def parameter_count(config: Config) -> ParameterCount:
     model = config.model
     table = model.padded_vocab_size * model.token_width
     projection = model.hidden_size * (model.embedding_width or 0)
+    transform = model.use_output_transform * model.hidden_size * (model.hidden_size + model.use_bias_in_mlp)
     return ParameterCount(
         embedding=table + projection,
         attention=sum(sum(_projections(model, name).values()) for name in model.layer_names),
@@ -93,7 +94,10 @@ def parameter_count(config: Config) -> ParameterCount:
         * norm_parameters(model)
         + model.num_layers * _qk_norm_parameters(model),
         position=_position(config),
-        head=projection + model.no_weight_tying * table + model.use_bias_in_output_head * model.padded_vocab_size,
+        head=projection
+        + transform
+        + model.no_weight_tying * table
+        + model.use_bias_in_output_head * model.padded_vocab_size,
     )
 
 
@@ -131,6 +135,7 @@ def flops_per_token(config: Config, length: int | None = None, backends: Backend
     gates = model.hidden_size * model.num_attention_heads
     blocks = sum(_weights_per_block(model, name) + gates * (positions[name].gate is not None) for name in names)
     head = model.padded_vocab_size * model.token_width + 2 * model.hidden_size * (model.embedding_width or 0)
+    head += model.use_output_transform * model.hidden_size**2
     # Mean width of q k^T and the product with v: as counted in `Flops.model`, and as executed.
     gau = ((model.gau_key_width + model.gau_features) / 2, model.gau_features)
     wider = {name: _operand_width(model.of_type(name), position) for name, position in positions.items()}
@@ -181,8 +186,11 @@ def norms_per_block(model: ModelConfig, name: str) -> int:
 
 
 def norms_of_ends(model: ModelConfig) -> int:
-    """Return the number of norms outside the blocks: after the embedding, and before the output head."""
-    return model.use_embedding_norm + (model.norm_position != "residual")
+    """Return the number of norms outside the blocks, after the embedding and before the output head, minus the norm
+    that the first block may lack.
+    """
+    head = (model.norm_position != "residual") + model.use_output_transform
+    return head + model.use_embedding_norm - model.skip_first_norm
 
 
 def packed_mlp_width(model: ModelConfig) -> int:

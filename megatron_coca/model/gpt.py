@@ -16,7 +16,14 @@ from megatron_coca.attention.inputs import Backend, PackedDocuments, documents_f
 from megatron_coca.attention.layer import Cache
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import ModelConfig
-from megatron_coca.model.layers import Block, Embedding, absolute, build_norm, soft_capped
+from megatron_coca.model.layers import (
+    Block,
+    Embedding,
+    absolute,
+    build_norm,
+    build_output_transform,
+    soft_capped,
+)
 from megatron_coca.model.loss import IGNORED, linear_cross_entropy, next_token_loss
 
 Recomputing = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -124,10 +131,10 @@ class GPT(ShardedModule):
         (_, first), *others = methods.items()
         self.positions = PositionEncoding(first, dict(others))
         self.blocks = nn.ModuleList(Block(model, methods[name], backends[name], name) for name in model.layer_names)
+        if model.skip_first_norm:
+            self.blocks[0].input_layernorm = nn.Identity()
         self.norm = build_norm(model) if model.norm_position != "residual" else nn.Identity()
-        self.output_transform = (
-            nn.Linear(model.hidden_size, model.token_width, bias=False) if model.embedding_width else None
-        )
+        self.output_transform = build_output_transform(model)
         self.final_linear = (
             OutputHead(model.token_width, self.vocab_size, model.use_bias_in_output_head)
             if model.no_weight_tying

@@ -344,6 +344,25 @@ def build_activation(model: ModelConfig) -> Activation:
     return GATED.get(model.activation) or UNGATED[model.activation]
 
 
+class OutputTransform(nn.Module):
+    """norm(act(dense x)) for hidden states x [..., hidden_size], with the activation and biases of the MLP."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(model.hidden_size, model.hidden_size, bias=model.use_bias_in_mlp)
+        self.activation, self.norm = build_activation(model), build_norm(model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.activation(self.dense(x)))
+
+
+def build_output_transform(model: ModelConfig) -> nn.Module | None:
+    """Build the layer between the final norm and the output head: [..., hidden_size] to [..., token_width]."""
+    if model.embedding_width:
+        return nn.Linear(model.hidden_size, model.embedding_width, bias=False)
+    return OutputTransform(model) if model.use_output_transform else None
+
+
 def build_attention(
     model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str = GLOBAL
 ) -> SelfAttention:

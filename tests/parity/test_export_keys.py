@@ -58,6 +58,8 @@ OTHER: dict[str, Any] = {
     "use_bias_in_output_head": True,
     "embedding_dropout": 0.1,
     "embedding_width": 40,
+    "use_output_transform": True,
+    "skip_first_norm": True,
     "sinusoidal_base": 300.0,
     "attention_output_gate": "head",
     "use_embedding_norm": True,

@@ -62,6 +62,7 @@ NETWORK_KEYS = (
 LATER_KEYS = (
     *("qk_norm_after_rotation", "clip_qkv", "residual_scale", "use_bias_in_output_head", "embedding_dropout"),
     *("sinusoidal_base", "opt_pos_emb_offset", "attention_output_gate", "embedding_width"),
+    *("use_output_transform", "skip_first_norm"),
 )
 """More network keys that the modelling file supports. They are written only if they are not at their defaults, because
 exports of earlier versions lack them.
@@ -413,6 +414,7 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
     dense = weight_map.dense(network["norm"], gated, places, names)
     return (
         *(row for row in dense if position != "residual" or not row.ours.startswith("norm.")),
+        *(weight_map.output_transform(network["norm"]) if network.get("use_output_transform") else ()),
         *(weight_map.NARROW_EMBEDDING if network.get("embedding_width") else ()),
         *(weight_map.Row(f"embedding.{name}", (f"model.{name}",)) for name in of_embedding),
         *(weight_map.XIELU if network["activation"] == "xielu" else ()),

@@ -264,6 +264,25 @@ CTRL = (
     ),
     Row("final_bias", ("lm_head.bias",)),
 )
+_MODERNBERT = {
+    EMBEDDING: "model.embeddings.tok_embeddings",
+    "embedding.embedding_layernorm": "model.embeddings.norm",
+    "norm": "model.final_norm",
+    "output_transform.dense": "lm_head.dense",
+    "output_transform.norm": "lm_head.norm",
+    HEAD: "decoder",
+}
+MODERNBERT = (
+    *separate(
+        "model.layers",
+        "attn",
+        {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
+        | {"attention.dense": "attn.Wo", "mlp.linear2": "mlp.Wo"},
+        _MODERNBERT,
+    ),
+    *layer_rows("model.layers.{i}", {"mlp.linear1": ("mlp.Wi", GATE_FIRST)}),
+    Row("final_bias", ("decoder.bias",)),
+)
 FAIRSEQ = {
     "input_layernorm": "self_attn_layer_norm",
     "post_attention_layernorm": "final_layer_norm",

@@ -99,6 +99,8 @@ LATER = {
     "opt_pos_emb_offset": 0,
     "attention_output_gate": None,
     "embedding_width": None,
+    "use_output_transform": False,
+    "skip_first_norm": False,
 }
 """Network keys that are missing in config.json if they have these values."""
 
@@ -564,6 +566,20 @@ class InitWeights:
             module.reset_parameters()
 
 
+class OutputTransform(nn.Module):
+    """norm(act(dense x)), with the activation and biases of the MLP."""
+
+    def __init__(self, config: CocaDenseConfig) -> None:
+        super().__init__()
+        network = network_of(config)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation, self.norm = build_activation(network), build_norm(network)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., hidden_size] to the same shape."""
+        return self.norm(self.activation(self.dense(x)))
+
+
 class CocaDenseModel(InitWeights, LlamaModel):
     """The model without its output head."""
 
@@ -580,6 +596,10 @@ class CocaDenseModel(InitWeights, LlamaModel):
         self.layers = nn.ModuleList(CocaDenseLayer(config, n) for n in range(config.num_hidden_layers))
         self.norm = build_norm(network) if network.norm_position != "residual" else nn.Identity()
         self.embedding_projection = self.output_transform = None
+        if network.skip_first_norm:
+            self.layers[0].input_layernorm = nn.Identity()
+        if network.use_output_transform:
+            self.output_transform = OutputTransform(config)
         if width := network.embedding_width:
             self.embed_tokens = nn.Embedding(config.vocab_size, width, config.pad_token_id)
             self.embedding_projection = nn.Linear(width, config.hidden_size, bias=False)

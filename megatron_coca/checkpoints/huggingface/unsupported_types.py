@@ -60,7 +60,6 @@ UNSUPPORTED_TYPES = {name: reason for reason, names in _GROUPS.items() for name 
     "gpt_neox_japanese": "of all its projections, only the output projection of the last layer's attention has a bias",
     "hrm_text": "it passes its layers several times",
     "reformer": "its attention is limited to tokens with equal hashes",
-    "modernbert-decoder": "it has a dense layer and a norm before its output head, and its first layer lacks a norm",
     "xlm": "its attention is causal only if causal is set, and it adds embeddings of languages",
     "xlnet": "it predicts tokens in permuted orders, with two streams of attention",
 }

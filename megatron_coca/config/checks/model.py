@@ -57,6 +57,20 @@ def _norm_position(settings: Settings) -> str | None:
     return "residual is not supported with gpt_j_residual; set gpt_j_residual=false" if unclear else None
 
 
+def _first_norm(settings: Settings) -> str | None:
+    absent = settings.model.skip_first_norm and settings.model.norm_position not in ("pre", "sandwich")
+    return "the layers have no norms on their inputs; set skip_first_norm=false" if absent else None
+
+
+def _output_transform(settings: Settings) -> str | None:
+    model = settings.model
+    if not model.use_output_transform:
+        return None
+    if model.embedding_width is not None:
+        return "not supported with embedding_width; remove one of the two"
+    return "not supported with activation xielu; set another activation" if model.activation == "xielu" else None
+
+
 def _zero_centered(settings: Settings) -> str | None:
     other = settings.model.zero_centered_norms and settings.model.norm not in ("rmsnorm", "layernorm")
     return f"needs a norm with weights, but norm is {settings.model.norm}; set norm=rmsnorm" if other else None
@@ -163,6 +177,8 @@ CHECKS = (
     Check("use_qk_layernorm", _qk_layernorm),
     Check("qk_norm", _qk_norm),
     Check("norm_position", _norm_position),
+    Check("skip_first_norm", _first_norm),
+    Check("use_output_transform", _output_transform),
     Check("zero_centered_norms", _zero_centered),
     Check("qk_norm_after_rotation", _norm_after_rotation),
     Check("activation", _xielu),

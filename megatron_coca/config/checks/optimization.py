@@ -41,8 +41,8 @@ def _trainable_weights(settings: Settings) -> str | None:
         kind.embedding.weights or kind.extension.learned or kind.scaling.learned or kind.sink_logits or kind.gate
         for kind in types_of(settings).values()
     )
-    own_head = model.no_weight_tying or model.embedding_width is not None or model.use_bias_in_output_head
-    if "output_head" in parts and not own_head:
+    own = (model.no_weight_tying, model.embedding_width, model.use_output_transform, model.use_bias_in_output_head)
+    if "output_head" in parts and not any(own):
         return "output_head is tied to the embedding (no_weight_tying is false); use embedding"
     if "norms" in parts and model.norm.startswith("non_parametric"):
         return f"norm {model.norm} has no weights; leave norms out"

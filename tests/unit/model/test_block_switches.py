@@ -29,6 +29,12 @@ CASES: dict[str, dict[str, Any]] = {
     "norms of outputs": {"norm_position": "post"},
     "norms of both": {"norm_position": "sandwich", "zero_centered_norms": True, "activation": "geglu_tanh"},
     "a tied head with a bias": {"use_bias_in_output_head": True},
+    "a transform before the head, no first norm": {
+        "use_output_transform": True,
+        "skip_first_norm": True,
+        "use_bias_in_mlp": True,
+        "activation": "geglu_tanh",
+    },
     "norms of sums, a narrow embedding": {"norm_position": "residual", "embedding_width": 10},
     "parallel": {"norm_position": "sandwich", "gpt_j_residual": True},
     "heads": {"qk_norm": "head", "zero_centered_norms": True},
@@ -200,6 +206,9 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
     head = weights.get("final_linear.weight", weights["embedding.word_embeddings.weight"])
     x = normed("norm", x)
     x = linear("output_transform", x) if keys.embedding_width else x
+    if keys.use_output_transform:
+        dense = linear("output_transform.dense", x)
+        x = normed("output_transform.norm", F.gelu(dense, approximate="tanh"))
     logits = x @ head.T + weights.get("final_linear.bias", weights.get("final_bias", 0.0))
     logits = logits * keys.final_logit_scale
     cap = keys.final_logit_softcapping
@@ -310,6 +319,8 @@ REFUSED = {
         }
         for name in ("coca", "pope", "polar")
     },
+    "skip_first_norm": {"skip_first_norm": True, "norm_position": "post"},
+    "use_output_transform": {"use_output_transform": True, "embedding_width": 8},
     "norm_position: residual": {"norm_position": "residual", "gpt_j_residual": True},
     "use_bias_in_output_head: not": {
         "use_bias_in_output_head": True,

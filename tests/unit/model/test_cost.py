@@ -1,5 +1,6 @@
 """Costs from the configuration: parameters against built models, operations against PyTorch's own counter."""
 
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "no norm weights": {"norm": "non_parametric_layernorm"},
     "norms of sums, a narrow embedding": {"norm_position": "residual", "embedding_width": 24},
     "a tied head with a bias": {"use_bias_in_output_head": True},
+    "a transform before the head, no first norm": {"use_output_transform": True, "skip_first_norm": True},
     "untied, a narrow embedding": {"no_weight_tying": True, "embedding_width": 24},
     "parallel": {"gpt_j_residual": True},
     "parallel, one norm": {"gpt_j_residual": True, "gpt_j_tied": True},
@@ -69,10 +71,10 @@ def test_parameters_are_those_of_the_built_model(shape: dict[str, Any]) -> None:
     assert count.total == sum(sizes.values())
     parts = {
         "embedding": lambda name: "word_embeddings" in name or "embedding.projection" in name,
-        "head": lambda name: "final_" in name or "output_transform" in name,
+        "head": lambda name: "final_" in name or re.search("output_transform.(weight|dense)", name),
         "norms": lambda name: "norm" in name,
         "mlp": lambda name: ".mlp." in name,
-        "attention": lambda name: any(part in name for part in ("query_key_value", "dense", "output_gate")),
+        "attention": lambda name: any(part in name for part in ("query_key_value", "attention.dense", "output_gate")),
     }
     for part, belongs in parts.items():
         assert getattr(count, part) == sum(size for name, size in sizes.items() if belongs(name)), part
@@ -93,7 +95,10 @@ def test_the_350m_models_with_one_layer(path: Path) -> None:
     ("shape", "checkpoint"),
     list(
         product(
-            ("plain", "untied", "untied, a narrow embedding", "grouped", "gated", "parallel", "coca", "gated features"),
+            (
+                *("plain", "untied", "untied, a narrow embedding", "a transform before the head, no first norm"),
+                *("grouped", "gated", "parallel", "coca", "gated features"),
+            ),
             (False, True),
         )
     ),

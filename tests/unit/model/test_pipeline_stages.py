@@ -42,6 +42,7 @@ METHODS = {
         "norm_position": "residual",
         "use_bias_in_output_head": True,
     },
+    "a transform before the head, no first norm": {"use_output_transform": True, "skip_first_norm": True},
     "layers that differ": {
         "attention_config": [[["sliding", "global"], "all"]],
         "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},
