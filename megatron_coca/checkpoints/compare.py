@@ -29,7 +29,8 @@ FIXED_BY_WEIGHTS = frozenset(
     *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms"),
     *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
     *("attention_output_gate", "final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
-    *("residual_scale", "clip_qkv", "use_bias_in_output_head", "sinusoidal_base"),
+    *("residual_scale", "clip_qkv", "use_bias_in_output_head", "sinusoidal_base", "embedding_width"),
+    *("use_output_transform", "skip_first_norm"),
 }
 """Keys that finetuning must not change from the run that trained the weights. The position method may change, and norms
 of queries and keys may be added.
@@ -183,7 +184,9 @@ def comparable(config: Config) -> dict[str, Any]:
         *("norm_position", "zero_centered_norms", "qk_norm", "use_qk_layernorm", "use_embedding_norm"),
         *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale"),
         *("hidden_dropout", "attention_dropout", "embedding_dropout", "residual_scale", "attention_output_gate"),
-        *("clip_qkv", "qk_norm_after_rotation", "use_bias_in_output_head", *sorted(epsilons(model))),
+        *("clip_qkv", "qk_norm_after_rotation", "use_bias_in_output_head", "embedding_width"),
+        *("use_output_transform", "skip_first_norm"),
+        *sorted(epsilons(model)),
     )
     shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
     shown["activation"] = "silu" if model.activation == "swish" else model.activation

@@ -40,7 +40,7 @@ TOLERANCE = 1e-3
 different orders, so small models differ by up to 1e-5. A wrong key changes the logits by more than 1e-2.
 """
 IMPORT = "this project's import"
-VOCABULARY = ("embedding.word_embeddings.weight", "final_linear.weight", "final_linear.bias")
+VOCABULARY = ("embedding.word_embeddings.weight", "final_linear.weight", "final_linear.bias", "final_bias")
 """Our names of the weights that have a row for each token."""
 
 

@@ -94,6 +94,11 @@ class ModelConfig(ConfigGroup):
     )
     sinusoidal_base: Positive = key(10000.0, "Base of the frequencies with pos_emb sinusoidal.")
     vocab_size: Count | None = key(None, "Rows of the embedding before padding; null: the tokenizer's vocabulary size.")
+    embedding_width: Size | None = key(
+        None,
+        "Width of the embedding and of the output head, with a projection to hidden_size after the embedding and one"
+        " back before the head, as in OPT 350M; null: hidden_size, without projections.",
+    )
     make_vocab_size_divisible_by: Size = key(128, "Pad the embedding to a multiple of this many rows.")
     no_weight_tying: bool = key(False, "Use a separate output head instead of tying it to the embedding.")
     attention_config: list[Any] | None = key(
@@ -121,14 +126,24 @@ class ModelConfig(ConfigGroup):
         "Use biases for queries, keys and values. Set this key only if the output projection differs.",
     )
     use_bias_in_mlp: bool = key(True, "Use biases in the MLP.")
-    use_bias_in_output_head: bool = key(False, "Use a bias in the output head, as in GPT-J. Only with no_weight_tying.")
+    use_bias_in_output_head: bool = key(
+        False, "Use a bias in the output head, as in GPT-J; with tied weights, as in CTRL."
+    )
+    use_output_transform: bool = key(
+        False,
+        "Use a square matrix, the activation and a norm between the final norm and the output head, as in ModernBERT.",
+    )
     gpt_j_residual: bool = key(False, "Parallel residual: attention and MLP read the same input.")
     gpt_j_tied: bool = key(False, "With gpt_j_residual: use the same norm for attention and MLP.")
     norm: Norm = key("layernorm", "Normalization layer.")
-    norm_position: Literal["pre", "post", "sandwich"] = key(
+    norm_position: Literal["pre", "post", "sandwich", "residual"] = key(
         "pre",
         "pre: norms on the inputs of attention and MLP; post: norms on their outputs, before the residual sum, as in"
-        " OLMo 2; sandwich: both, as in Gemma 2.",
+        " OLMo 2; sandwich: both, as in Gemma 2; residual: norms on the residual sums, and no norm before the output"
+        " head, as in GPT-1 and OPT 350M.",
+    )
+    skip_first_norm: bool = key(
+        False, "Leave out the norm on the input of the first layer's attention, as in ModernBERT."
     )
     zero_centered_norms: bool = key(
         False,
@@ -227,6 +242,11 @@ class ModelConfig(ConfigGroup):
     def head_dim(self) -> int:
         """Features per attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def token_width(self) -> int:
+        """Features of the embedding of a token, and of the input of the output head."""
+        return self.embedding_width or self.hidden_size
 
     @property
     def attention_width(self) -> int:

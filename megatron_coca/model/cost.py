@@ -34,8 +34,9 @@ a single scalar.
 class ParameterCount:
     """Parameter counts of the parts of a model.
 
-    `embedding` includes the padded rows. If the weights are tied, it is also the output head, and `head` is 0. `norms`
-    includes the final norm. `position` counts the table, bias or network of the position methods.
+    `embedding` includes the padded rows. If the weights are tied, it is also the output head, and `head` counts only a
+    layer before the head and a bias. `norms` includes the final norm. `position` counts the table, bias or network
+    of the position methods.
     """
 
     embedding: int
@@ -82,16 +83,21 @@ def parameter_count(config: Config) -> ParameterCount:
         ConfigError: `vocab_size` is not known.
     """
     model = config.model
-    table = model.padded_vocab_size * model.hidden_size
+    table = model.padded_vocab_size * model.token_width
+    projection = model.hidden_size * (model.embedding_width or 0)
+    transform = model.use_output_transform * model.hidden_size * (model.hidden_size + model.use_bias_in_mlp)
     return ParameterCount(
-        embedding=table,
+        embedding=table + projection,
         attention=sum(sum(_projections(model, name).values()) for name in model.layer_names),
         mlp=(model.num_layers - model.layer_names.count(GAU)) * _mlp(model),
-        norms=(sum(norms_per_block(model, name) for name in model.layer_names) + 1 + model.use_embedding_norm)
+        norms=(sum(norms_per_block(model, name) for name in model.layer_names) + norms_of_ends(model))
         * norm_parameters(model)
         + model.num_layers * _qk_norm_parameters(model),
         position=_position(config),
-        head=table + model.padded_vocab_size * model.use_bias_in_output_head if model.no_weight_tying else 0,
+        head=projection
+        + transform
+        + model.no_weight_tying * table
+        + model.use_bias_in_output_head * model.padded_vocab_size,
     )
 
 
@@ -128,7 +134,8 @@ def flops_per_token(config: Config, length: int | None = None, backends: Backend
     names, positions = model.layer_names, config.layer_types
     gates = model.hidden_size * model.num_attention_heads
     blocks = sum(_weights_per_block(model, name) + gates * (positions[name].gate is not None) for name in names)
-    head = model.padded_vocab_size * model.hidden_size
+    head = model.padded_vocab_size * model.token_width + 2 * model.hidden_size * (model.embedding_width or 0)
+    head += model.use_output_transform * model.hidden_size**2
     # Mean width of q k^T and the product with v: as counted in `Flops.model`, and as executed.
     gau = ((model.gau_key_width + model.gau_features) / 2, model.gau_features)
     wider = {name: _operand_width(model.of_type(name), position) for name, position in positions.items()}
@@ -168,14 +175,22 @@ def _not_repeated(model: ModelConfig) -> int:
 
 def norms_per_block(model: ModelConfig, name: str) -> int:
     """Return the number of norms in one block of a layer type: on the inputs of attention and MLP, which may share a
-    norm, and on their outputs.
+    norm, and on their outputs or on the residual sums.
 
     Gated attention units have no MLP, so they have at most one norm on the input and one on the output.
     """
     if name == GAU:
-        return (model.norm_position != "post") + (model.norm_position != "pre")
+        return 2 if model.norm_position == "sandwich" else 1
     inputs = 1 if model.gpt_j_residual and model.gpt_j_tied else 2
-    return inputs * (model.norm_position != "post") + 2 * (model.norm_position != "pre")
+    return inputs * (model.norm_position in ("pre", "sandwich")) + 2 * (model.norm_position != "pre")
+
+
+def norms_of_ends(model: ModelConfig) -> int:
+    """Return the number of norms outside the blocks, after the embedding and before the output head, minus the norm
+    that the first block may lack.
+    """
+    head = (model.norm_position != "residual") + model.use_output_transform
+    return head + model.use_embedding_norm - model.skip_first_norm
 
 
 def packed_mlp_width(model: ModelConfig) -> int:
@@ -348,7 +363,7 @@ def loss_bytes(config: Config, micro: int, sequence: int = 1) -> float:
     if chunk == 0:
         # The logits, their float32 copy (in half precision), the log-probabilities and their gradient.
         return tokens * vocabulary * (size + 8 + (4 if size < 4 else 0))
-    head = vocabulary * model.hidden_size
+    head = vocabulary * model.token_width
     scored = min(chunk, tokens) * vocabulary * (size + 4 + (size if size < 4 else 0))
     if auto:  # on a GPU the gradient overwrites the logits
         scored = max(scored, min(LOSS_CHUNK_BYTES, tokens * vocabulary * size))

@@ -16,7 +16,14 @@ from megatron_coca.attention.inputs import Backend, PackedDocuments, documents_f
 from megatron_coca.attention.layer import Cache
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import ModelConfig
-from megatron_coca.model.layers import Block, Embedding, absolute, build_norm, soft_capped
+from megatron_coca.model.layers import (
+    Block,
+    Embedding,
+    absolute,
+    build_norm,
+    build_output_transform,
+    soft_capped,
+)
 from megatron_coca.model.loss import IGNORED, linear_cross_entropy, next_token_loss
 
 Recomputing = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -124,12 +131,17 @@ class GPT(ShardedModule):
         (_, first), *others = methods.items()
         self.positions = PositionEncoding(first, dict(others))
         self.blocks = nn.ModuleList(Block(model, methods[name], backends[name], name) for name in model.layer_names)
-        self.norm = build_norm(model)
+        if model.skip_first_norm:
+            self.blocks[0].input_layernorm = nn.Identity()
+        self.norm = build_norm(model) if model.norm_position != "residual" else nn.Identity()
+        self.output_transform = build_output_transform(model)
         self.final_linear = (
-            OutputHead(model.hidden_size, self.vocab_size, model.use_bias_in_output_head)
+            OutputHead(model.token_width, self.vocab_size, model.use_bias_in_output_head)
             if model.no_weight_tying
             else None
         )
+        tied_bias = model.use_bias_in_output_head and not model.no_weight_tying
+        self.final_bias = nn.Parameter(torch.zeros(self.vocab_size)) if tied_bias else None
 
     def forward(
         self,
@@ -259,12 +271,16 @@ class GPT(ShardedModule):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of `hidden`, which may be any slice of `hidden_states`, in the dtype of `hidden`."""
-        head, hidden = self.final_linear, self._scaled(hidden)
-        logits = F.linear(hidden, self.embedding.word_embeddings.weight) if head is None else head(hidden)
+        head, hidden = self.final_linear, self._transformed(hidden)
+        if head is None:
+            logits = F.linear(hidden, self.embedding.word_embeddings.weight, self.final_bias)
+        else:
+            logits = head(hidden)
         return soft_capped(logits, self._config.final_logit_softcapping)
 
-    def _scaled(self, hidden: Tensor) -> Tensor:
+    def _transformed(self, hidden: Tensor) -> Tensor:
         scale = self._config.final_logit_scale
+        hidden = hidden if self.output_transform is None else self.output_transform(hidden)
         return hidden if scale == 1.0 else hidden * scale
 
     def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
@@ -278,11 +294,13 @@ class GPT(ShardedModule):
         if chunk == 0:
             return next_token_loss(self.logits(hidden), labels, loss_mask)
         kept = labels if loss_mask is None else labels.masked_fill(~loss_mask, IGNORED)
-        states, targets = self._scaled(hidden).flatten(0, -2), kept.flatten()
+        states, targets = self._transformed(hidden).flatten(0, -2), kept.flatten()
         options = chunk, self._config.loss_kernel, self._config.final_logit_softcapping
         if self.final_linear is not None:
             return self.final_linear(states, targets, *options)
-        return linear_cross_entropy(states, self.embedding.word_embeddings.weight, targets, *options)
+        return linear_cross_entropy(
+            states, self.embedding.word_embeddings.weight, targets, *options, bias=self.final_bias
+        )
 
 
 def resolve_positions(

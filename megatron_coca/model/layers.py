@@ -101,10 +101,11 @@ class Embedding(nn.Module):
 
     def __init__(self, model: ModelConfig, positions: nn.Module | None = None) -> None:
         super().__init__()
-        rows, width = model.padded_vocab_size, model.hidden_size
+        rows, width = model.padded_vocab_size, model.token_width
         self.word_embeddings = RowEmbedding(rows, width, _weight=torch.empty(rows, width))
         self.position_embeddings, self.dropout, self.scale = positions, model.embedding_dropout, model.embedding_scale
         self.offset = model.opt_pos_emb_offset
+        self.projection = nn.Linear(width, model.hidden_size, bias=False) if model.embedding_width else None
         self.embedding_layernorm = build_norm(model) if model.use_embedding_norm else None
 
     def forward(self, input_ids: Tensor, positions: Tensor, reached: int | None = None) -> Tensor:
@@ -112,6 +113,8 @@ class Embedding(nn.Module):
         x = self.word_embeddings(input_ids)
         if self.scale != 1.0:
             x = x * torch.tensor(self.scale, dtype=x.dtype, device=x.device)
+        if self.projection is not None:
+            x = self.projection(x)
         if self.embedding_layernorm is not None:
             x = self.embedding_layernorm(x)
         if self.position_embeddings is not None:
@@ -341,6 +344,25 @@ def build_activation(model: ModelConfig) -> Activation:
     return GATED.get(model.activation) or UNGATED[model.activation]
 
 
+class OutputTransform(nn.Module):
+    """norm(act(dense x)) for hidden states x [..., hidden_size], with the activation and biases of the MLP."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(model.hidden_size, model.hidden_size, bias=model.use_bias_in_mlp)
+        self.activation, self.norm = build_activation(model), build_norm(model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.activation(self.dense(x)))
+
+
+def build_output_transform(model: ModelConfig) -> nn.Module | None:
+    """Build the layer between the final norm and the output head: [..., hidden_size] to [..., token_width]."""
+    if model.embedding_width:
+        return nn.Linear(model.hidden_size, model.embedding_width, bias=False)
+    return OutputTransform(model) if model.use_output_transform else None
+
+
 def build_attention(
     model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str = GLOBAL
 ) -> SelfAttention:
@@ -369,8 +391,9 @@ class Block(nn.Module):
 
     Sequential: x += attention(norm1 x); x += mlp(norm2 x). Parallel (`gpt_j_residual`): x + attention(norm1 x) +
     mlp(norm2 x); with `gpt_j_tied`, the MLP also uses norm1. `norm_position: post` normalises the outputs of attention
-    and MLP instead of the inputs, `sandwich` normalises inputs and outputs. Layers of type `gau` have a gated attention
-    unit and no MLP: x += attention(norm1 x).
+    and MLP instead of the inputs, `sandwich` normalises inputs and outputs, and `residual` normalises the sums:
+    x = norm1(x + attention(x)); x = norm2(x + mlp(x)). Layers of type `gau` have a gated attention unit and no MLP:
+    x += attention(norm1 x).
     """
 
     def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str) -> None:
@@ -378,10 +401,12 @@ class Block(nn.Module):
         self.layer_type = layer_type
         self.parallel, self.tied_norm, self.dropout = model.gpt_j_residual, model.gpt_j_tied, model.hidden_dropout
         self.residual_scale = model.residual_scale
-        before, after = model.norm_position != "post", model.norm_position != "pre"
+        before, after = (model.norm_position in (place, "sandwich") for place in ("pre", "post"))
+        of_sums = model.norm_position == "residual"
         self.input_layernorm = build_norm(model) if before else nn.Identity()
         self.attention = build_attention(model, method, backend, layer_type)
         self.attention_output_layernorm = build_norm(model) if after else nn.Identity()
+        self.attention_sum_layernorm = build_norm(model) if of_sums else nn.Identity()
         if layer_type == GAU:
             self.mlp: MLP | None = None
             return
@@ -389,6 +414,7 @@ class Block(nn.Module):
             self.post_attention_layernorm = build_norm(model) if before else nn.Identity()
         self.mlp = MLP(model)
         self.mlp_output_layernorm = build_norm(model) if after else nn.Identity()
+        self.mlp_sum_layernorm = build_norm(model) if of_sums else nn.Identity()
 
     def forward(
         self, x: Tensor, context: PositionContext, cache: LayerCache | None = None, last: int | None = None
@@ -399,11 +425,11 @@ class Block(nn.Module):
         if last is not None:
             x, normed, attended = x[:, -last:], normed[:, -last:], attended[:, -last:]
         if self.mlp is None:
-            return x + attended
+            return self.attention_sum_layernorm(x + attended)
         if self.parallel:
             return x + attended + self._feed(normed if self.tied_norm else self.post_attention_layernorm(x))
-        x = x + attended
-        return x + self._feed(self.post_attention_layernorm(x))
+        x = self.attention_sum_layernorm(x + attended)
+        return self.mlp_sum_layernorm(x + self._feed(self.post_attention_layernorm(x)))
 
     def _feed(self, x: Tensor) -> Tensor:
         assert self.mlp is not None

@@ -90,7 +90,9 @@ def layer_weights(model: GPT, method: str) -> list[int]:
 
 def _parameters(model: GPT, layer: int) -> int:
     """Count the parameters of a layer. A tied embedding counts in both the first and the last layer."""
-    head = nn.ModuleList([model.norm, model.final_linear or model.embedding.word_embeddings])
+    parts = (model.norm, model.output_transform, model.final_linear or model.embedding.word_embeddings)
+    head = nn.ModuleList(part for part in parts if part is not None)
+    head.register_parameter("bias", model.final_bias)
     layers = [model.embedding, *model.blocks, head]
     return sum(parameter.numel() for parameter in layers[layer].parameters())
 
@@ -177,11 +179,11 @@ def _keep(model: GPT, span: Span) -> None:
     """Delete the layers of the other stages from the model."""
     tied_head = span.has_head and model.final_linear is None
     if not span.has_embedding and tied_head:
-        model.embedding.position_embeddings = model.embedding.embedding_layernorm = None
+        model.embedding.position_embeddings = model.embedding.embedding_layernorm = model.embedding.projection = None
     elif not span.has_embedding:
         del model.embedding
     if not span.has_head:
-        model.norm, model.final_linear = nn.Identity(), None
+        model.norm, model.final_linear, model.output_transform, model.final_bias = nn.Identity(), None, None, None
     if not span.blocks:
         del model.positions
     model.blocks = nn.ModuleList(model.blocks[number] for number in span.blocks)

@@ -14,6 +14,7 @@ from megatron_coca.model.cost import (
     flops_per_token,
     loss_bytes,
     norm_parameters,
+    norms_of_ends,
     parameter_count,
     trained_count,
 )
@@ -144,14 +145,15 @@ def _stage_numbers(
         return [count.total]
     norm = norm_parameters(model) if count.norms else 0
     divided = (count.attention + count.mlp) // model.num_layers - replicated
-    of_embedding = model.use_embedding_norm * norm
-    norms = (count.norms - norm - of_embedding) // model.num_layers  # including query and key norms
+    first = (model.use_embedding_norm - model.skip_first_norm) * norm
+    last = norms_of_ends(model) * norm - first
+    norms = (count.norms - last - first) // model.num_layers  # including query and key norms
     block = divided // topology.tensor + replicated + norms
     numbers = [block * number for number in blocks]
-    numbers[0] += count.embedding + count.position + of_embedding
-    numbers[-1] += norm + count.head
-    if topology.pipe > 1 and not model.no_weight_tying:
-        numbers[-1] += count.embedding
+    numbers[0] += count.embedding + count.position + first
+    numbers[-1] += last + count.head
+    if topology.pipe > 1 and not model.no_weight_tying and count.embedding:
+        numbers[-1] += model.padded_vocab_size * model.token_width
     return numbers
 
 

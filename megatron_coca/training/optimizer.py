@@ -20,8 +20,8 @@ PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"attention\.(dense|output_gate)\.", ("attention_output",)),
     (r"\bmlp\.", ("mlp",)),
     (r"(^|_layer|\.)norm\.", ("norms",)),
-    (r"\bword_embeddings\.", ("embedding",)),
-    (r"\bfinal_linear\.", ("output_head",)),
+    (r"\b(word_embeddings|embedding\.projection)\.", ("embedding",)),
+    (r"\b(final_linear\.|output_transform\.|final_bias$)", ("output_head",)),
     (r"\bposition_embeddings\.|attention\.position_(bias|sinks|factor|gates|offsets)\.|^positions\.", ("positions",)),
 )
 """Patterns of parameter names, each with the values of `trainable` to which a matching parameter belongs."""

@@ -92,6 +92,13 @@ METHODS: Runs = {
         "no_weight_tying": False,
         "attention_output_gate": "head",
     },
+    "ZeRO 3, norms of sums, a narrow embedding, tied weights": {
+        "zero_stage": 3,
+        "norm_position": "residual",
+        "embedding_width": 8,
+        "use_bias_in_output_head": True,
+        "no_weight_tying": False,
+    },
     "a chunked loss, packed documents": PACKED | {"loss_chunk_size": 5, "pos_emb": "alibi"},
     "learned positions": {"pos_emb": "learned"},
     "a relative map": {"relative_positions": {"type": "rerope", "window": 8}},

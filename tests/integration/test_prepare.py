@@ -120,7 +120,7 @@ def test_jobs_of_an_array_that_are_killed(corpus: Path, tmp_path: Path) -> None:
             line = small_blocks(corpus, tmp_path / "out", "--workers", 1, *divided, *part)
             process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL)
             try:
-                assert process.wait(whole * (chosen.uniform(0.2, 0.7) + attempt / 20)) == 0
+                assert process.wait(whole * (chosen.uniform(0.1, 0.4) + attempt / 20)) == 0
                 break
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGKILL)

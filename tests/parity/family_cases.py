@@ -10,6 +10,7 @@ DYNAMIC = LINEAR | {"rope_type": "dynamic"}
 BASE = {"rope_type": "default", "rope_theta": 300.0}
 GPT = {"n_embd": 36, "n_layer": 3, "n_head": 6, "n_positions": LONG}
 IDS = {"bos_token_id": 0, "eos_token_id": 1}
+BERT_IDS = IDS | {"pad_token_id": 2}
 FREE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "intermediate_size")
 
 LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
@@ -115,12 +116,33 @@ LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
     "jais2": ("Jais2", {"head_dim": 10, "rope_parameters": LINEAR}),
     "jais2 tied, no biases": ("Jais2", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}),
     "cwm": ("Cwm", {"head_dim": 10, "num_hidden_layers": 5, "sliding_window": 9, "rope_parameters": LLAMA3} | IDS),
+    "modernbert-decoder": (
+        "ModernBertDecoder",
+        {"local_attention": 18, "num_hidden_layers": 5, "norm_bias": True, "attention_bias": True}
+        | BERT_IDS
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": BASE}},
+    ),
+    "modernbert-decoder untied": (
+        "ModernBertDecoder",
+        {"local_attention": 18, "tie_word_embeddings": False, "mlp_bias": True, "classifier_bias": True}
+        | {"layer_types": ["sliding_attention"] * 3}
+        | BERT_IDS,
+    ),
+    "modernbert-decoder without a bias of the head": (
+        "ModernBertDecoder",
+        {"decoder_bias": False, "hidden_activation": "silu", "classifier_activation": "silu"}
+        | {"rope_parameters": {"full_attention": BASE | {"rope_theta": 700.0}, "sliding_attention": BASE}}
+        | BERT_IDS,
+    ),
     "internlm3": ("InternLM3", {"head_dim": 10, "rope_parameters": DYNAMIC}),
     "iquestcoder": ("IQuestCoder", {"head_dim": 10, "rope_parameters": LINEAR}),
 }
 LIKE_GPT: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJ", GPT | {"rotary_dim": 4, "n_inner": 50}),
-    "gptj wholly rotated": ("GPTJ", GPT | {"rotary_dim": 6, "n_embd": 24, "n_head": 4}),
+    "gptj wholly rotated, tied": (
+        "GPTJ",
+        GPT | {"rotary_dim": 6, "n_embd": 24, "n_head": 4, "tie_word_embeddings": True},
+    ),
     "codegen": ("CodeGen", GPT | {"rotary_dim": 4, "n_embd": 48, "n_head": 8, "n_ctx": LONG}),
     "gpt_bigcode": ("GPTBigCode", GPT | {"n_inner": 50}),
     "gpt_bigcode untied, all heads": ("GPTBigCode", GPT | {"multi_query": False, "tie_word_embeddings": False}),
@@ -140,6 +162,19 @@ LIKE_GPT: dict[str, tuple[str, dict[str, Any]]] = {
         {"enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False}
         | {"ffn_dim": 50, "max_position_embeddings": LONG, "word_embed_proj_dim": 36},
     ),
+    "opt, norms of sums, a narrow embedding": (
+        "OPT",
+        {"do_layer_norm_before": False, "word_embed_proj_dim": 20, "ffn_dim": 50, "max_position_embeddings": LONG},
+    ),
+    "opt untied, norms of sums": (
+        "OPT",
+        {"do_layer_norm_before": False, "tie_word_embeddings": False, "max_position_embeddings": LONG}
+        | {"word_embed_proj_dim": 40, "enable_bias": False, "ffn_dim": 50},
+    ),
+    "openai-gpt": ("OpenAIGPT", GPT),
+    "openai-gpt untied, relu": ("OpenAIGPT", GPT | {"afn": "relu", "tie_word_embeddings": False}),
+    "ctrl": ("CTRL", GPT | {"dff": 50}),
+    "ctrl untied": ("CTRL", GPT | {"dff": 50, "tie_word_embeddings": False}),
     "xglm": ("XGLM", {"d_model": 36, "num_layers": 3, "attention_heads": 6, "ffn_dim": 50}),
     "xglm untied": (
         "XGLM",
@@ -154,11 +189,11 @@ LIKE_GPT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CASES = LIKE_LLAMA | LIKE_GPT
 OWN_NAMES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("GPTJ", "CodeGen", "GPTBigCode"), (*FREE, "num_key_value_heads")),
+    **dict.fromkeys(("GPTJ", "CodeGen", "GPTBigCode", "OpenAIGPT", "CTRL"), (*FREE, "num_key_value_heads")),
     "GPTNeo": (*FREE, "num_key_value_heads"),
     "XGLM": ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_key_value_heads"),
     "OPT": ("intermediate_size", "max_position_embeddings", "num_key_value_heads"),
     "BioGpt": ("max_position_embeddings", "num_key_value_heads"),
-    "Persimmon": ("num_key_value_heads",),
+    **dict.fromkeys(("Persimmon", "ModernBertDecoder"), ("num_key_value_heads",)),
 }
 """Names that a class does not have."""

@@ -105,6 +105,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 2048, "num_attention_heads": 12},
         **{"num_hidden_layers": 12, "prefix": "</s>", "vocab_size": 50272, "word_embed_proj_dim": 768},
     },
+    "facebook/opt-350m": {
+        **{
+            "model_type": "opt",
+            "_remove_final_layer_norm": False,
+            "activation_dropout": 0.0,
+            "activation_function": "relu",
+        },
+        **{"attention_dropout": 0.0, "do_layer_norm_before": False, "dropout": 0.1, "ffn_dim": 4096},
+        **{"hidden_size": 1024, "init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 2048},
+        **{"num_attention_heads": 16, "num_hidden_layers": 24, "prefix": "</s>", "vocab_size": 50272},
+        **{"word_embed_proj_dim": 512},
+    },
+    "openai-community/openai-gpt": {
+        **{"model_type": "openai-gpt", "afn": "gelu", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
+        **{"initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "n_ctx": 512, "n_embd": 768, "n_head": 12},
+        **{"n_layer": 12, "n_positions": 512, "n_special": 0, "predict_special_tokens": True, "vocab_size": 40478},
+        **{"summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True},
+        **{"summary_type": "cls_index", "summary_use_proj": True},
+    },
+    "Salesforce/ctrl": {
+        **{"model_type": "ctrl", "attn_pdrop": 0.1, "dff": 8192, "embd_pdrop": 0.1, "from_tf": False},
+        **{"initializer_range": 0.02, "layer_norm_epsilon": 1e-6, "n_ctx": 512, "n_embd": 1280, "n_head": 16},
+        **{"n_layer": 48, "n_positions": 50000, "num_labels": 1, "output_past": True, "resid_pdrop": 0.1},
+        **{"summary_type": "cls_index", "summary_use_proj": True, "use_bfloat16": False, "vocab_size": 246534},
+    },
     "facebook/xglm-564M": {
         **{"model_type": "xglm", "activation_dropout": 0, "activation_function": "gelu", "attention_dropout": 0.1},
         **{"attention_heads": 16, "d_model": 1024, "decoder_start_token_id": 2, "dropout": 0.1, "ffn_dim": 4096},

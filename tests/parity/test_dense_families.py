@@ -30,7 +30,8 @@ SUPPORTED = (READERS.keys() | FAMILIES.keys()) - {OURS}
 FAST = (
     *("stablelm parallel, norms of heads", "phi norms of heads", "cohere untied, norms of heads", "granite", "glm"),
     *("exaone4", "hunyuan", "nemotron", "apertus", "olmo", "nanochat", "granite_swa"),
-    *("codegen", "gpt_neo", "opt", "xglm"),
+    *("codegen", "gpt_neo", "opt", "opt, norms of sums, a narrow embedding", "openai-gpt"),
+    *("ctrl", "modernbert-decoder", "xglm"),
 )
 """Cases that together use every switch and every packing of these families."""
 
@@ -104,6 +105,11 @@ PUBLISHED = {
     "exaone4, a pattern in letters": ("exaone4", {"sliding_window_pattern": "LLLG"}),
     "gpt_neo, the list of layers": ("gpt_neo", {"gradient_checkpointing": True, "summary_type": "cls_index"}),
     "granite_swa, no list of bases": ("granite_swa", {"pad_token_id": 3}),
+    "modernbert-decoder, older keys": (
+        "modernbert-decoder without a bias of the head",
+        {"rope_parameters": None, "global_rope_theta": 700.0, "local_rope_theta": 300.0}
+        | {"layer_types": None, "global_attn_every_n_layers": 3},
+    ),
     "starcoder2, older keys": ("starcoder2", {"mlp_type": "default", "norm_type": "layer_norm"}),
 }
 """A model, and keys of config.json in the form of published models that mean the same."""
@@ -134,8 +140,13 @@ def test_a_published_configuration_has_the_parameters_of_its_class(name: str) ->
 
 UNREAD = {
     "rotary_dim": ("gptj", {"rotary_dim": None}, "rotary_dim: null is not supported.*; use another model$"),
-    "do_layer_norm_before": ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: False is not supported"),
-    "word_embed_proj_dim": ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim: differs from hidden_size"),
+    "afn": ("openai-gpt", {"afn": "gelu_new"}, "afn: 'gelu_new' is not supported; supported values: gelu, relu"),
+    "_remove_final_layer_norm": (
+        "opt",
+        {"_remove_final_layer_norm": True},
+        "_remove_final_layer_norm: True is not supported, only False",
+    ),
+    "classifier_bias": ("modernbert-decoder", {"classifier_bias": True}, "classifier_bias: differs from mlp_bias"),
     "attention_types": ("gpt_neo", {"attention_types": [[["global"], 2]]}, "must name each layer"),
     "rope_parameters": ("apertus", {"rope_parameters": None}, "rope_parameters: missing, .*; add the section$"),
     "layer_rope_theta": ("granite_swa", {"layer_rope_theta": [1.0, 2.0, 0, 0, 0]}, "layer_rope_theta: several"),

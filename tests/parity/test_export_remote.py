@@ -153,6 +153,10 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "apertus's": GROUPED | LLAMA | {"activation": "xielu", "qk_norm": "head"},
     "granite's, clipped, a head with a bias": {"residual_scale": 0.3, "clip_qkv": 0.05, "no_weight_tying": True}
     | {"use_bias_in_output_head": True},
+    "opt 350M's": {"norm_position": "residual", "embedding_width": 24, "activation": "relu"},
+    "ctrl's": {"pos_emb": "sinusoidal", "use_bias_in_output_head": True, "embedding_scale": 5.0},
+    "modernbert's": {"use_output_transform": True, "skip_first_norm": True, "use_embedding_norm": True}
+    | {"use_bias_in_output_head": True, "activation": "geglu"},
     "phi's norms": {"qk_norm": "layernorm"},
     "stablelm's norms": GROUPED | {"qk_norm": "layernorm_by_head", "zero_centered_norms": True, "norm": "layernorm"},
     "norms after rotation": {"qk_norm": "head", "qk_norm_after_rotation": True, "pos_emb": "rotary"}

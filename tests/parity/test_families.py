@@ -565,7 +565,7 @@ def test_an_unknown_key_that_changes_the_model_is_an_error(case: str, tmp_path: 
 
 
 BY_SHAPE = {"num_key_value_heads", "intermediate_size", "num_kv_heads", "ffn_hidden_size", "n_inner", "ffn_dim"}
-BY_SHAPE |= {"shared_intermediate_size"}
+BY_SHAPE |= {"shared_intermediate_size", "dff"}
 """Keys whose defaults are numbers of one size of model: the shapes of the weights tell."""
 
 

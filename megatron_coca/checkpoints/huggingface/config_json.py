@@ -61,7 +61,8 @@ NETWORK_KEYS = (
 """Network keys that the modelling file supports. All of them are always written."""
 LATER_KEYS = (
     *("qk_norm_after_rotation", "clip_qkv", "residual_scale", "use_bias_in_output_head", "embedding_dropout"),
-    *("sinusoidal_base", "opt_pos_emb_offset", "attention_output_gate"),
+    *("sinusoidal_base", "opt_pos_emb_offset", "attention_output_gate", "embedding_width"),
+    *("use_output_transform", "skip_first_norm"),
 )
 """More network keys that the modelling file supports. They are written only if they are not at their defaults, because
 exports of earlier versions lack them.
@@ -392,7 +393,7 @@ def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
 
 
 def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
-    """Return the table of weight names for a `coca_dense` folder. `network` contains NETWORK_KEYS."""
+    """Return the table of weight names for a `coca_dense` folder. `network` has NETWORK_KEYS and `no_weight_tying`."""
     gated, one_norm = network["activation"] in GATED_ACTIVATIONS, network["gpt_j_residual"] and network["gpt_j_tied"]
     names: list[str] = []
     without = network["norm"] == "non_parametric_rmsnorm" and network["qk_norm"] in ("head", "projection")
@@ -401,15 +402,23 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
     elif network["use_qk_layernorm"]:
         names = [f"qk_layernorm.{parameter}" for parameter in weight_map.DENSE_NORMS[network["norm"]]]
     position = network["norm_position"]
-    places = [] if position == "post" else ["input_layernorm", "post_attention_layernorm"][: 1 if one_norm else 2]
-    places += [] if position == "pre" else ["attention_output_layernorm", "mlp_output_layernorm"]
+    places: list[str] = []
+    if position in ("pre", "sandwich"):
+        places += ["input_layernorm", "post_attention_layernorm"][: 1 if one_norm else 2]
+    if position != "pre":
+        kind_of_place = "sum" if position == "residual" else "output"
+        places += [f"{module}_{kind_of_place}_layernorm" for module in ("attention", "mlp")]
     norms = weight_map.DENSE_NORMS[network["norm"]] if network["use_embedding_norm"] else ()
     of_embedding = (f"embedding_layernorm.{parameter}" for parameter in norms)
+    head_bias = "final_linear.bias" if network["no_weight_tying"] else "final_bias"
+    dense = weight_map.dense(network["norm"], gated, places, names)
     return (
-        *weight_map.dense(network["norm"], gated, places, names),
+        *(row for row in dense if position != "residual" or not row.ours.startswith("norm.")),
+        *(weight_map.output_transform(network["norm"]) if network.get("use_output_transform") else ()),
+        *(weight_map.NARROW_EMBEDDING if network.get("embedding_width") else ()),
         *(weight_map.Row(f"embedding.{name}", (f"model.{name}",)) for name in of_embedding),
         *(weight_map.XIELU if network["activation"] == "xielu" else ()),
-        weight_map.Row("final_linear.bias", ("lm_head.bias",)),
+        *([weight_map.Row(head_bias, ("lm_head.bias",))] if network.get("use_bias_in_output_head") else []),
         *(weight_map.OUTPUT_GATE if network.get("attention_output_gate") else ()),
         *weight_map.LEARNED_POSITIONS,
     )
@@ -433,7 +442,12 @@ READERS: dict[str, Reader] = {
         LLAMA_UNNEEDED,
     ),
     OURS: Reader(
-        _dense_shape, _exported_position, lambda config, names: dense_rows(_section(config, NETWORK)), LLAMA_UNNEEDED
+        _dense_shape,
+        _exported_position,
+        lambda config, names: dense_rows(
+            {**_section(config, NETWORK), "no_weight_tying": not config.get("tie_word_embeddings")}
+        ),
+        LLAMA_UNNEEDED,
     ),
 }
 """`model_type` -> the reader of the architecture."""

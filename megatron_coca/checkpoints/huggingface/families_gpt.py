@@ -69,10 +69,11 @@ def _to_gpt_neo(config: Config) -> dict[str, Any]:
 
 
 def _opt(config: Json, keys: Json) -> dict[str, Any]:
-    if config.get("word_embed_proj_dim", config["hidden_size"]) not in (None, config["hidden_size"]):
-        raise NotSupported("word_embed_proj_dim: differs from hidden_size, and a projected embedding is not supported")
+    before, width = config.get("do_layer_norm_before", True), config.get("word_embed_proj_dim")
     bias, plain = bool(config.get("enable_bias", True)), not config.get("layer_norm_elementwise_affine", True)
-    found = dict.fromkeys(("use_bias_in_attn_linear", "use_bias_in_mlp"), bias)
+    found: dict[str, Any] = dict.fromkeys(("use_bias_in_attn_linear", "use_bias_in_mlp"), bias)
+    found |= {"embedding_width": None if width == config["hidden_size"] else width}
+    found |= {"norm_position": "pre" if before else "residual"}
     return found | _fairseq_positions(config, keys) | ({"norm": "non_parametric_layernorm"} if plain else {})
 
 
@@ -80,8 +81,30 @@ def _to_opt(config: Config) -> dict[str, Any]:
     return {
         "enable_bias": config.model.use_bias_in_mlp,
         "layer_norm_elementwise_affine": config.model.norm == "layernorm",
-        "word_embed_proj_dim": config.model.hidden_size,
+        "word_embed_proj_dim": config.model.token_width,
+        "do_layer_norm_before": config.model.norm_position != "residual",
     }
+
+
+GPT1_ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "silu"}
+"""The names of activations that GPT-1's class knows -> their usual names."""
+
+
+def _openai_gpt(config: Json, keys: Json) -> dict[str, Any]:
+    named = config.get("afn", "gelu")
+    if named not in GPT1_ACTIVATIONS:
+        raise NotSupported(f"afn: {named!r} is not supported; supported values: {', '.join(GPT1_ACTIVATIONS)}")
+    return {
+        "bias_gelu_fusion": named == "gelu",  # the class uses the approximation
+        "max_position_embeddings": config[MAXIMUM],
+        "attention_dropout": float(config.get("attention_dropout", 0.1)),
+    }
+
+
+def _to_openai_gpt(config: Config) -> dict[str, Any]:
+    model = config.model
+    named = model.activation if model.activation != "gelu" or model.bias_gelu_fusion else None
+    return {"afn": "silu" if named == "swish" else named}
 
 
 def _fairseq_positions(config: Json, keys: Json) -> dict[str, Any]:
@@ -198,10 +221,10 @@ LIKE_GPT: dict[str, Family] = {
     ),
     "opt": Family(
         "OPTForCausalLM",
-        rows_of(family_tables.fairseq("model.decoder", "final_layer_norm")),
+        lambda model: rows_of(family_tables.opt(model))(model),
         FAIRSEQ,
         {"dropout": ("hidden_dropout", 0.1)},
-        {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layerdrop": 0.0},
+        {"_remove_final_layer_norm": False, "layerdrop": 0.0},
         {"intermediate_size": "ffn_dim", "num_key_value_heads": None},
         activation=("activation_function", "relu"),
         tied=True,
@@ -210,6 +233,34 @@ LIKE_GPT: dict[str, Family] = {
         read=_opt,
         write=_to_opt,
         harmless=frozenset({"init_std", "activation_dropout"}),
+    ),
+    "openai-gpt": Family(
+        "OpenAIGPTLMHeadModel",
+        rows_of(family_tables.OPENAI_GPT),
+        LAYERNORM | {"pos_emb": "learned", "norm_position": "residual"},
+        EPSILON | {"resid_pdrop": ("hidden_dropout", 0.1), "embd_pdrop": ("embedding_dropout", 0.1)},
+        names=GPT_NAMES | {"intermediate_size": None},
+        activation=("afn", "gelu"),
+        tied=True,
+        length=512,
+        rope=None,
+        read=_openai_gpt,
+        write=_to_openai_gpt,
+        harmless=SUMMARY | {"n_special", "predict_special_tokens"},
+    ),
+    "ctrl": Family(
+        "CTRLLMHeadModel",
+        rows_of(family_tables.CTRL),
+        LAYERNORM | {"pos_emb": "sinusoidal", "layernorm_epsilon": 1e-6, "use_bias_in_output_head": True},
+        {"resid_pdrop": ("hidden_dropout", 0.1), "embd_pdrop": ("embedding_dropout", 0.1)},
+        {"layer_norm_epsilon": 1e-6},  # the class reads it only for the last norm
+        GPT_NAMES | {"intermediate_size": "dff", "attention_dropout": None},
+        activation=(None, "relu"),
+        tied=True,
+        length=256,
+        rope=None,
+        read=lambda config, keys: {"embedding_scale": float(config["hidden_size"]) ** 0.5},
+        harmless=SUMMARY | {"attn_pdrop", "from_tf", "output_past", "num_labels"},
     ),
     "xglm": Family(
         "XGLMForCausalLM",

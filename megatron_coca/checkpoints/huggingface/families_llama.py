@@ -22,8 +22,10 @@ from megatron_coca.checkpoints.huggingface.family_defaults import (
 )
 from megatron_coca.checkpoints.huggingface.family_keys import (
     ALL_LAYERS,
+    FIRST_OF_PERIOD,
     FIRST_WITHOUT,
     FULL,
+    GATED,
     LISTED,
     NO_LAYERS,
     PERIOD_OR_NONE,
@@ -108,6 +110,31 @@ def _to_compass(config: Config) -> dict[str, Any]:
         name = SLIDING if kind.sliding_window_width is not None else FULL
         sections[name] = rope_parameters(kind, length) if kind.embedding.rotary else None
     return {"rope_parameters": sections, "logit_scale": config.model.final_logit_scale}
+
+
+def _modernbert(config: Json, keys: Json) -> dict[str, Any]:
+    """Read the older name of the rotary base of layers without a window. The head must be like the MLP."""
+    for head, block, default in (("bias", "mlp_bias", False), ("activation", "hidden_activation", "gelu")):
+        if config.get(f"classifier_{head}", default) != config.get(block, default):
+            raise NotSupported(f"classifier_{head}: differs from {block}, which is not supported")
+    if config.get("rope_scaling") is not None:
+        raise NotSupported("rope_scaling: is not supported; move it to the sections of rope_parameters")
+    if not config.get("local_attention", 128):
+        raise NotSupported(
+            "local_attention: null is not supported; set the window, and list full layers in layer_types"
+        )
+    section = (config.get("rope_parameters") or {}).get(FULL) or {}
+    base, slides = config.get("global_rope_theta"), "sliding_window_width" in keys  # in all layers
+    return {} if slides or base is None or "rope_theta" in section else {"rotary_emb_base": float(base)}
+
+
+def _to_modernbert(config: Config) -> dict[str, Any]:
+    named = (theirs for theirs, ours in GATED.items() if ours == config.model.activation)
+    return {
+        "classifier_bias": config.model.use_bias_in_mlp,
+        "classifier_activation": next(named, None),
+        "rope_scaling": None,  # the class would use it for all layers
+    }
 
 
 HUNYUAN_NORMS = {f"attention.{name}_layernorm": f"self_attn.{name}_layernorm" for name in ("query", "key")}
@@ -377,6 +404,31 @@ LIKE_LLAMA: dict[str, Family] = {
         windows=FIRST_WITHOUT,
         window=8192,
         read=_apertus,
+    ),
+    "modernbert-decoder": Family(
+        "ModernBertDecoderForCausalLM",
+        rows_of(family_tables.MODERNBERT),
+        MODERN
+        | {"norm": "layernorm", "use_embedding_norm": True, "skip_first_norm": True, "use_output_transform": True},
+        {
+            "norm_eps": ("layernorm_epsilon", 1e-5),
+            "norm_bias": ("use_bias_in_norms", False),
+            "decoder_bias": ("use_bias_in_output_head", True),
+            "embedding_dropout": ("embedding_dropout", 0.0),
+        }
+        | BIASES
+        | MLP_BIAS,
+        {"attention_dropout": 0.0, "mlp_dropout": 0.0},
+        {"sliding_window": "local_attention", "head_dim": None, "num_key_value_heads": None},
+        activation=("hidden_activation", "gelu"),
+        tied=True,
+        rope=160000.0,
+        windows=FIRST_OF_PERIOD,
+        window=128,
+        by_type=("local_rope_theta", 10000.0),
+        read=_modernbert,
+        write=_to_modernbert,
+        harmless=frozenset({"sliding_window", "initializer_cutoff_factor", "cls_token_id", "classifier_pooling"}),
     ),
     "internlm3": Family(
         "LlamaForCausalLM",

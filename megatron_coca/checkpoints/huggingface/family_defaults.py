@@ -49,6 +49,8 @@ def _has(model: ModelConfig, ours: str) -> bool:
         return model.qk_norm is not None
     if ".mlp.activation." in ours:
         return model.activation == "xielu"
+    if ours in ("final_linear.bias", "final_bias"):
+        return model.use_bias_in_output_head and (ours == "final_linear.bias") == model.no_weight_tying
     norm = ours.startswith("norm.") or "layernorm." in ours
     return not (norm and model.norm.startswith("non_parametric"))
 

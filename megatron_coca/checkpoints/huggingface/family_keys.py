@@ -47,12 +47,14 @@ class Windows:
         listed: whether config.json lists the type of each layer in `layer_types`.
         switched: whether config.json turns the window on with `use_sliding_window`.
         nullable: whether the class of a `listed` window supports a model without a window.
+        multiple: value of the window's key in config.json, in windows.
     """
 
     read: Callable[[Json, int], list[bool]]
     listed: bool = True
     switched: bool = False
     nullable: bool = False
+    multiple: int = 1
 
     def written(self, slides: list[bool], width: int | None, length: int) -> dict[str, Any]:
         """Return the keys of config.json. `slides` lists whether each layer has a window of `width` tokens.
@@ -61,7 +63,7 @@ class Windows:
         """
         # A class that reads `layer_types` but no switch builds the window's mask even if no layer has a window.
         unused = length if self.listed and not (self.switched or self.nullable) else None
-        settings: dict[str, Any] = {"sliding_window": unused if width is None else width}
+        settings: dict[str, Any] = {"sliding_window": unused if width is None else width * self.multiple}
         if self.listed:
             settings["layer_types"] = [SLIDING if flag else FULL for flag in slides]
         if self.switched:
@@ -205,6 +207,15 @@ NO_LAYERS = Windows(lambda config, count: _listed(config, [False] * count))
 """No layer has the window unless it is listed, as in Cohere Compass."""
 FIRST_WITHOUT = Windows(lambda config, count: _listed(config, (bool(i % 4) for i in range(count))))
 """Every fourth layer, from the first on, has no window, as in CWM."""
+FIRST_OF_PERIOD = Windows(
+    lambda config, count: _listed(
+        config, (bool(i % config.get("global_attn_every_n_layers", 3)) for i in range(count))
+    ),
+    multiple=2,
+)
+"""Every third layer, from the first on, has no window, as in ModernBERT. A key may set another period. The window is
+half of its key, which counts the tokens on both sides in the encoder.
+"""
 PERIOD_OR_NONE = replace(every(4, "sliding_window_pattern"), nullable=True)
 """Every fourth layer has no window, or no layer has one, as in EXAONE 4."""
 WITHOUT_ROTATION = Windows(_without_rotation, switched=True)
@@ -244,7 +255,8 @@ def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[
         other = ropes.get(SLIDING)
         # With a section for each type, an override of the model's extension does not apply to layers with a window.
         own = {} if other is None else {"rope_scaling": None} | other
-        changes["sliding"] = {"sliding_window_width": window - 1} | own
+        assert family.windows is not None
+        changes["sliding"] = {"sliding_window_width": window // family.windows.multiple - 1} | own
         changes["sliding_nope"] = changes["sliding"] | {"pos_emb": "none", "rope_scaling": None}
     changes["nope"] = {"pos_emb": "none", "rope_scaling": None}
     names = [
@@ -333,8 +345,6 @@ def read_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
         found = config.get(name)
         if found is not None and found != value:
             raise CheckpointError(f"{source}: {name}: {found!r} is not supported, only {value!r}; use another model")
-    if family.fixed.get("use_bias_in_output_head") and config.get("tie_word_embeddings", family.tied):
-        raise NotSupported("tie_word_embeddings: true is not supported, because the output head has a bias")
     keys = dict(family.fixed) | {ours: config.get(theirs, default) for theirs, (ours, default) in family.keys.items()}
     keys |= _mlp_keys(family, config, source)
     width = config["hidden_size"] // config["num_attention_heads"]

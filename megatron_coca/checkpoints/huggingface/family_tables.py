@@ -110,9 +110,18 @@ def with_norm_bias(rows: Rows) -> Rows:
     return (*rows, Row("norm.bias", (weight.theirs[0].removesuffix("weight") + "bias",)))
 
 
+def norms_of_sums(rows: Rows) -> Rows:
+    """Return a table in which the two norms of a block follow the residual sums, and no norm precedes the head."""
+    places = {"input_layernorm": "attention_sum_layernorm", "post_attention_layernorm": "mlp_sum_layernorm"}
+    kept = [row for row in rows if not row.ours.startswith("norm.")]
+    for place, of_sum in places.items():
+        kept = [replace(row, ours=row.ours.replace(f".{place}.", f".{of_sum}.")) for row in kept]
+    return tuple(kept)
+
+
 def with_head_bias(rows: Rows) -> Rows:
-    """Add the bias of the output head."""
-    return (*rows, Row("final_linear.bias", ("lm_head.bias",)))
+    """Add the bias of the output head, which may be tied to the embedding."""
+    return (*rows, *(Row(name, ("lm_head.bias",)) for name in ("final_linear.bias", "final_bias")))
 
 
 def ungated(rows: Rows) -> Rows:
@@ -242,6 +251,38 @@ GPT_NEO = separate(
     | {"mlp.linear1": "mlp.c_fc", "mlp.linear2": "mlp.c_proj"},
     {EMBEDDING: "transformer.wte", POSITIONS: "transformer.wpe", "norm": "transformer.ln_f", HEAD: "lm_head"},
 )
+CTRL = (
+    *renamed(
+        separate(
+            "transformer.h",
+            "multi_head_attention",
+            {"input_layernorm": "layernorm1", "post_attention_layernorm": "layernorm2"}
+            | {"attention.dense": "multi_head_attention.dense", "mlp.linear1": "ffn.0", "mlp.linear2": "ffn.2"},
+            {EMBEDDING: "transformer.w", "norm": "transformer.layernorm", HEAD: "lm_head"},
+        ),
+        {f"{name}_proj": f"W{name}" for name in "qkv"},
+    ),
+    Row("final_bias", ("lm_head.bias",)),
+)
+_MODERNBERT = {
+    EMBEDDING: "model.embeddings.tok_embeddings",
+    "embedding.embedding_layernorm": "model.embeddings.norm",
+    "norm": "model.final_norm",
+    "output_transform.dense": "lm_head.dense",
+    "output_transform.norm": "lm_head.norm",
+    HEAD: "decoder",
+}
+MODERNBERT = (
+    *separate(
+        "model.layers",
+        "attn",
+        {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
+        | {"attention.dense": "attn.Wo", "mlp.linear2": "mlp.Wo"},
+        _MODERNBERT,
+    ),
+    *layer_rows("model.layers.{i}", {"mlp.linear1": ("mlp.Wi", GATE_FIRST)}),
+    Row("final_bias", ("decoder.bias",)),
+)
 FAIRSEQ = {
     "input_layernorm": "self_attn_layer_norm",
     "post_attention_layernorm": "final_layer_norm",
@@ -258,6 +299,28 @@ def fairseq(prefix: str, norm: str, head: str = "lm_head") -> Rows:
     return separate(f"{prefix}.layers", "self_attn", FAIRSEQ, ends)
 
 
+def opt(model: ModelConfig) -> Rows:
+    """Return the table of OPT, which has other norms and a narrow embedding in OPT 350M."""
+    rows = fairseq("model.decoder", "final_layer_norm")
+    rows = norms_of_sums(rows) if model.norm_position == "residual" else rows
+    if model.embedding_width is None:
+        return rows
+    narrow = {"embedding.projection": "project_in", "output_transform": "project_out"}
+    return (*rows, *(Row(f"{ours}.weight", (f"model.decoder.{theirs}.weight",)) for ours, theirs in narrow.items()))
+
+
+OPENAI_GPT = norms_of_sums(
+    weight_map.transformer(
+        "h",
+        "tokens_embed",
+        weight_map.modules_of(
+            "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj",
+            query_key_value=weight_map.FUSED_TURNED,
+            **dict.fromkeys(("dense", "linear1", "linear2"), weight_map.TURNED),
+        ),
+        ("embedding.position_embeddings", "positions_embed"),
+    )
+)
 APERTUS = (
     *renamed(
         ungated(like_llama(PRE | weight_map.QK_HEAD)),

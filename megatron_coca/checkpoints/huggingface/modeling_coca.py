@@ -98,6 +98,9 @@ LATER = {
     "sinusoidal_base": 10000.0,
     "opt_pos_emb_offset": 0,
     "attention_output_gate": None,
+    "embedding_width": None,
+    "use_output_transform": False,
+    "skip_first_norm": False,
 }
 """Network keys that are missing in config.json if they have these values."""
 
@@ -496,7 +499,8 @@ class CocaDenseLayer(LlamaDecoderLayer):
 
     Sequential: x += attention(norm1 x), then x += mlp(norm2 x). Parallel: x + attention(norm1 x) + mlp(norm2 x); with
     `gpt_j_tied`, norm2 is norm1. With `norm_position: post`, the norms follow attention and the MLP instead of
-    preceding them. With `sandwich`, norms precede and follow attention and the MLP.
+    preceding them. With `sandwich`, norms precede and follow attention and the MLP. With `residual`, the norms follow
+    the sums: x = norm1(x + attention x), then x = norm2(x + mlp x).
     """
 
     def __init__(self, config: CocaDenseConfig, layer_idx: int) -> None:
@@ -508,7 +512,10 @@ class CocaDenseLayer(LlamaDecoderLayer):
         self.self_attn = CocaDenseAttention(config, layer_idx)
         self.mlp = (GatedMLP if network.activation in GATED else PlainMLP)(config)
         norm = partial(build_norm, network)
-        before, after = (nn.Identity if network.norm_position == place else norm for place in ("post", "pre"))
+        place = network.norm_position
+        before, after = (norm if place in (name, "sandwich") else nn.Identity for name in ("pre", "post"))
+        of_sums = norm if place == "residual" else nn.Identity
+        self.attention_sum_layernorm, self.mlp_sum_layernorm = of_sums(), of_sums()
         self.input_layernorm, self.attention_output_layernorm = before(), after()
         self.mlp_output_layernorm = after()
         if self.one_norm:
@@ -523,8 +530,8 @@ class CocaDenseLayer(LlamaDecoderLayer):
         if self.parallel:
             fed = normed if self.one_norm else self.post_attention_layernorm(hidden_states)
             return hidden_states + attended + self._feed(fed)
-        hidden_states = hidden_states + attended
-        return hidden_states + self._feed(self.post_attention_layernorm(hidden_states))
+        hidden_states = self.attention_sum_layernorm(hidden_states + attended)
+        return self.mlp_sum_layernorm(hidden_states + self._feed(self.post_attention_layernorm(hidden_states)))
 
     def _feed(self, x: Tensor) -> Tensor:
         return self._drop(self.mlp_output_layernorm(self.mlp(x)))
@@ -559,6 +566,20 @@ class InitWeights:
             module.reset_parameters()
 
 
+class OutputTransform(nn.Module):
+    """norm(act(dense x)), with the activation and biases of the MLP."""
+
+    def __init__(self, config: CocaDenseConfig) -> None:
+        super().__init__()
+        network = network_of(config)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation, self.norm = build_activation(network), build_norm(network)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., hidden_size] to the same shape."""
+        return self.norm(self.activation(self.dense(x)))
+
+
 class CocaDenseModel(InitWeights, LlamaModel):
     """The model without its output head."""
 
@@ -573,7 +594,16 @@ class CocaDenseModel(InitWeights, LlamaModel):
         self.positions = {name: Positions(config, name) for name in layer_names(config)}
         self.rotary_emb = NoTables()
         self.layers = nn.ModuleList(CocaDenseLayer(config, n) for n in range(config.num_hidden_layers))
-        self.norm = build_norm(network)
+        self.norm = build_norm(network) if network.norm_position != "residual" else nn.Identity()
+        self.embedding_projection = self.output_transform = None
+        if network.skip_first_norm:
+            self.layers[0].input_layernorm = nn.Identity()
+        if network.use_output_transform:
+            self.output_transform = OutputTransform(config)
+        if width := network.embedding_width:
+            self.embed_tokens = nn.Embedding(config.vocab_size, width, config.pad_token_id)
+            self.embedding_projection = nn.Linear(width, config.hidden_size, bias=False)
+            self.output_transform = nn.Linear(config.hidden_size, width, bias=False)
         if network.use_embedding_norm:
             self.embedding_layernorm = build_norm(network)
         self.position_bias = positions.bias.shared() if positions.bias.shared is not None else None
@@ -619,13 +649,18 @@ class CocaDenseModel(InitWeights, LlamaModel):
             shared[name] = positions.shared(where, embeds.dtype, bias, self.training)
         kwargs |= {"shared": shared}
         kwargs |= {"inputs_embeds": self._embedded(embeds, where.queries), "position_ids": where.queries}
-        return super().forward(attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
+        found = super().forward(attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
+        if self.output_transform is not None:
+            found.last_hidden_state = self.output_transform(found.last_hidden_state)
+        return found
 
     def _embedded(self, embeds: Tensor, queries: Tensor) -> Tensor:
         """Scale and normalize the embeddings, and add absolute position embeddings."""
         network = self.config.network
         if network["embedding_scale"] != 1.0:
             embeds = embeds * torch.tensor(network["embedding_scale"], dtype=embeds.dtype, device=embeds.device)
+        if self.embedding_projection is not None:
+            embeds = self.embedding_projection(embeds)
         if network["use_embedding_norm"]:
             embeds = self.embedding_layernorm(embeds)
         if self.position_embeddings is not None:
@@ -678,7 +713,8 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
         super().__init__(config)
         self.model = CocaDenseModel(config)
         bias = bool(config.network.get("use_bias_in_output_head"))
-        self.lm_head = DenseHead(config.hidden_size, config.vocab_size, bias=bias)
+        width = config.network.get("embedding_width") or config.hidden_size
+        self.lm_head = DenseHead(width, config.vocab_size, bias=bias)
         self.lm_head.scale = config.network["final_logit_scale"]
         self.lm_head.cap = config.network["final_logit_softcapping"]
         self.post_init()

@@ -259,6 +259,8 @@ def _open_weights(folder: _Folder) -> Weights:
         table, unneeded = READERS[kind_of_model].rows(config, files), READERS[kind_of_model].unneeded
     heads, tied = weight_map.heads_of(folder.config), not model.no_weight_tying
     rows = weight_map.expand(table, model.num_layers)
+    if model.skip_first_norm:
+        rows = [row for row in rows if not row.ours.startswith("blocks.0.input_layernorm.")]
     if not any(name in files for row in rows for name in row.theirs):  # saved from a class without an output head
         rows = [replace(row, theirs=tuple(name.partition(".")[2] for name in row.theirs)) for row in rows]
     wanted = [row for row in rows if not OPTIONAL.fullmatch(row.ours) or any(name in files for name in row.theirs)]

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 OLDEST = 5
 """The first major version of transformers that can load every export. Version 4 lacks a rotary base for each layer."""
+NEED_PADDING = frozenset({"modernbert-decoder"})
+"""Values of `model_type` for which the class needs a padding token."""
 
 
 class Written(NamedTuple):
@@ -101,7 +103,8 @@ def _first_settings(settings: Mapping[str, Any], keys: tuple[str, str], part: Ex
         kept["attention_types"] = [[kept["attention_layers"], 1]]
     kept |= {keys[0]: layers, keys[1]: part.config.model.padded_vocab_size, "dtype": "float32"}
     # Ids beyond the kept rows are errors in some classes. Not every class accepts a missing id.
-    kept |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    padding = 0 if settings["model_type"] in NEED_PADDING else None
+    kept |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": padding}
     if "layers" in (position := settings.get("position") or {}):
         kept["position"] = {**position, "layers": position["layers"][:layers]}
     return kept

@@ -8,11 +8,7 @@ IMAGES = "it is a vision-language model without a supported text network"
 AUDIO = "it is a model of audio, and only models of text are supported"
 DECODER = "its decoder reads the output of an encoder, and only decoders without an encoder are supported"
 DRAFTS = "it drafts tokens from the keys and values of another model"
-TRANSFORM = "it has a dense layer and a norm before its output head"
-MASKED = (
-    "it is a BERT model with norms after the residual sums and a transform before the output head, and only decoders "
-    "with norms before the residual sums are supported"
-)
+MASKED = "it is an encoder like BERT: its attention is causal only if is_decoder is set"
 
 GEMMA4 = (
     "its layers have heads of two widths, normalised values (in some sizes the keys) and scales of their own; some "
@@ -46,27 +42,25 @@ _GROUPS = {
         *("prophetnet", "trocr", "whisper"),
     ),
     DRAFTS: ("gemma4_assistant", "gemma4_unified_assistant"),
-    TRANSFORM: ("modernbert-decoder", "roberta-prelayernorm", "xlm-roberta-xl"),
     MASKED: (
         *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
-        *("rembert", "roberta", "roc_bert", "roformer", "xlm-roberta", "xmod"),
+        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+        "xmod",
     ),
 }
 UNSUPPORTED_TYPES = {name: reason for reason, names in _GROUPS.items() for name in names} | {
     "bitnet": "its weights are ternary, and it has norms inside attention and MLP",
     "blt": "it reads patches of bytes, for which another network predicts the boundaries",
     "cpmant": "its relative positions depend on segments of the prompt, and its attention is partly bidirectional",
-    "ctrl": "its output head is tied to the embedding and has a bias",
     "diffllama": "its attention is the difference of two softmaxes",
     "doge": "its attention drops keys by a learned score",
     "gemma3n_text": "it has an input for each layer and several residual streams",
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": GEMMA4,
-    "gpt_neox_japanese": "only the attention of its last layer has a bias",
+    "gpt_neox_japanese": "of all its projections, only the output projection of the last layer's attention has a bias",
     "hrm_text": "it passes its layers several times",
-    "openai-gpt": "its norms follow the residual sums",
     "reformer": "its attention is limited to tokens with equal hashes",
-    "xlm": "its norms follow the residual sums, and it adds embeddings of languages",
+    "xlm": "its attention is causal only if causal is set, and it adds embeddings of languages",
     "xlnet": "it predicts tokens in permuted orders, with two streams of attention",
 }
 """`model_type` -> the reason, which completes a message."""

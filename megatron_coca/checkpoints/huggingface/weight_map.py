@@ -341,6 +341,19 @@ XIELU = (Row("blocks.{i}.mlp.activation.weight", ("model.layers.{i}.mlp.act_fn.w
 """Row for the parameters of an activation, in folders with our modelling file."""
 OUTPUT_GATE = tuple(layer_rows("model.layers.{i}", {"attention.output_gate": ("self_attn.g_proj", SINGLE)}))
 """Rows for the output gate, in folders with our modelling file."""
+NARROW_EMBEDDING = (
+    Row("embedding.projection.weight", ("model.embedding_projection.weight",)),
+    Row("output_transform.weight", ("model.output_transform.weight",)),
+)
+"""Rows for the projections of a narrow embedding, in folders with our modelling file."""
+
+
+def output_transform(norm: str) -> tuple[Row, ...]:
+    """Return the rows for the layers before the output head, in folders with our modelling file."""
+    names = ["dense.weight", "dense.bias", *(f"norm.{parameter}" for parameter in DENSE_NORMS[norm])]
+    return tuple(Row(f"output_transform.{name}", (f"model.output_transform.{name}",)) for name in names)
+
+
 _POSITION_BIAS = "model.layers.{i}.self_attn.position_bias"
 LEARNED_POSITIONS = (
     Row("embedding.position_embeddings.weight", ("model.position_embeddings.weight",)),

@@ -52,6 +52,25 @@ def _qk_norm(settings: Settings) -> str | None:
     return f"projection is {_OVER_RANKS}" if model.qk_norm == "projection" else None
 
 
+def _norm_position(settings: Settings) -> str | None:
+    unclear = settings.model.norm_position == "residual" and settings.model.gpt_j_residual
+    return "residual is not supported with gpt_j_residual; set gpt_j_residual=false" if unclear else None
+
+
+def _first_norm(settings: Settings) -> str | None:
+    absent = settings.model.skip_first_norm and settings.model.norm_position not in ("pre", "sandwich")
+    return "the layers have no norms on their inputs; set skip_first_norm=false" if absent else None
+
+
+def _output_transform(settings: Settings) -> str | None:
+    model = settings.model
+    if not model.use_output_transform:
+        return None
+    if model.embedding_width is not None:
+        return "not supported with embedding_width; remove one of the two"
+    return "not supported with activation xielu; set another activation" if model.activation == "xielu" else None
+
+
 def _zero_centered(settings: Settings) -> str | None:
     other = settings.model.zero_centered_norms and settings.model.norm not in ("rmsnorm", "layernorm")
     return f"needs a norm with weights, but norm is {settings.model.norm}; set norm=rmsnorm" if other else None
@@ -77,12 +96,8 @@ def _xielu(settings: Settings) -> str | None:
 
 
 def _head_bias(settings: Settings) -> str | None:
-    model = settings.model
-    if not model.use_bias_in_output_head:
-        return None
-    if not model.no_weight_tying:
-        return "needs an output head of its own; set no_weight_tying=true"
-    return "not supported with final_logit_scale; set final_logit_scale=1" if model.final_logit_scale != 1 else None
+    scaled = settings.model.use_bias_in_output_head and settings.model.final_logit_scale != 1
+    return "not supported with final_logit_scale; set final_logit_scale=1" if scaled else None
 
 
 def _softcapping(settings: Settings) -> str | None:
@@ -161,6 +176,9 @@ CHECKS = (
     Check("num_kv_heads", _kv_heads),
     Check("use_qk_layernorm", _qk_layernorm),
     Check("qk_norm", _qk_norm),
+    Check("norm_position", _norm_position),
+    Check("skip_first_norm", _first_norm),
+    Check("use_output_transform", _output_transform),
     Check("zero_centered_norms", _zero_centered),
     Check("qk_norm_after_rotation", _norm_after_rotation),
     Check("activation", _xielu),

@@ -36,15 +36,16 @@ def _train_epochs(settings: Settings) -> str | None:
 
 
 def _trainable_weights(settings: Settings) -> str | None:
-    parts = settings.optimizer.trainable or []
+    parts, model = settings.optimizer.trainable or [], settings.model
     learned = any(
         kind.embedding.weights or kind.extension.learned or kind.scaling.learned or kind.sink_logits or kind.gate
         for kind in types_of(settings).values()
     )
-    if "output_head" in parts and not settings.model.no_weight_tying:
+    own = (model.no_weight_tying, model.embedding_width, model.use_output_transform, model.use_bias_in_output_head)
+    if "output_head" in parts and not any(own):
         return "output_head is tied to the embedding (no_weight_tying is false); use embedding"
-    if "norms" in parts and settings.model.norm.startswith("non_parametric"):
-        return f"norm {settings.model.norm} has no weights; leave norms out"
+    if "norms" in parts and model.norm.startswith("non_parametric"):
+        return f"norm {model.norm} has no weights; leave norms out"
     if "positions" in parts and not learned:
         return "this position method has no weights; leave positions out"
     return None

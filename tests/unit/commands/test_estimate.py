@@ -107,7 +107,14 @@ def test_pipeline_stages_and_tensor_ranks_hold_parts(tied: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [{}, {"qk_norm": "projection"}, {"use_qk_layernorm": True, "use_embedding_norm": True}]
+    "keys",
+    [
+        {},
+        {"qk_norm": "projection"},
+        {"use_qk_layernorm": True, "use_embedding_norm": True},
+        {"norm_position": "residual", "embedding_width": 32},
+        {"use_output_transform": True, "skip_first_norm": True},
+    ],
 )
 def test_stages_of_one_block_are_those_of_the_built_model(keys: dict[str, Any]) -> None:
     shape = {"num_layers": 3, "vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4}

@@ -56,6 +56,7 @@ OURS = {
     *("kv_channels", "norm_position", "qk_norm", "softmax_scale", "use_bias_in_qkv", "use_embedding_norm"),
     *("attention_output_gate", "zero_centered_norms"),
     *("qk_norm_after_rotation", "clip_qkv", "residual_scale", "use_bias_in_output_head", "embedding_dropout"),
+    *("embedding_width", "use_output_transform", "skip_first_norm"),
     "sinusoidal_base",
     "imports",
     "pos_emb_options",

@@ -28,6 +28,14 @@ CASES: dict[str, dict[str, Any]] = {
     "biases of queries, keys and values": {"use_bias_in_attn_linear": False, "use_bias_in_qkv": True},
     "norms of outputs": {"norm_position": "post"},
     "norms of both": {"norm_position": "sandwich", "zero_centered_norms": True, "activation": "geglu_tanh"},
+    "a tied head with a bias": {"use_bias_in_output_head": True},
+    "a transform before the head, no first norm": {
+        "use_output_transform": True,
+        "skip_first_norm": True,
+        "use_bias_in_mlp": True,
+        "activation": "geglu_tanh",
+    },
+    "norms of sums, a narrow embedding": {"norm_position": "residual", "embedding_width": 10},
     "parallel": {"norm_position": "sandwich", "gpt_j_residual": True},
     "heads": {"qk_norm": "head", "zero_centered_norms": True},
     "heads after rotation": {"qk_norm": "head", "qk_norm_after_rotation": True},
@@ -130,17 +138,20 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
     """Logits [length, vocabulary] of ids [length] of a sequential model with rotary positions, written out."""
     keys, weights = config.model, dict(model.state_dict())
     width = keys.kv_channels or keys.hidden_size // keys.num_attention_heads
-    x = weights["embedding.word_embeddings.weight"][ids] * keys.embedding_scale
-    if keys.use_embedding_norm:
-        x = norm(x, weights["embedding.embedding_layernorm.weight"], config)
 
     def normed(name: str, x: Tensor) -> Tensor:
-        plain = torch.ones(()) if keys.norm == "non_parametric_rmsnorm" and "output" not in name else None
+        absent = "output_layernorm" in name or "sum_layernorm" in name
+        plain = torch.ones(()) if keys.norm == "non_parametric_rmsnorm" and not absent else None
         weight = weights.get(f"{name}.weight", plain)
         return x if weight is None else norm(x, weight, config)
 
     def linear(name: str, x: Tensor) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    x = weights["embedding.word_embeddings.weight"][ids] * keys.embedding_scale
+    x = linear("embedding.projection", x) if keys.embedding_width else x
+    if keys.use_embedding_norm:
+        x = norm(x, weights["embedding.embedding_layernorm.weight"], config)
 
     for i in range(keys.num_layers):
         own = f"blocks.{i}."
@@ -181,7 +192,7 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
             out = out / (1 + (-opened.unflatten(-1, (3, -1))).exp())
         out = out.flatten(1)
         attended = normed(f"{own}attention_output_layernorm", linear(f"{own}attention.dense", out))
-        x = x + keys.residual_scale * attended
+        x = normed(f"{own}attention_sum_layernorm", x + keys.residual_scale * attended)
         inner = linear(f"{own}mlp.linear1", normed(f"{own}post_attention_layernorm", x))
         if keys.activation == "relu_squared":
             inner = inner.clamp(min=0) ** 2
@@ -191,8 +202,14 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
             value, gate = inner.chunk(2, -1)
             inner = value * (F.gelu(gate, approximate="tanh") if keys.activation == "geglu_tanh" else F.silu(gate))
         x = x + keys.residual_scale * normed(f"{own}mlp_output_layernorm", linear(f"{own}mlp.linear2", inner))
+        x = normed(f"{own}mlp_sum_layernorm", x)
     head = weights.get("final_linear.weight", weights["embedding.word_embeddings.weight"])
-    logits = normed("norm", x) @ head.T + weights.get("final_linear.bias", 0.0)
+    x = normed("norm", x)
+    x = linear("output_transform", x) if keys.embedding_width else x
+    if keys.use_output_transform:
+        dense = linear("output_transform.dense", x)
+        x = normed("output_transform.norm", F.gelu(dense, approximate="tanh"))
+    logits = x @ head.T + weights.get("final_linear.bias", weights.get("final_bias", 0.0))
     logits = logits * keys.final_logit_scale
     cap = keys.final_logit_softcapping
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -302,7 +319,9 @@ REFUSED = {
         }
         for name in ("coca", "pope", "polar")
     },
-    "use_bias_in_output_head": {"use_bias_in_output_head": True},
+    "skip_first_norm": {"skip_first_norm": True, "norm_position": "post"},
+    "use_output_transform": {"use_output_transform": True, "embedding_width": 8},
+    "norm_position: residual": {"norm_position": "residual", "gpt_j_residual": True},
     "use_bias_in_output_head: not": {
         "use_bias_in_output_head": True,
         "no_weight_tying": True,

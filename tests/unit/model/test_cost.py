@@ -1,5 +1,6 @@
 """Costs from the configuration: parameters against built models, operations against PyTorch's own counter."""
 
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "rmsnorm": {"norm": "rmsnorm"},
     "scalenorm": {"norm": "scalenorm"},
     "no norm weights": {"norm": "non_parametric_layernorm"},
+    "norms of sums, a narrow embedding": {"norm_position": "residual", "embedding_width": 24},
+    "a tied head with a bias": {"use_bias_in_output_head": True},
+    "a transform before the head, no first norm": {"use_output_transform": True, "skip_first_norm": True},
+    "untied, a narrow embedding": {"no_weight_tying": True, "embedding_width": 24},
     "parallel": {"gpt_j_residual": True},
     "parallel, one norm": {"gpt_j_residual": True, "gpt_j_tied": True},
     "clex": {"rope_scaling": {"rope_type": "clex"}, "rotary_pct": 0.5},
@@ -65,11 +70,11 @@ def test_parameters_are_those_of_the_built_model(shape: dict[str, Any]) -> None:
     assert torch.equal(torch.get_rng_state(), state), "a resumed run counts after it has restored the generators"
     assert count.total == sum(sizes.values())
     parts = {
-        "embedding": lambda name: "word_embeddings" in name,
-        "head": lambda name: "final_linear" in name,
+        "embedding": lambda name: "word_embeddings" in name or "embedding.projection" in name,
+        "head": lambda name: "final_" in name or re.search("output_transform.(weight|dense)", name),
         "norms": lambda name: "norm" in name,
         "mlp": lambda name: ".mlp." in name,
-        "attention": lambda name: any(part in name for part in ("query_key_value", "dense", "output_gate")),
+        "attention": lambda name: any(part in name for part in ("query_key_value", "attention.dense", "output_gate")),
     }
     for part, belongs in parts.items():
         assert getattr(count, part) == sum(size for name, size in sizes.items() if belongs(name)), part
@@ -88,7 +93,15 @@ def test_the_350m_models_with_one_layer(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "checkpoint"),
-    list(product(("plain", "untied", "grouped", "gated", "parallel", "coca", "gated features"), (False, True))),
+    list(
+        product(
+            (
+                *("plain", "untied", "untied, a narrow embedding", "a transform before the head, no first norm"),
+                *("grouped", "gated", "parallel", "coca", "gated features"),
+            ),
+            (False, True),
+        )
+    ),
 )
 def test_operations_are_what_pytorch_counts(shape: str, checkpoint: bool) -> None:
     """With the dense reference: its attention multiplies the full square, as `model` counts it."""

@@ -149,15 +149,24 @@ def _peak(forward: Any) -> int:
     return most
 
 
+HEADS = {"plain": {}, "narrow": {"embedding_width": 8}, "transformed": {"use_output_transform": True}}
+
+
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("untied", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_models_loss_is_that_of_its_logits(untied: bool, masked: bool) -> None:
+def test_the_models_loss_is_that_of_its_logits(untied: bool, masked: bool, head: str) -> None:
     keys = SHAPE | {"make_vocab_size_divisible_by": 16, "no_weight_tying": untied, "init_method_std": 0.3}
+    keys |= HEADS[head] | {"use_bias_in_output_head": head != "plain"}
     samples = torch.randint(90, (3, 17), generator=torch.Generator().manual_seed(0))
     mask = torch.rand(3, 16, generator=torch.Generator().manual_seed(1)) > 0.4 if masked else None
     found = {}
     for chunk in (0, 7):
         model = build_model(load_config([], keys | {"pos_emb": "coca", "loss_chunk_size": chunk}))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name in ("final_bias", "final_linear.bias"):
+                    weight.copy_(torch.linspace(-1, 1, len(weight)))
         loss = LanguageModelLoss(model)(samples, loss_mask=mask)
         loss.backward()
         found[chunk] = {"loss": loss} | {name: each.grad for name, each in model.named_parameters()}

@@ -36,6 +36,13 @@ METHODS = {
     "learned positions": {"pos_emb": "learned"},
     "tied weights": {"no_weight_tying": False},
     "tied weights, learned positions": {"no_weight_tying": False, "pos_emb": "learned"},
+    "tied weights, a narrow embedding": {
+        "no_weight_tying": False,
+        "embedding_width": 8,
+        "norm_position": "residual",
+        "use_bias_in_output_head": True,
+    },
+    "a transform before the head, no first norm": {"use_output_transform": True, "skip_first_norm": True},
     "layers that differ": {
         "attention_config": [[["sliding", "global"], "all"]],
         "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},

@@ -61,6 +61,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "output gate": {"attention_output_gate": "head", "num_kv_heads": 1},
     "no norm weights": {"norm": "non_parametric_layernorm"},
     "parallel": {"gpt_j_residual": True, "gpt_j_tied": True},
+    "a transform before the head": {"use_output_transform": True, "skip_first_norm": True, "activation": "geglu"},
+    "a narrow embedding": {"embedding_width": 16, "norm_position": "residual", "use_bias_in_output_head": True},
 }
 CHOICES: tuple[tuple[TrainablePart, ...], ...] = (
     ("key",),
