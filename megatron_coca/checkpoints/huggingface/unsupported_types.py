@@ -14,11 +14,6 @@ MASKED = (
     "with norms before the residual sums are supported"
 )
 
-GEMMA4 = (
-    "its layers have heads of two widths, normalised values (in some sizes the keys) and scales of their own; some "
-    "sizes also have an input for each layer, keys and values that layers share, or mixture-of-experts layers"
-)
-
 _GROUPS = {
     EXPERTS: (
         *("afmoe", "aria_text", "beam", "cohere2_moe", "dbrx", "deepseek_v4", "dots1", "ernie4_5_moe"),
@@ -39,7 +34,7 @@ _GROUPS = {
         "zamba2",
     ),
     CONVOLUTIONS: ("lfm2", "lfm2_moe", "lfm3"),
-    IMAGES: ("gemma3n", "gemma4", "gemma4_unified", "git"),
+    IMAGES: ("gemma3n", "git"),
     AUDIO: ("moshi", "musicgen", "musicgen_melody"),
     DECODER: (
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
@@ -60,8 +55,6 @@ UNSUPPORTED_TYPES = {name: reason for reason, names in _GROUPS.items() for name 
     "diffllama": "its attention is the difference of two softmaxes",
     "doge": "its attention drops keys by a learned score",
     "gemma3n_text": "it has an input for each layer and several residual streams",
-    "gemma4_text": GEMMA4,
-    "gemma4_unified_text": GEMMA4,
     "gpt_neox_japanese": "only the attention of its last layer has a bias",
     "hrm_text": "it passes its layers several times",
     "openai-gpt": "its norms follow the residual sums",
