@@ -387,7 +387,7 @@ COCA = "configs/finetune/coca.yml"
     "name",
     [
         *("qwen3", "gemma3", "smollm3", "cohere2"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("apertus", "phi", "olmo", "granite")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("apertus", "phi", "olmo", "granite", "gemma4_text")),
     ],
 )
 def test_training_takes_the_network_from_the_folder(name: str, tmp_path: Path) -> None:
