@@ -25,10 +25,10 @@ LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_text untied, biases, other key heads": (
         "Gemma4Text",
         {"head_dim": 10, "sliding_window": 9, "num_hidden_layers": 4, "attention_bias": True}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": False}
-        | {"per_layer_config": {number: {"head_dim": 6, "num_key_value_heads": 6} for number in (1, 3)}}
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]}
+        | {"per_layer_config": {number: {"head_dim": 6, "num_key_value_heads": 6} for number in (0, 3)}}
         | {"rope_parameters": {"full_attention": YARN, "sliding_attention": P_ROPE}}
-        | {"hidden_size_per_layer_input": 0},
+        | {"hidden_size_per_layer_input": 0, "tie_word_embeddings": False},
     ),
     "gemma4_unified_text": (
         "Gemma4UnifiedText",
