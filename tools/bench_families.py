@@ -51,6 +51,7 @@ LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_facto
 BASE = {"rope_type": "default", "rope_theta": 1e4}
 WINDOW = {"sliding_window": TRAINED // 2}
 HEADS, NO_PADDING = {"head_dim": 64}, {"pad_token_id": None}
+GEMMA4 = {"global_head_dim": 128, "attention_k_eq_v": True, "num_global_key_value_heads": 2}
 GRANITE = {"attention_multiplier": 0.125, "residual_multiplier": 0.5, "embedding_multiplier": 12.0}
 # One more position than the longest window, because the inputs of transformers' loop include the last label.
 GPT = {"vocab_size": 16384, "n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 16 * TRAINED + 1}
@@ -73,6 +74,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("Bloom", {"vocab_size": 16384, "hidden_size": 512, "n_layer": 8, "n_head": 8}),
     "falcon": ("Falcon", PLAIN | {"new_decoder_architecture": True, "num_kv_heads": 4}),
     "gemma": ("Gemma", BLOCK | HEADS),
+    "gemma4_text": ("Gemma4Text", BLOCK | WINDOW | HEADS | GEMMA4 | {"hidden_size_per_layer_input": 0}),
+    "gemma4_unified_text": ("Gemma4UnifiedText", BLOCK | WINDOW | HEADS | GEMMA4),
     "vaultgemma": ("VaultGemma", BLOCK | WINDOW | HEADS | {"query_pre_attn_scalar": 64}),
     "stablelm": ("StableLm", BLOCK | {"qk_layernorm": True}),
     "phi": ("Phi", BLOCK),

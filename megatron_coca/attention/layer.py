@@ -42,10 +42,13 @@ class PackedRows(NamedTuple):
             begin = last
 
 
-def packed_rows(query_rows: int, key_rows: int, head_dim: int) -> dict[str, PackedRows]:
+def packed_rows(query_rows: int, key_rows: int, head_dim: int, values: bool = True) -> dict[str, PackedRows]:
     """Return the rows of each part. The layout is [q | k | v] per head if there are as many key heads as query heads;
-    otherwise all queries, then all keys, then all values.
+    otherwise all queries, then all keys, then all values. Without `values`, it is all queries, then all keys.
     """
+    if not values:
+        total = query_rows + key_rows
+        return {"query": PackedRows(0, query_rows, total, total), "key": PackedRows(query_rows, key_rows, total, total)}
     total = query_rows + 2 * key_rows
     if query_rows == key_rows:
         return {name: PackedRows(number * head_dim, head_dim, 3 * head_dim, total) for number, name in enumerate(PARTS)}
@@ -56,16 +59,19 @@ def packed_rows(query_rows: int, key_rows: int, head_dim: int) -> dict[str, Pack
 class SplitProjection(nn.Module):
     """A packed projection split into three linear layers, so that frozen ones need no gradients and no optimizer state.
 
-    Maps hidden states [..., hidden_size] to queries, keys and values, each [..., number of its rows].
+    Maps hidden states [..., hidden_size] to queries, keys and values, each [..., number of its rows]. If `rows` has no
+    values, the keys are also the values.
     """
 
     def __init__(self, packed: nn.Linear, rows: dict[str, PackedRows]) -> None:
         """Copy the weights of `packed`; `rows` are the rows of its parts."""
         super().__init__()
-        self.query, self.key, self.value = (_rows_of(packed, rows[name].numbers()) for name in PARTS)
+        self.query, self.key = (_rows_of(packed, rows[name].numbers()) for name in PARTS[:2])
+        self.value = _rows_of(packed, rows["value"].numbers()) if "value" in rows else None
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query(hidden), self.key(hidden), self.value(hidden)
+        key = self.key(hidden)
+        return self.query(hidden), key, key if self.value is None else self.value(hidden)
 
 
 def _rows_of(packed: nn.Linear, numbers: Tensor) -> nn.Linear:
@@ -192,7 +198,7 @@ class Cache:
             raise
 
 
-def cache_bytes(methods: Iterable[PositionMethod], num_kv_heads: int, length: int, dtype: torch.dtype) -> int:
+def cache_bytes(methods: Iterable[PositionMethod], length: int, dtype: torch.dtype) -> int:
     """Return how many bytes layers with these methods cache for a sequence of `length` tokens, assuming a fixed length
     for length-dependent extensions. Polar forms cache magnitudes if the method has a backend that expands them (see
     `PositionMethod.with_backend`), and wide K' otherwise.
@@ -202,7 +208,8 @@ def cache_bytes(methods: Iterable[PositionMethod], num_kv_heads: int, length: in
         keys = len(method.bands) if method.keys_stay(1) else 1
         tokens = min(length, method.window or length)
         of_key = method.operand_dim if method.keys_stay(1) else method.head_dim
-        total += tokens * (keys * of_key + method.head_dim) * num_kv_heads * dtype.itemsize
+        kv_heads = method.num_heads // method.queries_per_key
+        total += tokens * (keys * of_key + method.head_dim) * kv_heads * dtype.itemsize
         if method.gates is not None:  # gates are float32
             total += tokens * method.num_heads * 4
     return total
@@ -216,7 +223,8 @@ class SelfAttention(ShardedModule):
     then all keys, then all values. For CoCA, the k rows are the T projection. Methods with learned parameters per layer
     add `position_bias`, `position_sinks`, `position_factor`, `position_gates` or `position_offsets`. An output gate
     multiplies the outputs of the heads by sigmoid(`output_gate` x) before `dense`, where x is the layer's input (Qiu et
-    al. 2025, arXiv:2505.06708).
+    al. 2025, arXiv:2505.06708). With `values_from_keys`, the projection has no rows for values: all queries, then all
+    keys.
 
     The number of heads is derived from the rows of the projection, because tensor parallelism splits them across ranks.
     """
@@ -235,10 +243,12 @@ class SelfAttention(ShardedModule):
         clip: float | None = None,
         norms_rotated: bool = False,
         output_gates: int = 0,
+        values_from_keys: bool = False,
     ) -> None:
         """`qkv_bias` is `bias` by default. `norms` are applied to queries and keys [batch, length, heads, head_dim]
         before the position method, and are named `qk_layernorm` (shared) or `query_layernorm` and `key_layernorm`. With
-        `norms_rotated`, these are applied to the operands Q' and K' instead. `clip` limits the absolute value of
+        `norms_rotated`, these are applied to the operands Q' and K' instead. The norm `value_layernorm` is applied to
+        values. With `values_from_keys`, the values are the keys before their norm. `clip` limits the absolute value of
         queries, keys and values. `output_gates` is 0, or the number of output gates of all heads: one for each head or
         for each of its features.
         """
@@ -246,15 +256,16 @@ class SelfAttention(ShardedModule):
         self.head_dim, self.queries_per_key = method.head_dim, num_heads // num_kv_heads
         self.method, self.backend, self.dropout = method, backend, dropout
         qkv_bias = bias if qkv_bias is None else qkv_bias
-        self.query_key_value: nn.Module = nn.Linear(
-            hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=qkv_bias
-        )
+        self.values_from_keys = values_from_keys
+        packed_heads = num_heads + (1 if values_from_keys else 2) * num_kv_heads
+        self.query_key_value: nn.Module = nn.Linear(hidden_size, packed_heads * self.head_dim, bias=qkv_bias)
         self.dense = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
         self.output_gate = nn.Linear(hidden_size, output_gates, bias=qkv_bias) if output_gates else None
         norms = norms or {}
         self.clip, self.norms_rotated = clip, norms_rotated
         self.qk_layernorm = norms.get("qk_layernorm")
         self.query_layernorm, self.key_layernorm = norms.get("query_layernorm"), norms.get("key_layernorm")
+        self.value_layernorm = norms.get("value_layernorm")
         self.position_bias = method.layer_bias()
         self.position_sinks, self.position_factor = method.layer_sinks(), method.layer_factor()
         self.position_gates, self.position_offsets = method.layer_gates(), method.layer_offsets()
@@ -263,9 +274,14 @@ class SelfAttention(ShardedModule):
         """Replace `query_key_value` by a SplitProjection with the same weights. Call this before sharding."""
         packed = self.query_key_value
         assert isinstance(packed, nn.Linear)
-        key_rows = packed.out_features // (self.queries_per_key + 2)
-        rows = packed_rows(self.queries_per_key * key_rows, key_rows, self.head_dim)
+        key_rows = packed.out_features // self._packed_per_key
+        rows = packed_rows(self.queries_per_key * key_rows, key_rows, self.head_dim, not self.values_from_keys)
         self.query_key_value = SplitProjection(packed, rows)
+
+    @property
+    def _packed_per_key(self) -> int:
+        """Number of heads in the packed projection per key head: its queries, the key and, if separate, the value."""
+        return self.queries_per_key + (1 if self.values_from_keys else 2)
 
     def forward(self, hidden: Tensor, context: PositionContext, cache: LayerCache | None = None) -> Tensor:
         """Map hidden states [batch, length, hidden_size] to the same shape; `context` comes from `PositionEncoding`.
@@ -308,12 +324,12 @@ class SelfAttention(ShardedModule):
         """Map projections [batch, length, rows], packed or separate, to q [batch, heads, length, head_dim] and to k and
         v [batch, kv_heads, length, head_dim].
         """
-        norms = self.qk_layernorm, self.query_layernorm, self.key_layernorm
+        separate = self.qk_layernorm, self.query_layernorm, self.value_layernorm, self.values_from_keys
         if self.clip is not None:
             parts = (projected,) if isinstance(projected, Tensor) else projected
             limited = tuple(part.clamp(-self.clip, self.clip) for part in parts)
             projected = limited[0] if isinstance(projected, Tensor) else (limited[0], limited[1], limited[2])
-        if isinstance(projected, Tensor) and self.queries_per_key == 1 and not any(norms):
+        if isinstance(projected, Tensor) and self.queries_per_key == 1 and not any(separate):
             packed = projected.unflatten(-1, (-1, 3 * self.head_dim))
             q, k, v = self.share.gather(packed).chunk(3, dim=-1)  # one exchange instead of three
         else:  # normalize first, because a norm may cover all heads of a token
@@ -325,14 +341,17 @@ class SelfAttention(ShardedModule):
             q, k = self.qk_layernorm(q), self.qk_layernorm(k)
         if self.query_layernorm is not None and self.key_layernorm is not None and not self.norms_rotated:
             q, k = self.query_layernorm(q), self.key_layernorm(k)
-        return q, k, v
+        return q, k, v if self.value_layernorm is None else self.value_layernorm(v)
 
     def _parts(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> Sequence[Tensor]:
         """Split the projections into queries, keys and values, each [batch, length, number of heads, head_dim]."""
         if not isinstance(projected, Tensor):
             return [part.unflatten(-1, (-1, self.head_dim)) for part in projected]
-        if self.queries_per_key == 1:
+        if self.queries_per_key == 1 and not self.values_from_keys:
             return projected.unflatten(-1, (-1, 3 * self.head_dim)).chunk(3, dim=-1)
         heads = projected.unflatten(-1, (-1, self.head_dim))
-        kv_heads = heads.shape[2] // (self.queries_per_key + 2)
+        kv_heads = heads.shape[2] // self._packed_per_key
+        if self.values_from_keys:
+            q, k = heads.split((self.queries_per_key * kv_heads, kv_heads), dim=2)
+            return q, k, k
         return heads.split((self.queries_per_key * kv_heads, kv_heads, kv_heads), dim=2)

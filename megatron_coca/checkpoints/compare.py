@@ -31,6 +31,7 @@ FIXED_BY_WEIGHTS = frozenset(
     *("attention_output_gate", "final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
     *("residual_scale", "clip_qkv", "use_bias_in_output_head", "sinusoidal_base", "embedding_width"),
     *("use_output_transform", "skip_first_norm"),
+    *("head_shapes", "values_from_keys", "value_norm", "layer_scale"),
 }
 """Keys that finetuning must not change from the run that trained the weights. The position method may change, and norms
 of queries and keys may be added.
@@ -148,7 +149,8 @@ def _learned_difference(key: str, before: PositionConfig, after: PositionConfig,
 def epsilons(model: ModelConfig) -> set[str]:
     """Return the keys of the epsilons that the norms of a model read."""
     of_qk = {"layernorm": "layernorm", "layernorm_by_head": "layernorm"}.get(model.qk_norm or "", "rmsnorm")
-    return {NORM_EPSILONS[model.norm]} | ({NORM_EPSILONS[of_qk]} if model.qk_norm is not None else set())
+    of_values = {NORM_EPSILONS["rmsnorm"]} if model.value_norm else set()
+    return {NORM_EPSILONS[model.norm]} | ({NORM_EPSILONS[of_qk]} if model.qk_norm is not None else set()) | of_values
 
 
 def comparable(config: Config) -> dict[str, Any]:
@@ -158,13 +160,16 @@ def comparable(config: Config) -> dict[str, Any]:
     the description of the exported configuration.
     """
     flat, model = config.flat(), config.model
-    names = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
+    names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
     lengths = ("seq_length", "padded_vocab_size")
     kinds = config.layer_types
     positions = []
     for name in model.layer_names:
         kind = kinds[name]
         own = kind.model_dump(exclude={"layer_types", "imports", "attention_backend", "operand_kernel"})
+        shape = model.with_heads(name)
+        own["heads"] = (shape.num_kv_heads, shape.head_dim, shape.values_from_keys)
+        own["softmax_scale"] = model.softmax_scale or shape.head_dim**-0.5
         own["rope_scaling"] = None
         if (scaling := kind.rope_scaling) is not None and kind.extension.name != "default":
             measured = kind.original_length(model.seq_length) if kind.extension.measures_length else None
@@ -186,6 +191,7 @@ def comparable(config: Config) -> dict[str, Any]:
         *("hidden_dropout", "attention_dropout", "embedding_dropout", "residual_scale", "attention_output_gate"),
         *("clip_qkv", "qk_norm_after_rotation", "use_bias_in_output_head", "embedding_width"),
         *("use_output_transform", "skip_first_norm"),
+        *("value_norm", "layer_scale"),
         *sorted(epsilons(model)),
     )
     shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
@@ -196,6 +202,5 @@ def comparable(config: Config) -> dict[str, Any]:
     absolute = {kind.pos_emb for kind in kinds.values()} & {"learned", "sinusoidal"}
     shown["offset"] = model.opt_pos_emb_offset if absolute else None
     shown["sinusoidal_base"] = model.sinusoidal_base if "sinusoidal" in absolute else None
-    shown["softmax_scale"] = model.softmax_scale or model.head_dim**-0.5
     shown["rows"] = model.max_position_embeddings if config.position.embedding.weights == "table" else None
     return shown | {"positions": positions, "units": model.layer_names.count(GAU)}

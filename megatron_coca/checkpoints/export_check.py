@@ -86,15 +86,18 @@ def _layer(name: str) -> int | None:
 
 
 def _layers(config: Config, weights: Weights) -> int:
-    """Return the number of layers to compare: as many as fit into MEMORY, but at least one layer of every type."""
+    """Return the number of layers to compare: as many as fit into MEMORY, but at least one layer of every type.
+
+    The last of them has the type of the model's last layer, which the class of Gemma 4 expects.
+    """
     sizes = [0] * config.model.num_layers
     for name, entry in weights.entries.items():
         if (number := _layer(name)) is not None:
             sizes[number] += 4 * prod(entry.shape)
     names = config.model.layer_names
     needed = max(names.index(name) for name in set(names)) + 1
-    fitting = [count for count in range(1, len(sizes) + 1) if sum(sizes[:count]) <= MEMORY]
-    return max(needed, *fitting, 1)
+    possible = [count for count in range(needed, len(sizes) + 1) if names[count - 1] == names[-1]]
+    return max((count for count in possible if sum(sizes[:count]) <= MEMORY), default=possible[0])
 
 
 def _length(config: Config) -> int:

@@ -156,7 +156,8 @@ def _operands(config: Config, result: "Estimate") -> str:
     """Return how attention gets the operands of polar forms, if a layer has one."""
     from megatron_coca.model.cost import operand_method
 
-    methods = (operand_method(config.layer_types[name], config.model, own) for name, own in result.backends.items())
+    types, model = config.layer_types, config.model
+    methods = (operand_method(types[name], model.with_heads(name), own) for name, own in result.backends.items())
     found = sorted({OPERANDS[method.magnitudes] for method in methods if method.form.by_magnitudes})
     return "".join(f"   Q' and K' {text}" for text in found)
 

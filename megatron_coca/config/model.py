@@ -1,8 +1,9 @@
 """Keys of the network: shape, activations, norms, initialization."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_serializer
 
 from megatron_coca.config.base import (
     ConfigError,
@@ -58,6 +59,18 @@ weight and its gradient are read less often.
 """
 
 
+class HeadShape(ConfigGroup):
+    """Keys of the attention heads in one layer type. A key that is not set has the model's value."""
+
+    num_kv_heads: Size | None = key(None, "As the model's key.")
+    kv_channels: Size | None = key(None, "As the model's key.")
+    values_from_keys: bool | None = key(None, "As the model's key.")
+
+    @model_serializer(mode="wrap")
+    def _only_set(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value is not None}
+
+
 class ModelConfig(ConfigGroup):
     """Shape of the network. Lengths are in tokens, widths in features."""
 
@@ -70,6 +83,11 @@ class ModelConfig(ConfigGroup):
     )
     kv_channels: Size | None = key(
         None, "Features per attention head, as in Megatron; null: hidden_size / num_attention_heads."
+    )
+    head_shapes: dict[str, HeadShape] = key(
+        {},
+        "Layer types of `attention_config` with other heads than the model's, each with the keys that differ:"
+        " num_kv_heads, kv_channels or values_from_keys. Example: `{sliding: {kv_channels: 256, num_kv_heads: 16}}`.",
     )
     intermediate_size: Size | None = key(
         None,
@@ -163,6 +181,15 @@ class ModelConfig(ConfigGroup):
     clip_qkv: Positive | None = key(
         None, "Limit the features of queries, keys and values to this absolute value, as in OLMo 1."
     )
+    values_from_keys: bool = key(
+        False,
+        "Use the projected keys, before norm and rotation, as values, instead of a projection of their own, as in the"
+        " global layers of Gemma 4.",
+    )
+    value_norm: bool = key(False, "RMSNorm without weights on the values of every head, as in Gemma 4.")
+    layer_scale: bool = key(
+        False, "Multiply the output of each block, with its residual, by a learned number, as in Gemma 4. Initially 1."
+    )
     attention_output_gate: Literal["head", "feature"] | None = key(
         None,
         "Multiply the output of each attention head by sigmoid(x W) before the output projection, where x is the"
@@ -236,7 +263,12 @@ class ModelConfig(ConfigGroup):
     def of_type(self, name: str) -> "ModelConfig":
         """Return the shape of one layer type. A gated attention unit has one head of gau_key_width features."""
         one = {"num_attention_heads": 1, "num_kv_heads": 1, "kv_channels": self.gau_key_width}
-        return self.model_copy(update=one) if name == GAU else self
+        return self.model_copy(update=one) if name == GAU else self.with_heads(name)
+
+    def with_heads(self, name: str) -> "ModelConfig":
+        """Return the shape with the heads of one layer type according to `head_shapes`."""
+        own = self.head_shapes.get(name)
+        return self if own is None else self.model_copy(update=own.model_dump())
 
     @property
     def head_dim(self) -> int:
@@ -252,6 +284,11 @@ class ModelConfig(ConfigGroup):
     def attention_width(self) -> int:
         """Features of all query heads together: the input width of the output projection."""
         return self.num_attention_heads * self.head_dim
+
+    @property
+    def packed_attention_width(self) -> int:
+        """Rows of the packed projection of queries, keys and, unless these are the keys, values."""
+        return self.attention_width + (1 if self.values_from_keys else 2) * self.num_kv_heads * self.head_dim
 
     @property
     def output_gates(self) -> int:

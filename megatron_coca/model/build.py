@@ -96,8 +96,8 @@ def initial_norms(model: ModelConfig) -> dict[str, Tensor]:
     """Return the initial weights of the norms of queries and keys, by their names in the model."""
     return {
         f"blocks.{number}.attention.{name}.{weight}": value
-        for number in range(model.num_layers)
-        for name, norm in qk_norms(model).items()
+        for number, layer_type in enumerate(model.layer_names)
+        for name, norm in qk_norms(model.with_heads(layer_type)).items()
         for weight, value in norm.state_dict().items()
     }
 

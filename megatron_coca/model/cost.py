@@ -35,8 +35,8 @@ class ParameterCount:
     """Parameter counts of the parts of a model.
 
     `embedding` includes the padded rows. If the weights are tied, it is also the output head, and `head` counts only a
-    layer before the head and a bias. `norms` includes the final norm. `position` counts the table, bias or network
-    of the position methods.
+    layer before the head and a bias. `norms` includes the final norm and the numbers of layer_scale. `position` counts
+    the table, bias or network of the position methods.
     """
 
     embedding: int
@@ -92,7 +92,8 @@ def parameter_count(config: Config) -> ParameterCount:
         mlp=(model.num_layers - model.layer_names.count(GAU)) * _mlp(model),
         norms=(sum(norms_per_block(model, name) for name in model.layer_names) + norms_of_ends(model))
         * norm_parameters(model)
-        + model.num_layers * _qk_norm_parameters(model),
+        + sum(_qk_norm_parameters(model.with_heads(name)) for name in model.layer_names)
+        + model.num_layers * model.layer_scale,
         position=_position(config),
         head=projection
         + transform
@@ -139,7 +140,7 @@ def flops_per_token(config: Config, length: int | None = None, backends: Backend
     # Mean width of q k^T and the product with v: as counted in `Flops.model`, and as executed.
     gau = ((model.gau_key_width + model.gau_features) / 2, model.gau_features)
     wider = {name: _operand_width(model.of_type(name), position) for name, position in positions.items()}
-    mean = {name: (wider[name] + model.attention_width) / 2 for name in positions}
+    mean = {name: (wider[name] + model.with_heads(name).attention_width) / 2 for name in positions}
     padding = {name: (backends or {}).get(name, "sdpa") in PADDING for name in positions}
     executed = {name: wider[name] if padding[name] else mean[name] for name in positions}
     widths = {name: gau if name == GAU else (mean[name], executed[name]) for name in positions}
@@ -200,18 +201,17 @@ def packed_mlp_width(model: ModelConfig) -> int:
     return model.ffn_hidden_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
 
 
-def packed_attention_width(model: ModelConfig) -> int:
-    """Return the number of rows of the query_key_value matrix."""
-    return (model.num_attention_heads + 2 * model.num_kv_heads) * model.head_dim
-
-
 def _weights_per_block(model: ModelConfig, name: str) -> int:
     """Count the weights in the matrices of one block that each token is multiplied with."""
     h = model.hidden_size
     if name == GAU:
         return h * (3 * model.gau_features + model.gau_key_width)
-    attention = packed_attention_width(model) + model.attention_width + model.output_gates
-    return h * (attention + packed_mlp_width(model) + model.ffn_hidden_size)
+    return h * (_attention_rows(model.with_heads(name)) + packed_mlp_width(model) + model.ffn_hidden_size)
+
+
+def _attention_rows(model: ModelConfig) -> int:
+    """Return the number of rows and columns, other than hidden_size, of the matrices of attention together."""
+    return model.packed_attention_width + model.attention_width + model.output_gates
 
 
 def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
@@ -223,8 +223,10 @@ def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
         width, key, bias = model.gau_features, model.gau_key_width, int(model.use_bias_in_attn_linear)
         packed = (2 * width + key) * (model.hidden_size + bias) + 2 * key * (1 + bias)
         return {"query": packed, "attention_output": model.hidden_size * (width + bias)}
+    model = model.with_heads(name)
     keys, h, bias = model.num_kv_heads * model.head_dim, model.hidden_size, int(model.use_bias_in_qkv)
-    rows: dict[TrainablePart, int] = {"query": model.attention_width, "key": keys, "value": keys}
+    values = 0 if model.values_from_keys else keys
+    rows: dict[TrainablePart, int] = {"query": model.attention_width, "key": keys, "value": values}
     numbers = {part: count * (h + bias) for part, count in rows.items()}
     output = h * (model.attention_width + model.use_bias_in_attn_linear) + model.output_gates * (h + bias)
     return numbers | {"attention_output": output}
@@ -389,8 +391,11 @@ def _kept_by_type(config: Config, size: int, tensor: int, name: str, backends: B
         # The saved tensors are the projection before and after SiLU, the attention output, its product with the gate,
         # the scaled queries and keys, and their rotated copies for every piece of the values.
         return saved + (8 * model.gau_features + 4 * model.gau_key_width) * size
-    gated = model.output_gates and model.output_gates + model.attention_width  # the gates, and the gated outputs
-    inner = packed_attention_width(model) + model.attention_width + gated + _mlp_numbers(model)
+    shape = model.with_heads(name)
+    gated = shape.output_gates and shape.output_gates + shape.attention_width  # the gates, and the gated outputs
+    normed = shape.num_kv_heads * shape.head_dim * model.value_norm  # the normalised values
+    inner = shape.packed_attention_width + shape.attention_width + gated + normed + _mlp_numbers(model)
+    saved += hidden * size * model.layer_scale
     return saved + (inner * size + _operand_bytes(config, size, backends)) / tensor
 
 
@@ -412,10 +417,10 @@ def _operand_bytes(config: Config, size: int, backends: Backends) -> float:
     """Return the bytes per token of the rotated queries and keys and of the activations saved to compute them, averaged
     over all layers. Non-rotary methods save none.
     """
-    model, types = config.model, config.layer_types
+    types = config.layer_types
 
     def of_type(name: str) -> float:
-        position, backend = types[name], backends.get(name, "sdpa")
+        model, position, backend = config.model.with_heads(name), types[name], backends.get(name, "sdpa")
         method = operand_method(position, model, backend)
         queries = model.num_attention_heads
         operands = (queries + model.num_kv_heads) * saved_width(method)
@@ -426,7 +431,7 @@ def _operand_bytes(config: Config, size: int, backends: Backends) -> float:
         coefficients = COEFFICIENTS.get(position.pos_emb, 0.0) * position.rotary_pct
         return (operands * size + coefficients * model.attention_width * 4) * position.embedding.rotary
 
-    return sum(map(of_type, model.layer_names)) / model.num_layers
+    return sum(map(of_type, config.model.layer_names)) / config.model.num_layers
 
 
 def operand_method(position: PositionConfig, model: ModelConfig, backend: str) -> PositionMethod:
@@ -441,7 +446,8 @@ def saved_width(method: PositionMethod) -> int:
 
 def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:
     """Return the bytes per token that selective checkpointing keeps: the results of matrix products and attention."""
-    shared = packed_attention_width(model) + model.attention_width + model.output_gates + packed_mlp_width(model)
+    rows = sum(_attention_rows(model.with_heads(name)) for name in model.layer_names) / model.num_layers
+    shared = rows + packed_mlp_width(model)
     units = model.layer_names.count(GAU) / model.num_layers
     unit = 3 * model.gau_features + model.gau_key_width + model.hidden_size
     return ((1 - units) * (shared / tensor + 2 * model.hidden_size) + units * unit) * size

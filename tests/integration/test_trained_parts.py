@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from megatron_coca.attention.layer import PARTS, SelfAttention, packed_rows
+from megatron_coca.attention.layer import SelfAttention, packed_rows
 from megatron_coca.checkpoints.native.state import file_name, write_pieces
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import Batch
@@ -80,6 +80,10 @@ ALONE: dict[str, dict[str, Any]] = {
     "a trained bias, tied embedding": TIED
     | {"pos_emb": "kerple_log", "trainable": ["query", "positions", "embedding", "norms"]},
     "keys in bfloat16": KEY | {"precision": "bfloat16"},
+    "heads by layer type": LLAMA
+    | {"trainable": ["key", "norms"], "attention_config": [[["sliding", "global"], "all"]], "value_norm": True}
+    | {"layer_types": {"sliding": {"sliding_window_width": 5}}, "values_from_keys": True}
+    | {"head_shapes": {"sliding": {"kv_channels": 12, "num_kv_heads": 4, "values_from_keys": False}}},
 }
 """What is trained by one process, without ZeRO but in bfloat16."""
 
@@ -129,6 +133,8 @@ MORE: Runs = {
     "pipeline, tied": ("tied", STAGES, "ZeRO 3, tied"),
     "pipeline, a trained bias, tied embedding": ("a trained bias, tied embedding", STAGES, None),
     "pipeline, bfloat16": ("keys in bfloat16", STAGES, None),
+    "tensor, heads by layer type": ("heads by layer type", {"model_parallel_size": 2}, None),
+    "pipeline, heads by layer type": ("heads by layer type", STAGES, "tensor, heads by layer type"),
 }
 
 
@@ -286,9 +292,10 @@ def rows_of(config: Config, name: str) -> dict[str, torch.Tensor]:
     parts = parts_of(name)
     if len(parts) == 1:
         return {parts[0]: torch.tensor([])}
-    model = config.model
-    rows = packed_rows(model.hidden_size, model.num_kv_heads * model.head_dim, model.head_dim)
-    return {part: rows[part].numbers() for part in PARTS}
+    shape = config.model.with_heads(config.model.layer_names[int(name.split(".")[1])])
+    keys = shape.num_kv_heads * shape.head_dim
+    rows = packed_rows(shape.attention_width, keys, shape.head_dim, not shape.values_from_keys)
+    return {part: rows[part].numbers() for part in rows}
 
 
 def part_of(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_facto
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
 DYNAMIC = LINEAR | {"rope_type": "dynamic"}
 BASE = {"rope_type": "default", "rope_theta": 300.0}
+P_ROPE = {"rope_type": "proportional", "rope_theta": 300.0, "partial_rotary_factor": 0.67, "factor": 2.0}
 GPT = {"n_embd": 36, "n_layer": 3, "n_head": 6, "n_positions": LONG}
 IDS = {"bos_token_id": 0, "eos_token_id": 1}
 BERT_IDS = IDS | {"pad_token_id": 2}
@@ -16,6 +17,26 @@ FREE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position
 LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 10, "rope_parameters": LINEAR}),
     "gemma untied, biases": ("Gemma", {"head_dim": 6, "tie_word_embeddings": False, "attention_bias": True}),
+    "gemma4_text": (
+        "Gemma4Text",
+        {"head_dim": 6, "global_head_dim": 10, "sliding_window": 9, "num_hidden_layers": 7}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "final_logit_softcapping": 3.0}
+        | {"hidden_size_per_layer_input": 0},
+    ),
+    "gemma4_text untied, biases, other key heads": (
+        "Gemma4Text",
+        {"head_dim": 10, "sliding_window": 9, "num_hidden_layers": 4, "attention_bias": True}
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]}
+        | {"per_layer_config": {number: {"head_dim": 6, "num_key_value_heads": 6} for number in (0, 3)}}
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": P_ROPE}}
+        | {"hidden_size_per_layer_input": 0, "tie_word_embeddings": False},
+    ),
+    "gemma4_unified_text": (
+        "Gemma4UnifiedText",
+        {"head_dim": 6, "global_head_dim": 6, "sliding_window": 9, "num_key_value_heads": 6}
+        | {"layer_types": ["full_attention"] * 3, "attention_k_eq_v": True, "attention_bias": True}
+        | {"rope_parameters": {"full_attention": P_ROPE, "sliding_attention": BASE}},
+    ),
     "vaultgemma": (
         "VaultGemma",
         {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 9, "rope_parameters": YARN}

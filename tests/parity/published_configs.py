@@ -33,6 +33,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "google/gemma-2b": sizes(256000, 2048, 16384, 18, 8, 1, 8192)
     | {"model_type": "gemma", "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "rope_theta": 10000.0}
     | {"rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0, "rope_scaling": None},
+    "google/gemma-4-31B, text": sizes(262144, 5376, 21504, 60, 32, 16, 262144)
+    | {"model_type": "gemma4_text", "attention_bias": False, "attention_dropout": 0.0, "attention_k_eq_v": True}
+    | {"enable_moe_block": False, "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256}
+    | {"hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0, "moe_intermediate_size": None}
+    | {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10, "num_global_key_value_heads": 4}
+    | {"num_experts": None, "num_kv_shared_layers": 0, "rms_norm_eps": 1e-6, "sliding_window": 1024}
+    | {
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        }
+    }
+    | {"tie_word_embeddings": True, "top_k_experts": None, "use_bidirectional_attention": "vision"}
+    | {"use_double_wide_mlp": False, "vocab_size_per_layer_input": 262144},
     "stabilityai/stablelm-2-1_6b": sizes(100352, 2048, 5632, 24, 32, 32, 4096)
     | {"model_type": "stablelm", "hidden_act": "silu", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25}
     | {"rope_theta": 10000, "tie_word_embeddings": False, "use_qkv_bias": True},

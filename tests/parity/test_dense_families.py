@@ -31,7 +31,7 @@ FAST = (
     *("stablelm parallel, norms of heads", "phi norms of heads", "cohere untied, norms of heads", "granite", "glm"),
     *("exaone4", "hunyuan", "nemotron", "apertus", "olmo", "nanochat", "granite_swa"),
     *("codegen", "gpt_neo", "opt", "opt, norms of sums, a narrow embedding", "openai-gpt"),
-    *("ctrl", "modernbert-decoder", "xglm"),
+    *("ctrl", "modernbert-decoder", "xglm", "gemma4_text"),
 )
 """Cases that together use every switch and every packing of these families."""
 
@@ -155,6 +155,31 @@ UNREAD = {
         "granitemoehybrid",
         {"num_local_experts": 4},
         "num_local_experts: 4 is not supported, only 0",
+    ),
+    "hidden_size_per_layer_input": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 256},
+        "hidden_size_per_layer_input: 256 is not supported, because each layer has an input of its own",
+    ),
+    "num_kv_shared_layers": (
+        "gemma4_unified_text",
+        {"num_kv_shared_layers": 1},
+        "num_kv_shared_layers: 1 is not supported, because layers share keys and values",
+    ),
+    "enable_moe_block": (
+        "gemma4_text",
+        {"enable_moe_block": True},
+        "enable_moe_block: True is not supported, because it has mixture-of-experts layers",
+    ),
+    "use_bidirectional_attention": (
+        "gemma4_text",
+        {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention: 'all' is not supported",
+    ),
+    "per_layer_config": (
+        "gemma4_text",
+        {"per_layer_config": {"0": {"head_dim": 8}}},
+        "per_layer_config: the heads of two layers of the same type differ",
     ),
     "layer_types": ("granitemoehybrid", {"layer_types": ["mamba"] * 3}, "layer_types: 'mamba' is not supported"),
 }

@@ -62,6 +62,10 @@ OTHER: dict[str, Any] = {
     "skip_first_norm": True,
     "sinusoidal_base": 300.0,
     "attention_output_gate": "head",
+    "head_shapes": {"own": {"kv_channels": 12}},
+    "values_from_keys": True,
+    "value_norm": True,
+    "layer_scale": True,
     "use_embedding_norm": True,
     "embedding_scale": 2.0,
     "softmax_scale": 0.5,
@@ -96,6 +100,7 @@ OTHER: dict[str, Any] = {
 }
 """A value other than the default for every key that can change what the model computes."""
 WITH: dict[str, dict[str, Any]] = {
+    "head_shapes": {"attention_config": [[["own", "global"], 1]], "layer_types": {"own": {}}},
     "gau_width": {"attention_config": [[["gau", "global"], 1]], "gau_key_width": 8},
     "gau_key_width": {"attention_config": [[["gau", "global"], 1]]},
     "gpt_j_tied": {"gpt_j_residual": True},

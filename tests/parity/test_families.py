@@ -218,9 +218,14 @@ def build(name: str) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation(name)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *layer_scalars(model)):
             parameter += 0.1 * torch.randn(parameter.shape)
     return model
+
+
+def layer_scalars(model: Any) -> list[Tensor]:
+    """Weights of Gemma 4 that are no parameters."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
 
 
 def tokens(length: int) -> Tensor:
@@ -382,7 +387,7 @@ COCA = "configs/finetune/coca.yml"
     "name",
     [
         *("qwen3", "gemma3", "smollm3", "cohere2"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("apertus", "phi", "olmo", "granite")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("apertus", "phi", "olmo", "granite", "gemma4_text")),
     ],
 )
 def test_training_takes_the_network_from_the_folder(name: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from megatron_coca.checkpoints.huggingface.tokenizer_files import own_files
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.checkpoints.tokenizer import largest_named_id
 from megatron_coca.data.tokenizers.text_rules import find_rules
-from tests.parity.test_families import BASE, LINEAR, LONG, SHAPE, in_float64, tokens
+from tests.parity.test_families import BASE, LINEAR, LONG, SHAPE, in_float64, layer_scalars, tokens
 
 
 def images(kind: str, **changes: Any) -> dict[str, Any]:
@@ -38,6 +38,8 @@ MLLAMA = {"attention_heads": 2, "num_hidden_layers": 1, "num_global_layers": 1, 
 MLLAMA |= {"hidden_size": 16, "intermediate_size": 16, "vision_output_dim": 32, "image_size": 28, "patch_size": 14}
 GEMMA = {"model_type": "gemma3_text", "head_dim": 10, "sliding_window": 9, "num_hidden_layers": 7}
 GEMMA |= {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": BASE}}
+GEMMA4 = {"head_dim": 6, "global_head_dim": 10, "sliding_window": 9, "num_hidden_layers": 7}
+GEMMA4 |= {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "pad_token_id": 0}
 IDS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
 COMPASS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 COMPASS |= {"rope_parameters": {"sliding_attention": AXES, "full_attention": None}}
@@ -45,6 +47,12 @@ COHERE = {"model_type": "cohere2", "sliding_window": 9, "num_hidden_layers": 5}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (GEMMA, SIGLIP),
+    "gemma4": (
+        GEMMA4 | {"hidden_size_per_layer_input": 0},
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+    ),
+    "gemma4_unified": (GEMMA4, {"mm_embed_dim": 16, "output_proj_dims": 36, "mm_posemb_size": 16}),
     "qwen2_vl": ({"rope_parameters": AXES}, QWEN | {"embed_dim": 16, "hidden_size": 36, "mlp_ratio": 1}),
     "qwen2_5_vl": ({"rope_parameters": AXES}, LATER | {"fullatt_block_indexes": [0]}),
     "qwen3_vl": (
@@ -124,7 +132,7 @@ def build(name: str) -> Any:
     torch.manual_seed(0)
     model = AutoModelForMultimodalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *layer_scalars(model)):
             parameter += 0.1 * torch.randn(parameter.shape)
     return model
 

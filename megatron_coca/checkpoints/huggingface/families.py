@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_coca.checkpoints.huggingface import weight_map
+from megatron_coca.checkpoints.huggingface.families_gemma4 import LIKE_GEMMA4
 from megatron_coca.checkpoints.huggingface.families_gpt import LIKE_GPT
 from megatron_coca.checkpoints.huggingface.families_granite import LIKE_GRANITE
 from megatron_coca.checkpoints.huggingface.families_llama import LIKE_LLAMA
@@ -137,6 +138,7 @@ FAMILIES: dict[str, Family] = {
         head_dim=128,
         windows=ALL_LAYERS,
         temperature=True,
+        in_older=False,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -357,6 +359,7 @@ FAMILIES: dict[str, Family] = {
         write=_to_falcon,
         harmless=frozenset({"ff_factor"}),
     ),
+    **LIKE_GEMMA4,
     **LIKE_LLAMA,
     **LIKE_GRANITE,
     **LIKE_GPT,

@@ -114,6 +114,7 @@ class Family:
             architecture with separate rope_parameters for each type of layer; else None.
         temperature: whether rope_parameters has TEMPERATURE.
         original: default of ORIGINAL at the top level, which takes precedence over ORIGINAL in rope_parameters.
+        in_older: whether transformers 4 has the class.
         older: rope_scaling -> the form that the class in transformers 4 reads. The class stops with an error on an
             extension that it does not support. None if it reads every form.
         attention: the `attn_implementation` that computes the model correctly.
@@ -143,6 +144,7 @@ class Family:
     by_type: tuple[str | None, float] | None = None
     temperature: bool = False
     original: int | None = None
+    in_older: bool = True
     older: Callable[[Json], Json] | None = None
     attention: str = "eager"
     read: Callable[[Json, Json], dict[str, Any]] = lambda config, keys: {}
@@ -403,7 +405,7 @@ def _written_layers(family: Family, config: Config) -> dict[str, Any]:
     if full.rotary_pct != (family.share or 1.0) and not family.by_type:
         settings["rope_parameters"]["partial_rotary_factor"] = full.rotary_pct
         settings["partial_rotary_factor"] = full.rotary_pct  # for transformers 4
-    if not family.temperature:  # transformers 4 has no such class
+    if family.in_older:
         settings |= _older_keys(family, sections)
     if family.temperature:  # the class needs TEMPERATURE and ORIGINAL
         chosen = full.logit_scaling
@@ -439,6 +441,6 @@ def _older_keys(family: Family, sections: Mapping[str, Json]) -> dict[str, Any]:
 
 def readable_by_older(family: Family, settings: Json) -> bool:
     """Return whether transformers 4 can run the model described by an exported config.json, or raises an error."""
-    if family.temperature or ("rope_theta" in settings and settings["rope_theta"] is None):
+    if not family.in_older or ("rope_theta" in settings and settings["rope_theta"] is None):
         return False
     return family.older is None or "rope_type" not in (settings.get("rope_scaling") or {})

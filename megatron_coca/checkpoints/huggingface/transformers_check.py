@@ -101,6 +101,9 @@ def _first_settings(settings: Mapping[str, Any], keys: tuple[str, str], part: Ex
     }
     if "attention_types" in settings:  # of GPT-Neo
         kept["attention_types"] = [[kept["attention_layers"], 1]]
+    if "per_layer_config" in settings:  # of Gemma 4
+        changes = settings["per_layer_config"].items()
+        kept["per_layer_config"] = {number: change for number, change in changes if int(number) < layers}
     kept |= {keys[0]: layers, keys[1]: part.config.model.padded_vocab_size, "dtype": "float32"}
     # Ids beyond the kept rows are errors in some classes. Not every class accepts a missing id.
     padding = 0 if settings["model_type"] in NEED_PADDING else None

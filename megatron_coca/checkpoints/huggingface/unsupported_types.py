@@ -10,11 +10,6 @@ DECODER = "its decoder reads the output of an encoder, and only decoders without
 DRAFTS = "it drafts tokens from the keys and values of another model"
 MASKED = "it is an encoder like BERT: its attention is causal only if is_decoder is set"
 
-GEMMA4 = (
-    "its layers have heads of two widths, normalised values (in some sizes the keys) and scales of their own; some "
-    "sizes also have an input for each layer, keys and values that layers share, or mixture-of-experts layers"
-)
-
 _GROUPS = {
     EXPERTS: (
         *("afmoe", "aria_text", "beam", "cohere2_moe", "dbrx", "deepseek_v4", "dots1", "ernie4_5_moe"),
@@ -35,7 +30,7 @@ _GROUPS = {
         "zamba2",
     ),
     CONVOLUTIONS: ("lfm2", "lfm2_moe", "lfm3"),
-    IMAGES: ("gemma3n", "gemma4", "gemma4_unified", "git"),
+    IMAGES: ("gemma3n", "git"),
     AUDIO: ("moshi", "musicgen", "musicgen_melody"),
     DECODER: (
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
@@ -55,8 +50,6 @@ UNSUPPORTED_TYPES = {name: reason for reason, names in _GROUPS.items() for name 
     "diffllama": "its attention is the difference of two softmaxes",
     "doge": "its attention drops keys by a learned score",
     "gemma3n_text": "it has an input for each layer and several residual streams",
-    "gemma4_text": GEMMA4,
-    "gemma4_unified_text": GEMMA4,
     "gpt_neox_japanese": "of all its projections, only the output projection of the last layer's attention has a bias",
     "hrm_text": "it passes its layers several times",
     "reformer": "its attention is limited to tokens with equal hashes",

@@ -54,6 +54,8 @@ TEXT_TYPES: dict[str, TextType] = {
     "qwen2": TextType("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32, 32768)),
     "qwen3": TextType("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32, 32768)),
     "gemma3_text": TextType("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 4, 131072)),
+    "gemma4_text": TextType("gemma4_text", _sizes(262144, 2304, 9216, 30, 8, 4, 131072)),
+    "gemma4_unified_text": TextType("gemma4_unified_text", _sizes(262144, 2304, 9216, 30, 8, 4, 262144)),
     "cohere2": TextType("cohere2", _sizes(256000, 8192, 22528, 40, 64, 64, 8192)),
     "cohere_compass_text": TextType("cohere_compass_text", _sizes(256000, 8192, 22528, 40, 64, 64, 8192)),
     "emu3_text_model": TextType(
@@ -93,6 +95,8 @@ WRAPPERS: dict[str, str] = {
     "emu3": "emu3_text_model",
     "fuyu": "persimmon",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "got_ocr2": "qwen2",
     "idefics2": "mistral",
     "idefics3": "llama",

@@ -9,7 +9,7 @@ number of ranks, ZeRO stage and tensor-parallel size can read any range of any p
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -341,7 +341,7 @@ class LayerShards(NamedTuple):
     """Tensor-parallel sharding of one layer in every block.
 
     Attributes:
-        layer: last part of the layer's name.
+        layer: last part of the layer's name. It begins with the number of the block if the heads of layers differ.
         dim: sharded dimension of the weight. 0 splits rows and the bias; 1 splits columns and not the bias.
         blocks: sizes along `dim` of the parts of a packed weight, which are split separately.
     """
@@ -370,14 +370,30 @@ class LayerShards(NamedTuple):
 
 def layer_shards(model: ModelConfig) -> tuple[LayerShards, ...]:
     """Return the tensor-parallel sharding of the layers in a block."""
-    queries, keys = model.attention_width, model.num_kv_heads * model.head_dim
-    grouped, width = keys != queries, model.ffn_hidden_size
+    width = model.ffn_hidden_size
     return (
-        # [q | k | v] for each head in turn, or all queries, then all keys, then all values.
-        LayerShards("attention.query_key_value", 0, (queries, keys, keys) if grouped else (3 * queries,)),
-        LayerShards("attention.dense", 1, (queries,)),
-        *((LayerShards("attention.output_gate", 0, (model.output_gates,)),) if model.output_gates else ()),
+        *(shards for prefix, shape in shapes_by_prefix(model) for shards in _attention_shards(prefix, shape)),
         LayerShards("attention.position_gates.projection", 0, (model.num_attention_heads,)),
         LayerShards("mlp.linear1", 0, (width, width) if model.activation in GATED_ACTIVATIONS else (width,)),
         LayerShards("mlp.linear2", 1, (width,)),
     )
+
+
+def shapes_by_prefix(model: ModelConfig) -> Iterator[tuple[str, ModelConfig]]:
+    """Yield the shape of the heads with the beginning of the names of their layers: blocks.N. for block N if the heads
+    of layers differ, and an empty string for all blocks otherwise.
+    """
+    if not model.head_shapes:
+        yield "", model
+    for number, layer_type in enumerate(model.layer_names if model.head_shapes else ()):
+        yield f"blocks.{number}.", model.with_heads(layer_type)
+
+
+def _attention_shards(prefix: str, model: ModelConfig) -> Iterator[LayerShards]:
+    queries, keys = model.attention_width, model.num_kv_heads * model.head_dim
+    # [q | k | v] for each head in turn, or all queries, then all keys, then all values.
+    blocks = (queries, keys, keys) if keys != queries else (3 * queries,)
+    yield LayerShards(f"{prefix}attention.query_key_value", 0, (queries, keys) if model.values_from_keys else blocks)
+    yield LayerShards(f"{prefix}attention.dense", 1, (queries,))
+    if model.output_gates:
+        yield LayerShards(f"{prefix}attention.output_gate", 0, (model.output_gates,))

@@ -1,5 +1,6 @@
 """Checks of the network: widths, heads, norms, the loss, and gated attention units."""
 
+from megatron_coca.config.base import shown
 from megatron_coca.config.checks.layers import types_of
 from megatron_coca.config.checks.recording import Check
 from megatron_coca.config.model import GAU, GLOBAL
@@ -20,6 +21,20 @@ def _kv_heads(settings: Settings) -> str | None:
     return uneven if heads % kv_heads else None
 
 
+def _head_shapes(settings: Settings) -> str | None:
+    model = settings.model
+    if reserved := sorted({GLOBAL, "flash", GAU} & model.head_shapes.keys()):
+        return f"{reserved[0]} is reserved; set the model's own keys, and name another layer type here"
+    if unused := sorted(model.head_shapes.keys() - types_of(settings).keys()):
+        return f"no layer has the type {shown(unused[0])}; name it in attention_config or remove it here"
+    heads = model.num_attention_heads
+    for name in model.head_shapes:
+        keys = model.with_heads(name).num_kv_heads
+        if heads % keys:
+            return f"{keys} key heads of type {name} do not divide num_attention_heads {heads}; change one of them"
+    return None
+
+
 _OVER_RANKS = (
     "not supported with model_parallel_size: the norm spans all heads, which are on different ranks; set"
     " model_parallel_size=1"
@@ -30,7 +45,7 @@ def _qk_layernorm(settings: Settings) -> str | None:
     model = settings.model
     if not model.use_qk_layernorm:
         return None
-    if model.num_kv_heads != model.num_attention_heads:
+    if any(model.with_heads(name).num_kv_heads != model.num_attention_heads for name in types_of(settings)):
         return (
             "GPT-NeoX's norm has a weight for every query head, but num_kv_heads differs from num_attention_heads;"
             " make them equal, or set qk_norm=head instead"
@@ -155,6 +170,8 @@ def _gau(settings: Settings) -> str | None:
         ("forgetting_gate", position.gate, one_head),
         ("use_qk_layernorm", model.use_qk_layernorm, "they have a scale and an offset for each feature instead"),
         ("qk_norm", model.qk_norm, "they have a scale and an offset for each feature instead"),
+        ("value_norm", model.value_norm, "they have no norms of values"),
+        ("values_from_keys", model.values_from_keys, "one projection computes queries and keys"),
         ("clip_qkv", model.clip_qkv, "their features are products with an activation"),
         ("attention_output_gate", model.attention_output_gate, "they multiply their output by a gate of their own"),
         ("attention_dropout", model.attention_dropout, one_head),
@@ -174,6 +191,7 @@ def _gau(settings: Settings) -> str | None:
 CHECKS = (
     Check("num_attention_heads", _heads),
     Check("num_kv_heads", _kv_heads),
+    Check("head_shapes", _head_shapes),
     Check("use_qk_layernorm", _qk_layernorm),
     Check("qk_norm", _qk_norm),
     Check("norm_position", _norm_position),

@@ -54,6 +54,11 @@ def _gradient_dtype(settings: Settings) -> str | None:
 def _divides(key: str, settings: Settings) -> str | None:
     model, ranks = settings.model, getattr(settings.parallel, key)
     sizes = {"num_attention_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads}
+    sizes |= {
+        f"head_shapes.{name}.num_kv_heads": shape.num_kv_heads
+        for name, shape in model.head_shapes.items()
+        if shape.num_kv_heads is not None
+    }
     if key == "model_parallel_size":
         sizes["intermediate_size"] = model.ffn_hidden_size
     else:

@@ -65,6 +65,7 @@ class ShownMethod:
         trained, trained_position: the configuration in training, without the variant.
         encoding: computes the position tables; learned weights have their initial values.
         length: the input length in tokens.
+        layer_type: the name of the layer type.
     """
 
     model: str
@@ -76,6 +77,7 @@ class ShownMethod:
     trained_position: PositionConfig
     encoding: PositionEncoding
     length: int
+    layer_type: str
 
     @property
     def label(self) -> str:
@@ -124,8 +126,9 @@ def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, 
             position,
             trained,
             trained.layer_types[name],
-            PositionEncoding(build_method(position, evaluated.model)).eval(),
+            PositionEncoding(build_method(position, evaluated.model.with_heads(name))).eval(),
             length,
+            name,
         )
         for name, position in types.items()
     ]
@@ -184,7 +187,7 @@ def _bias_at(bias: DistanceBias, distances: Sequence[int]) -> Tensor:
 
 
 def _trained(shown: ShownMethod) -> PositionMethod:
-    return build_method(shown.trained_position, shown.trained.model)
+    return build_method(shown.trained_position, shown.trained.model.with_heads(shown.layer_type))
 
 
 def _reach(method: PositionMethod, trained: bool, length: int) -> float:
@@ -201,7 +204,8 @@ Curves = dict[str, tuple[Sequence[float], Tensor]]
 def _scores(shown: ShownMethod) -> Curves:
     model, distances = shown.config.model, _distances(shown.length)
     sweep = DistanceSweep(shown.encoding, distances, shown.length, torch.device("cpu"))
-    drawn = torch.randn(PAIRS, 1, model.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    width = shown.method.head_dim
+    drawn = torch.randn(PAIRS, 1, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     token, bias = drawn.expand(-1, model.num_attention_heads, -1), _bias(shown)
     factor = shown.method.layer_factor()
     with torch.random.fork_rng(devices=()):

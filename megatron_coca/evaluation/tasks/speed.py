@@ -399,7 +399,7 @@ def measure(
         low, middle, high = (value / work.passes for value in quartiles(own))
         kept = [method.model.methods[name] for name in method.model.layer_types]
         dtype = first_layer(method.model).dense.weight.dtype
-        cache = cache_bytes(kept, method.config.model.num_kv_heads, length, dtype) // length
+        cache = cache_bytes(kept, length, dtype) // length
         entry = SpeedEntry(
             what=kind,
             length=length,

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from megatron_coca.attention.context import WHOLE, HeadShard, assign_shard
 from megatron_coca.attention.layer import PARTS
-from megatron_coca.checkpoints.native.state import LayerShards, ParameterSlice, StatePiece, TensorShard, layer_shards
+from megatron_coca.checkpoints.native.state import (
+    LayerShards,
+    ParameterSlice,
+    StatePiece,
+    TensorShard,
+    layer_shards,
+    shapes_by_prefix,
+)
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Batch
 from megatron_coca.model import GPT, LanguageModelLoss
@@ -89,11 +96,11 @@ def _tensor_parallel_section(config: Config, frozen: Sequence[str]) -> dict[str,
     `frozen` are names of parameters that are never trained.
     """
     model = config.model
-    queries, keys = model.attention_width, model.num_kv_heads * model.head_dim
     # A projection that is split into three layers has the same rows as the packed projection.
     projections = [
-        LayerShards(f"attention.query_key_value.{name}", 0, (size,))
-        for name, size in zip(PARTS, (queries, keys, keys), strict=True)
+        LayerShards(f"{prefix}attention.query_key_value.{name}", 0, (size,))
+        for prefix, shape in shapes_by_prefix(model)
+        for name, size in zip(PARTS, (shape.attention_width, *[shape.num_kv_heads * shape.head_dim] * 2), strict=True)
     ]
     specs = [shards.layer_spec() for shards in (*layer_shards(model), *projections)]
     # DeepSpeed cannot register a hook on a frozen parameter.

@@ -19,7 +19,9 @@ from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.optimizer import QK_NORMS, Lion
 
 Names = Mapping[nn.Parameter, str]
-SPLIT = re.compile(r"(?P<packed>.*\.query_key_value)\.(?P<projection>query|key|value)\.(?P<kind>weight|bias)")
+SPLIT = re.compile(
+    r"(?P<packed>blocks\.(?P<block>\d+)\..*\.query_key_value)\.(?P<projection>query|key|value)\.(?P<kind>weight|bias)"
+)
 """Names of the parameters of `SplitProjection`."""
 MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
@@ -56,15 +58,17 @@ def packed_parameters(names: Names, model: ModelConfig) -> dict[str, Packed]:
     """Return, by name, the parameters of projections that are split into three layers, as rows of the packed
     projection.
     """
-    found = {}
+    found, layer_types = {}, model.layer_names
     for parameter, name in names.items():
         match = SPLIT.fullmatch(name)
         if match is not None:
             rows, *row_shape = internals.whole_shape(parameter)
             # All tensor-parallel ranks have the same number of queries and the same number of keys.
-            group = model.num_attention_heads // model.num_kv_heads
+            shape = model.with_heads(layer_types[int(match["block"])])
+            group = shape.num_attention_heads // shape.num_kv_heads
             keys = rows // group if match["projection"] == "query" else rows
-            packed = packed_rows(keys * group, keys, model.head_dim)[match["projection"]]
+            parts = packed_rows(keys * group, keys, shape.head_dim, not shape.values_from_keys)
+            packed = parts[match["projection"]]
             found[name] = Packed(f"{match['packed']}.{match['kind']}", packed, tuple(row_shape))
     return found
 

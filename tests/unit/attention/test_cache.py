@@ -129,7 +129,7 @@ def test_a_cache_takes_the_bytes_that_it_says(keys: dict[str, Any], tensors: int
     model(tokens(), cache=cache)
     held = [view for layer in cache.layers for view in layer.append(*_nothing(layer))]
     assert len(held) == 2 * tensors
-    size = cache_bytes([model.methods["global"]] * 2, 2, 1, torch.float32)
+    size = cache_bytes([model.methods["global"]] * 2, 1, torch.float32)
     assert size == tensors * 16 * 2 * 2 * 4 and sum(view.numel() for view in held) * 4 == size * 2 * LENGTH
 
 
@@ -139,7 +139,7 @@ def test_a_cache_holds_a_gate_of_every_head_and_token() -> None:
     cache = model.new_cache(LENGTH)
     model(tokens(), cache=cache)
     held = [view for layer in cache.layers for view in layer.append(*_nothing(layer))]
-    size = cache_bytes([model.methods["global"]] * 2, 2, 1, torch.float32)
+    size = cache_bytes([model.methods["global"]] * 2, 1, torch.float32)
     assert size == 2 * 2 * (2 * 16 + 1) * 4 and sum(view.numel() for view in held) * 4 == size * 2 * LENGTH
 
 

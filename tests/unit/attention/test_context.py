@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from typing import Any
 
 import pytest
@@ -36,6 +37,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "sinks, factors, norms": {"pos_emb": "coca", "sink_logits": True, "logit_scaling": "ssmax", "qk_norm": "head"},
     "gates of heads": {"pos_emb": "coca", "num_kv_heads": 2, "attention_output_gate": "head"},
     "gates of features": {"pos_emb": "rotary", "attention_output_gate": "feature"},
+}
+MODELS["values from keys"] = {"pos_emb": "rotary", "values_from_keys": True, "value_norm": True}
+BY_TYPE: dict[str, Any] = {
+    "num_layers": 2,
+    "attention_config": ["local", "global"],
+    "layer_types": {"local": {}},
+    "head_shapes": {"local": {"kv_channels": 6, "num_kv_heads": 2, "values_from_keys": True}},
 }
 DISTANCES = torch.arange(5.0)
 
@@ -122,14 +130,19 @@ def test_every_part_of_a_model_takes_its_share() -> None:
     assert all(part.share is share for part in shared)
 
 
-@pytest.mark.parametrize("keys", [{}, {"num_kv_heads": 2}, {"activation": "swiglu", "intermediate_size": 48}])
+UNCUT = r"embedding|norm|final_linear"
+
+
+@pytest.mark.parametrize("keys", [{}, {"num_kv_heads": 2}, BY_TYPE, {"activation": "swiglu", "intermediate_size": 48}])
 @pytest.mark.parametrize("count", [1, 2])
 def test_cuts_cover_the_matrices_of_a_block(keys: dict[str, Any], count: int) -> None:
     keys = SHAPE | keys | {"forgetting_gate": "fox", "attention_output_gate": "feature"}
     config = load_config([], [f"{name}={json.dumps(value)}" for name, value in keys.items()])
-    block = build_model(config).blocks[0]
-    for cut in layer_shards(config.model):
-        weight = block.get_parameter(f"{cut.layer}.weight").detach()
+    model = build_model(config)
+    names = [name for name, _ in model.named_parameters() if name.endswith("weight") and not re.search(UNCUT, name)]
+    for name in names:
+        (cut,) = (cut for cut in layer_shards(config.model) if cut.holds(name))
+        weight = model.get_parameter(name).detach()
         assert sum(cut.blocks) == weight.shape[cut.dim]
         whole = torch.full_like(weight, torch.nan)
         for index in range(count):

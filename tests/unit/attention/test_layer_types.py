@@ -178,7 +178,7 @@ def test_the_cache_of_a_window_holds_the_window() -> None:
     per_token = [2 * method.head_dim * 4 * 4 for method in methods]
     kept = [min(1000, method.window or 1000) for method in methods]
     expected = sum(size * count for size, count in zip(per_token, kept, strict=True))
-    assert cache_bytes(methods, 4, 1000, torch.float32) == expected
+    assert cache_bytes(methods, 1000, torch.float32) == expected
 
 
 def test_a_window_cannot_return_further_than_it_holds() -> None:

@@ -54,7 +54,7 @@ OURS = {
     *("gau_width", "gau_key_width"),
     *("alibi_slope_scale", "attn_logit_softcapping", "embedding_scale", "final_logit_scale", "final_logit_softcapping"),
     *("kv_channels", "norm_position", "qk_norm", "softmax_scale", "use_bias_in_qkv", "use_embedding_norm"),
-    *("attention_output_gate", "zero_centered_norms"),
+    *("attention_output_gate", "zero_centered_norms", "head_shapes", "values_from_keys", "value_norm", "layer_scale"),
     *("qk_norm_after_rotation", "clip_qkv", "residual_scale", "use_bias_in_output_head", "embedding_dropout"),
     *("embedding_width", "use_output_transform", "skip_first_norm"),
     "sinusoidal_base",

@@ -89,6 +89,19 @@ CASES: dict[str, dict[str, Any]] = {
         "pos_emb": "coca",
         "relative_positions": {"type": "rerope", "window": 9},
     },
+    "heads by layer type": {
+        "attention_config": ["sliding", "global"],
+        "layer_types": {"sliding": {"sliding_window_width": 40}},
+        "head_shapes": {"sliding": {"kv_channels": 6, "num_kv_heads": 3, "values_from_keys": False}},
+        "kv_channels": 10,
+        "values_from_keys": True,
+        "value_norm": True,
+        "layer_scale": True,
+        "qk_norm": "head",
+        "softmax_scale": 1.0,
+        "clip_qkv": 2.0,
+    },
+    "values from keys": {"values_from_keys": True, "num_kv_heads": 3, "attention_output_gate": "feature"},
     "learned factors and sinks": {"logit_scaling": "ssmax", "sink_logits": True, "pos_emb": "coca_strict"},
 }
 
@@ -137,7 +150,6 @@ def log_gates(linear: Callable[[str, Tensor], Tensor], own: str, x: Tensor, conf
 def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
     """Logits [length, vocabulary] of ids [length] of a sequential model with rotary positions, written out."""
     keys, weights = config.model, dict(model.state_dict())
-    width = keys.kv_channels or keys.hidden_size // keys.num_attention_heads
 
     def normed(name: str, x: Tensor) -> Tensor:
         absent = "output_layernorm" in name or "sum_layernorm" in name
@@ -154,10 +166,21 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
         x = norm(x, weights["embedding.embedding_layernorm.weight"], config)
 
     for i in range(keys.num_layers):
-        own = f"blocks.{i}."
+        own, name = f"blocks.{i}.", keys.layer_names[i]
+        changed = dict(config.flat()["head_shapes"].get(name, {}))
+        width = changed.get("kv_channels") or keys.kv_channels or keys.hidden_size // keys.num_attention_heads
+        groups = 3 // changed.get("num_kv_heads", keys.num_kv_heads)
+        shared = changed.get("values_from_keys", keys.values_from_keys)
         packed = linear(f"{own}attention.query_key_value", normed(f"{own}input_layernorm", x))
         packed = packed if keys.clip_qkv is None else packed.clamp(-keys.clip_qkv, keys.clip_qkv)
-        q, k, v = packed.unflatten(-1, (-1, width)).split([3, 1, 1], dim=1)
+        if shared:
+            q, k = packed.unflatten(-1, (-1, width)).split([3, 3 // groups], dim=1)
+            v = k
+        elif groups == 1:  # query, key and value of each head in turn
+            q, k, v = packed.unflatten(-1, (3, 3, width)).unbind(2)
+        else:
+            q, k, v = packed.unflatten(-1, (-1, width)).split([3, 1, 1], dim=1)
+        v = norm(v, torch.ones(()), config) if keys.value_norm else v
         if keys.qk_norm == "layernorm_by_head":
             of_query, of_key = (weights[f"{own}attention.{n}_layernorm.weight"] for n in ("query", "key"))
             q, k = F.layer_norm(q, [width]) * of_query, F.layer_norm(k, [width]) * of_key
@@ -167,7 +190,8 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
             q, k = (normed(f"{own}attention.{n}_layernorm", part) for n, part in (("query", q), ("key", k)))
         if not keys.qk_norm_after_rotation:
             q, k = rotated(q, config), rotated(k, config)
-        scores = torch.einsum("mhd,nd->hmn", q, k[:, 0]) * (keys.softmax_scale or width**-0.5)
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = torch.einsum("mhd,nhd->hmn", q, k) * (keys.softmax_scale or width**-0.5)
         total = log_gates(linear, own, normed(f"{own}input_layernorm", x), config).T.cumsum(-1)
         factors = weights.get(f"{own}attention.position_factor.weight")
         if factors is not None:
@@ -178,7 +202,7 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
             scores = keys.attn_logit_softcapping * torch.tanh(scores / keys.attn_logit_softcapping)
         scores = scores + total[:, :, None] - total[:, None]
         distance = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
-        window = config.position.sliding_window_width
+        window = config.layer_types[name].sliding_window_width
         chunk = torch.arange(len(ids)) // (config.position.attention_chunk_size or len(ids))
         hidden = (distance < 0) | (chunk[:, None] != chunk) | (distance > (len(ids) if window is None else window))
         powers, sinks = (
@@ -186,7 +210,7 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
             weights.get(f"{own}attention.position_sinks.weight"),
         )
         total = powers.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
-        out = torch.einsum("hmn,nd->mhd", powers / total, v[:, 0])
+        out = torch.einsum("hmn,nhd->mhd", powers / total, v)
         if keys.attention_output_gate:
             opened = linear(f"{own}attention.output_gate", normed(f"{own}input_layernorm", x))
             out = out / (1 + (-opened.unflatten(-1, (3, -1))).exp())
@@ -202,7 +226,7 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
             value, gate = inner.chunk(2, -1)
             inner = value * (F.gelu(gate, approximate="tanh") if keys.activation == "geglu_tanh" else F.silu(gate))
         x = x + keys.residual_scale * normed(f"{own}mlp_output_layernorm", linear(f"{own}mlp.linear2", inner))
-        x = normed(f"{own}mlp_sum_layernorm", x)
+        x = normed(f"{own}mlp_sum_layernorm", x) * weights.get(f"{own}layer_scale.weight", 1.0)
     head = weights.get("final_linear.weight", weights["embedding.word_embeddings.weight"])
     x = normed("norm", x)
     x = linear("output_transform", x) if keys.embedding_width else x
@@ -278,6 +302,8 @@ DIFFERENTIATED += [
         "learned factors and sinks",
         "output gates of heads",
         "output gates with a map",
+        "heads by layer type",
+        "values from keys",
     ]
     + [name for name in CASES if name.startswith("forgetting gates")],
 )
@@ -335,6 +361,20 @@ REFUSED = {
     "qk_norm: layernorm_by_head is not": {"qk_norm": "layernorm_by_head", "model_parallel_size": 3, "num_kv_heads": 3},
     "activation: xielu is not": {"activation": "xielu", "model_parallel_size": 3, "num_kv_heads": 3},
     "forgetting_gate": {"forgetting_gate": "fox", "sink_logits": True},
+    "head_shapes: global is reserved": {"head_shapes": {"global": {"kv_channels": 8}}},
+    "head_shapes: no layer has the type 'local'": {"head_shapes": {"local": {"kv_channels": 8}}},
+    "head_shapes: 2 key heads of type local do not divide num_attention_heads 3": {
+        "attention_config": ["local", "global"],
+        "layer_types": {"local": {}},
+        "head_shapes": {"local": {"num_kv_heads": 2}},
+    },
+    "model_parallel_size: 3 does not divide head_shapes.local.num_kv_heads 1": {
+        "attention_config": ["local", "global"],
+        "layer_types": {"local": {}},
+        "head_shapes": {"local": {"num_kv_heads": 1}},
+        "num_kv_heads": 3,
+        "model_parallel_size": 3,
+    },
     "final_logit_softcapping": {"final_logit_softcapping": 3.0, "loss_kernel": "triton"},
 }
 

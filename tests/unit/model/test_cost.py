@@ -57,6 +57,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "learned": {"pos_emb": "learned", "max_position_embeddings": 64},
     "coca": {"pos_emb": "coca"},
     "alibi": {"pos_emb": "alibi"},
+    "heads by layer type": {
+        "attention_config": ["local", "global"],
+        "layer_types": {"local": {}},
+        "head_shapes": {"local": {"kv_channels": 6, "num_kv_heads": 4, "values_from_keys": False}},
+        "kv_channels": 20,
+        "num_kv_heads": 2,
+        "values_from_keys": True,
+        "value_norm": True,
+        "qk_norm": "head",
+    },
     "gated heads": {"attention_output_gate": "head", "kv_channels": 20},
     "gated features": {"attention_output_gate": "feature", "use_bias_in_attn_linear": False, "num_kv_heads": 2},
 }
@@ -97,7 +107,7 @@ def test_the_350m_models_with_one_layer(path: Path) -> None:
         product(
             (
                 *("plain", "untied", "untied, a narrow embedding", "a transform before the head, no first norm"),
-                *("grouped", "gated", "parallel", "coca", "gated features"),
+                *("grouped", "gated", "parallel", "coca", "gated features", "heads by layer type"),
             ),
             (False, True),
         )
@@ -112,7 +122,8 @@ def test_operations_are_what_pytorch_counts(shape: str, checkpoint: bool) -> Non
     with FlopCounterMode(display=False) as counter:
         loss(torch.zeros(batch, length + 1, dtype=torch.int64)).backward()
     counted, flops = counter.get_total_flops() / (batch * length), flops_per_token(config)
-    squared = 2 * config.model.num_layers * config.model.hidden_size * (length - 1)  # the half that is masked
+    widths = sum(config.model.with_heads(name).attention_width for name in config.model.layer_names)
+    squared = 2 * widths * (length - 1)  # the half that is masked
     again = flops.executed - 3 * flops.forward
     assert counted == pytest.approx(flops.model + (again + squared if checkpoint else 0), rel=1e-9)
 

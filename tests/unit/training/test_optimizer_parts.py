@@ -59,6 +59,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "clex": {"pos_emb": "rotary", "rope_scaling": {"rope_type": "clex"}},
     "scalenorm": {"norm": "scalenorm", "activation": "swiglu"},
     "output gate": {"attention_output_gate": "head", "num_kv_heads": 1},
+    "heads by layer type": {
+        "attention_config": ["local", "global"],
+        "layer_types": {"local": {}},
+        "head_shapes": {"local": {"kv_channels": 12, "values_from_keys": True}},
+        "layer_scale": True,
+    },
     "no norm weights": {"norm": "non_parametric_layernorm"},
     "parallel": {"gpt_j_residual": True, "gpt_j_tied": True},
     "a transform before the head": {"use_output_transform": True, "skip_first_norm": True, "activation": "geglu"},

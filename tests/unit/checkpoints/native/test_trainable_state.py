@@ -120,6 +120,20 @@ def test_pieces_are_the_same_memory() -> None:
     assert flat.view(4, -1).unique(dim=1).flatten().tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
+def test_rows_have_the_shape_of_their_layer() -> None:
+    """Heads of two widths; in block 1, the keys are also the values."""
+    keys = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 8}
+    keys |= {"attention_config": ["global", "local"], "layer_types": {"local": {}}}
+    keys |= {"head_shapes": {"local": {"kv_channels": 6, "num_kv_heads": 2, "values_from_keys": True}}}
+    names = {
+        torch.nn.Parameter(torch.empty(rows, WIDTH)): f"blocks.{number}.attention.query_key_value.key.weight"
+        for number, rows in ((0, 8), (1, 12))
+    }
+    first, second = packed_parameters(names, load_config([], keys).model).values()
+    assert (first.shape, second.shape) == ((24, WIDTH), (24 + 12, WIDTH))
+    assert second.rows.numbers().tolist() == list(range(24, 36))
+
+
 def test_biases_are_packed_as_rows_are() -> None:
     names = {torch.nn.Parameter(torch.empty(8)): f"{NAME}.value.bias"}
     (packed,) = packed_parameters(names, model(4)).values()  # type: ignore[arg-type]
