@@ -148,7 +148,7 @@ NOT_RUN = {
     "python tools/bench_train.py": TIMED,
     "python tools/bench_methods.py": "times two methods side by side, for minutes",
     "python tools/bench_evaluation.py": "times SmolLM2 beside transformers, for minutes",
-    "python tools/bench_families.py": "times models of 53 families, for hours",
+    "python tools/bench_families.py": "times models of 58 families, for hours",
     "python tools/bench_jobs.py": "times one evaluation twice, for minutes; test_bench_jobs.py runs a small one",
     "apt-get install": "installs packages on the machine",
     "tools/build_cpu_image.sh": "needs root and builds an image of 4 GB",

@@ -126,6 +126,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_types": [[["global", "local"], 4]], "max_position_embeddings": GPT["n_positions"]},
     ),
     "opt": ("OPT", PLAIN | {"ffn_dim": 2048, "max_position_embeddings": GPT["n_positions"]}),
+    "openai-gpt": ("OpenAIGPT", GPT),
+    "ctrl": ("CTRL", GPT | {"dff": 2048, "layer_norm_epsilon": 1e-6}),
+    "modernbert-decoder": (
+        "ModernBertDecoder",
+        PLAIN
+        | {"intermediate_size": 1408, "max_position_embeddings": 16 * TRAINED, "local_attention": TRAINED // 2}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    ),
     "biogpt": ("BioGpt", PLAIN | {"intermediate_size": 2048, "max_position_embeddings": GPT["n_positions"]}),
     "xglm": (
         "XGLM",
