@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 NODES = 8
 """More than a run uses, because a run excludes nodes on which it failed twice."""
@@ -178,7 +179,8 @@ class Cluster:
 
     def _daemon(self, name: str, *command: str) -> None:
         with open(self.folder / "daemons.log", "ab") as log:
-            self._daemons[name] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
+            options: Any = {"env": self.environment, "cwd": self.folder, "stdout": log, "stderr": log}
+            self._daemons[name] = subprocess.Popen(command, **options)  # a crash leaves its core in the folder
 
     def _states(self) -> list[str]:
         return self.command("sinfo", "--noheader", "--Node", "--format=%t", check=False).split()

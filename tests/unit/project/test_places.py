@@ -1,13 +1,32 @@
 """The tests of a package's folder are found in the folder of the same name."""
 
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from tests.conftest import LONGEST
 
 ROOT = Path(__file__).parents[3]
 OTHERS = {"project", "tools"}
 """Folders of tests that do not belong to the package."""
+
+
+TOP = {
+    *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml"),
+    *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md"),
+    *("benchmarks", "configs", "docker", "docs", "megatron_coca", "tests", "tools"),
+    *("train.py", "evaluate.py", "pyproject.toml", "requirements.txt", "requirements-dev.txt"),
+}
+"""All that git keeps at the top level."""
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout of git")
+def test_git_keeps_nothing_else_at_the_top_level() -> None:
+    """A crash leaves a core dump in the working folder, for example, and `git add --all` takes it."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {name.partition("/")[0] for name in listed.splitlines()} == TOP
 
 
 def test_folders_of_tests_are_folders_of_the_package() -> None:
