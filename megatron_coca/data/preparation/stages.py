@@ -46,26 +46,28 @@ class Stage:
         kind: the beginning of the names of its results.
         count: a function that returns the number of items.
         make: a function (plan, item, folder, advance) that writes the result of an item into a new folder.
+        bytes_of: a function (plan, item) that returns an item's bytes of the corpus on disk, or None to count items.
     """
 
     title: str
     kind: str
     count: Callable[[ShardPlan], int]
     make: Callable[[ShardPlan, int, Path, Callable[[float], None]], None]
+    bytes_of: Callable[[ShardPlan, int], int] | None = None
 
     def missing(self, plan: ShardPlan) -> list[int]:
         """Return the items without a result."""
         return [number for number in range(self.count(plan)) if not plan.result(self.kind, number).is_dir()]
 
-    def size(self, plan: ShardPlan, item: int) -> int:
-        """Return the size of an item in bytes of the corpus on disk, or 1 if it has no such size."""
-        return sum(piece.bytes for piece in plan.tasks[item]) if self.kind == SHARDS else 1
+
+def _bytes_of_task(plan: ShardPlan, task: int) -> int:
+    return sum(piece.bytes for piece in plan.tasks[task])
 
 
 STAGES = (
     Stage("sorting digests", SORTED, count_groups, sort_group),
     Stage("comparing digests", DROPPED, count_ranges, compare_range),
-    Stage("writing shards", SHARDS, lambda plan: len(plan.tasks), write_shards),
+    Stage("writing shards", SHARDS, lambda plan: len(plan.tasks), write_shards, _bytes_of_task),
 )
 
 
@@ -131,9 +133,10 @@ class _Team:
     def work(self, number: int, items: Sequence[int]) -> int:
         """Attempt items of a stage. Return how many of them have a result now."""
         stage = STAGES[number]
-        sizes = {item: stage.size(self._plan, item) for item in items}
-        in_bytes = stage.kind == SHARDS
-        unit, show = "B" if in_bytes else "items", self._execution.progress and (in_bytes or len(items) > 1)
+        bytes_of = stage.bytes_of
+        sizes = {item: 1 if bytes_of is None else bytes_of(self._plan, item) for item in items}
+        unit = "items" if bytes_of is None else "B"
+        show = self._execution.progress and (bytes_of is not None or len(items) > 1)
         with Progress(stage.title, sum(sizes.values()) or None, unit, show=show) as progress:
             if self._execution.workers < 2 or len(items) < 2:
                 return sum([attempt(self._plan, number, item, progress.advance) for item in items])
