@@ -15,6 +15,7 @@ from megatron_coca.ablation import cells as files
 from megatron_coca.ablation.cells import CellRecord, State
 from megatron_coca.ablation.grid import Cell
 from megatron_coca.checkpoints import native
+from megatron_coca.cluster import Failure
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
 from megatron_coca.support import console
@@ -82,12 +83,12 @@ class Job:
     """A cell that is being trained and evaluated.
 
     Attributes:
-        problems: the reasons why the cell failed, one line for the training or for each failed task.
+        failures: why the cell failed, one entry for the training or for each failed task.
     """
 
     def __init__(self, cell: Cell, share: Share, device: str) -> None:
         self.cell, self.share, self._device = cell, share, device
-        self.problems: list[str] = []
+        self.failures: list[Failure] = []
         self._record = files.read_cell(cell)
         self._began = time.monotonic()
         resumed = max(native.steps(cell.run), default=0)
@@ -105,7 +106,7 @@ class Job:
                 return True
             self._process = None
             self._ended(status)
-        if not self.problems and not files.is_trained(self.cell) and self._needs_training():
+        if not self.failures and not files.is_trained(self.cell) and self._needs_training():
             self._start(None)
             return True
         if files.is_trained(self.cell):
@@ -114,8 +115,12 @@ class Job:
                 if command.task not in self._failed:
                     self._start(command)
                     return True
-        self._write("failed" if self.problems else "done")
+        self._write("failed" if self.failures else "done")
         return False
+
+    @property
+    def reasons(self) -> str:
+        return "; ".join(failure.reason for failure in self.failures)
 
     @property
     def step(self) -> int:
@@ -178,7 +183,7 @@ class Job:
         if command is None:
             if not files.is_trained(self.cell):
                 last = "ended before its last step" if status == 0 else self._reason(status)
-                self.problems.append(f"training: {last}")
+                self.failures.append(Failure(f"training: {last}", status))
             return
         if status == 0 or (status == 2 and files.only_unsupported(command.files)):
             measured = [file.relative_to(self.cell.results) for file in command.files]
@@ -191,7 +196,7 @@ class Job:
             self._write("trained")
         else:
             self._failed.add(command.task)
-            self.problems.append(f"{command.task}: {self._reason(status)}")
+            self.failures.append(Failure(f"{command.task}: {self._reason(status)}", status))
 
     def _reason(self, status: int) -> str:
         """Return the last error line in the child's log, with the path of the log."""
@@ -222,7 +227,7 @@ class Job:
             self._record.model_dump()
             | {
                 "status": status,
-                "reason": "; ".join(self.problems) or None,
+                "reason": self.reasons or None,
                 "steps": self.cell.steps,
                 "data": self.cell.data,
                 "training_seconds": trained,
@@ -257,8 +262,8 @@ def locked(cell: Cell) -> Iterator[None]:
         yield
 
 
-def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
-    """Train and evaluate the unfinished cells, `jobs` at a time. Return a line for each cell that failed.
+def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[Failure]:
+    """Train and evaluate the unfinished cells, `jobs` at a time. Return the failures of all cells.
 
     A cell that another process runs is skipped, so several hosts can share the cells.
 
@@ -277,7 +282,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
     waiting, status = deque(missing), StatusLines(len(cells), len(cells) - len(missing))
     with ExitStack() as all_locks, CaughtSignals(FORWARDED) as signals, status.progress:
         running: dict[int, tuple[Job, ExitStack]] = {}
-        problems: list[str] = []
+        failures: list[Failure] = []
         while waiting or running:
             for number, share in enumerate(shares):
                 while number not in running and waiting:
@@ -289,14 +294,14 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
                 if not job.advance():
                     del running[number]
                     lock.close()
-                    problems += [f"{job.cell.name}: {problem}" for problem in job.problems]
+                    failures += [Failure(f"{job.cell.name}: {each.reason}", each.status) for each in job.failures]
                     status.ended(job)
             jobs_now = [job for job, _ in running.values()]
             status.show(jobs_now)
             if signals.requested is not None:
                 _stop(jobs_now, signals)
             time.sleep(POLL_SECONDS)
-    return problems
+    return failures
 
 
 def _begin(cell: Cell, lock: ExitStack, status: "StatusLines") -> bool:
@@ -361,8 +366,8 @@ class StatusLines:
         console.write(f"{cell.name}: finished by another process, {self._done} of {self._total}")
 
     def ended(self, job: Job) -> None:
-        self._done += not job.problems
+        self._done += not job.failures
         self._ended += 1
         self._due = 0.0
-        text = f"failed: {'; '.join(job.problems)}" if job.problems else f"done, {self._done} of {self._total}"
+        text = f"failed: {job.reasons}" if job.failures else f"done, {self._done} of {self._total}"
         console.write(f"{job.cell.name}: {text}")

@@ -5,15 +5,16 @@ import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from megatron_coca.cluster.settings import ClusterError, EngineSettings
-from megatron_coca.cluster.tasks import CommandTask, TaskFailed, run_task
+from megatron_coca.cluster.tasks import CommandTask, run_task, status_of_task
 from megatron_coca.support.console import write
-from megatron_coca.support.errors import UNUSABLE
+from megatron_coca.support.errors import FAILED, UNUSABLE
 
 KILLS = 20
 """Number of times that Ray starts a task again after its worker or its node died."""
@@ -74,15 +75,28 @@ def _ray(settings: EngineSettings, steps: Sequence[CommandTask], finish: Command
         raise ClusterError(f"address {settings.address}: no Ray cluster ({error}); run `ray start` first") from error
     try:
         failed = sum([_report(step, _on_ray(ray, settings, step)) for step in steps])
+        if finish is None:
+            return _finish(failed, None)
+        # On Ray as well, because work that is left needs the device of a task.
+        last = replace(finish, logs=logs)
+        status = FAILED
+        with suppress(ray.exceptions.RayError):
+            status = ray.get(_remote(ray, settings, status_of_task).remote(last))
+        if last.log is not None and last.log.is_file():
+            print(last.log.read_text(errors="replace"), end="", flush=True)
+        return int(status)
     finally:
         ray.shutdown()
-    return _finish(failed, finish)
+
+
+def _remote(ray: Any, settings: EngineSettings, function: Callable[..., Any]) -> Any:
+    return ray.remote(num_cpus=settings.cpus, num_gpus=settings.gpus, max_retries=KILLS)(function)
 
 
 def _on_ray(ray: Any, settings: EngineSettings, step: CommandTask) -> list[int]:
     """Run the tasks of a step on a connected cluster. Return the ranks that failed."""
     tasks = len(step.numbers)
-    remote = ray.remote(num_cpus=settings.cpus, num_gpus=settings.gpus, max_retries=KILLS)(run_task)
+    remote = _remote(ray, settings, run_task)
     waiting, running, failed = deque(range(tasks)), dict[Any, int](), list[int]()
     while waiting or running:
         while waiting and len(running) < (settings.workers or tasks):
@@ -109,11 +123,7 @@ def _finish(failed: int, finish: CommandTask | None) -> int:
     """Run `finish` in this process's terminal, and return the exit status."""
     if finish is None:
         return UNUSABLE if failed else 0
-    try:
-        finish(None, 0, 1)
-    except TaskFailed as error:
-        return error.status
-    return 0
+    return status_of_task(finish)
 
 
 def _slurm(settings: EngineSettings, steps: Sequence[CommandTask], finish: CommandTask | None, logs: Path) -> int:

@@ -5,12 +5,13 @@ import shlex
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_coca.support.errors import FAILED, UNUSABLE
 from megatron_coca.support.processes import PROGRAM
 from megatron_coca.support.regular_files import open_to_append
 
@@ -21,6 +22,29 @@ FINAL = (0, 2, 77, 78, 130)
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of a scheduler. The command gets SIGTERM, saves, and is not started again by this task."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A piece of a command's work that is missing: the reason in one line, and the exit status of its child process.
+
+    Negative statuses are signals, as in `subprocess`.
+    """
+
+    reason: str
+    status: int = UNUSABLE
+
+
+def status_of(failures: Iterable[Failure]) -> int:
+    """Return the exit status of a command with these failures.
+
+    The status is FAILED if a child was killed, or if its status is not in FINAL, so that a scheduler starts the command
+    again.
+    """
+    statuses = [128 - failure.status if failure.status < 0 else failure.status for failure in failures]
+    if any(status not in FINAL for status in statuses):
+        return FAILED
+    return UNUSABLE if statuses else 0
 
 
 class TaskFailed(RuntimeError):
@@ -52,19 +76,32 @@ class CommandTask:
     numbers: tuple[int, ...] = ()
     logs: Path | None = None
 
+    @property
+    def log(self) -> Path | None:
+        """The file for the output of a command without parts."""
+        return None if self.logs is None else self.logs / "output" / "finish.txt"
+
     def __call__(self, data: Any, rank: int, world_size: int) -> None:
         """Run the command. Raises TaskFailed."""
-        arguments, log = list(self.arguments), "finish.txt"
+        arguments, path = list(self.arguments), self.log
         if self.parts is not None:
             arguments += ["--part", f"{self.numbers[rank] + 1}/{self.parts}"]
-            log = f"part_{self.numbers[rank] + 1}.txt"
-        path = None if self.logs is None else self.logs / "output" / log
+            path = None if path is None else path.with_name(f"part_{self.numbers[rank] + 1}.txt")
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         status = _run([*PROGRAM, *arguments], self.folder, path)
         if status:
             text = f"`megatron-coca {shlex.join(arguments)}` ended with status {status}"
             raise TaskFailed(text if path is None else f"{text}; see {path}", status)
+
+
+def status_of_task(task: CommandTask) -> int:
+    """Run a task without parts, and return its exit status."""
+    try:
+        task(None, 0, 1)
+    except TaskFailed as error:
+        return error.status
+    return 0
 
 
 def run_task(task: CommandTask, rank: int, world_size: int) -> None:

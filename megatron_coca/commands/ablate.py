@@ -4,7 +4,8 @@
     megatron-coca ablate configs/ablations/methods.yml --jobs 2
     megatron-coca ablate configs/ablations/methods.yml --engine slurm --gpus 1 --time 24:00:00
 
-Finished cells are kept, and the same command resumes after an interruption. The exit status is 2 if a cell failed.
+Finished cells are kept, and the same command resumes after an interruption. The exit status is 2 if a
+cell failed, or 1 if the same command may complete it, for example because the cell's training was killed.
 """
 
 import sys
@@ -13,7 +14,16 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_coca.cluster import CommandTask, EngineSettings, add_engine_options, engine_of, part_of, without_engine
+from megatron_coca.cluster import (
+    CommandTask,
+    EngineSettings,
+    Failure,
+    add_engine_options,
+    engine_of,
+    part_of,
+    status_of,
+    without_engine,
+)
 from megatron_coca.cluster import run as on_engine
 from megatron_coca.cluster.parts import PART_HELP
 from megatron_coca.commands import command_parser
@@ -25,7 +35,7 @@ from megatron_coca.support.plain_text import plain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0, 2 if anything failed, or 75 after a scheduler's signal.
+    """Return the exit status: 0, 1 or 2 if anything failed, or 75 after a scheduler's signal.
 
     Raises EvaluationError, ClusterError.
     """
@@ -83,7 +93,10 @@ def parser() -> ArgumentParser:
 
 
 def run_on(engine: EngineSettings, options: Namespace, given: Sequence[str]) -> int:
-    """Run each unfinished cell in a task of an engine, and then write the report. Return the exit status."""
+    """Run each unfinished cell in a task of an engine, then those that failed, and write the report.
+
+    Return the exit status.
+    """
     from megatron_coca.ablation import cells as files
     from megatron_coca.ablation import grid
 
@@ -94,7 +107,7 @@ def run_on(engine: EngineSettings, options: Namespace, given: Sequence[str]) -> 
     open_cells = [number for number, cell in enumerate(cells) if files.state_of(cell) is not files.State.DONE]
     line = ("ablate", *without_engine(given))
     step = CommandTask(line, Path.cwd(), parts, tuple(sorted({number % parts for number in open_cells})))
-    finish = None if options.only else CommandTask((*line, "--report"), Path.cwd())
+    finish = None if options.only else CommandTask(line, Path.cwd())
     return on_engine(engine, step, finish, file.results.with_name(f".{file.results.name}.tasks"))
 
 
@@ -128,16 +141,16 @@ def run(options: Namespace) -> int:
         scale = partial(reporting.figures_of_scale, options.file)
         reporting.write_page(file, everything, template, page, scale)
         return 0
-    problems = []
+    failures = []
     if not options.report:
         resolve_device(options.device)
-        problems = running.run_cells(cells, running.Machine.here(options.device), options.jobs)
+        failures = running.run_cells(cells, running.Machine.here(options.device), options.jobs)
         print(f"\n{files.overview(cells)}")
     if options.report or not (options.only or options.part):
         try:
             print(plain(f"\n{reporting.write_report(file, everything, options.papers)}"))
         except EvaluationError as error:  # the failed cells are still listed below
-            problems.append(f"report: {error}")
-    for problem in problems:
-        print(plain(f"megatron-coca ablate: {problem}"), file=sys.stderr)
-    return 2 if problems else 0
+            failures.append(Failure(f"report: {error}"))
+    for failure in failures:
+        print(plain(f"megatron-coca ablate: {failure.reason}"), file=sys.stderr)
+    return status_of(failures)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 from pydantic import BeforeValidator, Field, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.cluster import CommandTask, EngineSettings, without_engine
+from megatron_coca.cluster import CommandTask, EngineSettings, Failure, status_of, without_engine
 from megatron_coca.cluster import run as on_engine
 from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.evaluation.cli import MEASUREMENTS
@@ -88,18 +88,22 @@ class Command:
 
 
 def run(args: Namespace) -> int:
-    """Run every command of the suite, write the report, and return the exit status: 2 if anything is missing."""
-    suite, planned, problems = _plan(args)
+    """Run every command of the suite, write the report, and return the exit status.
+
+    The status is 2 if anything is missing, or 1 if a repetition may measure it (docs/cluster.md).
+    """
+    suite, planned, unusable = _plan(args)
     page = args.output / "report" / "report.html"
     check_writable(page)
     resolve_device(args.device)
-    problems += run_commands([command for command in planned if not args.only or command.task in args.only])
+    failures = [Failure(problem) for problem in unusable]
+    failures += run_commands([command for command in planned if not args.only or command.task in args.only])
     measured = [file for command in planned for file in command.files if file.is_file()]
     if measured and args.part is None:
         print(plain(f"\n{build_report(measured, page.parent, suite.title)}\n\n{page} is written"))
-    for problem in problems:
-        print(plain(f"megatron-coca evaluate: {problem}"), file=sys.stderr)
-    return 2 if problems else 0
+    for failure in failures:
+        print(plain(f"megatron-coca evaluate: {failure.reason}"), file=sys.stderr)
+    return status_of(failures)
 
 
 def run_on(engine: EngineSettings, args: Namespace, given: Sequence[str]) -> int:
@@ -275,18 +279,17 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) 
     return [argument for key, value in (options or {}).items() for argument in option(key, value)]
 
 
-def run_commands(commands: Sequence[Command]) -> list[str]:
-    """Run the commands in order; return one line for each command that did not complete."""
-    problems = []
+def run_commands(commands: Sequence[Command]) -> list[Failure]:
+    """Run the commands in order, and return those that did not complete."""
+    failures = []
     for number, command in enumerate(commands, 1):
         write(f"{number} of {len(commands)}: {command.name}")
         print(plain(f"\n$ {shlex.join(['megatron-coca', 'evaluate', *command.arguments])}"), flush=True)
         status = run_to_its_end([*PROGRAM, "evaluate", *command.arguments])
-        if status == 2:  # the command has printed the missing entries
-            problems.append(f"{command.name}: incomplete; see its messages above")
-        elif status != 0:
-            problems.append(f"{command.name}: {describe_exit(status)}")
-    return problems
+        if status != 0:  # after 2, the command has printed the missing entries
+            reason = "incomplete; see its messages above" if status == 2 else describe_exit(status)
+            failures.append(Failure(f"{command.name}: {reason}", status))
+    return failures
 
 
 def run_to_its_end(command: Sequence[str]) -> int:

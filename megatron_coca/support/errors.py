@@ -4,6 +4,7 @@ import sys
 
 from megatron_coca.support.plain_text import plain
 
+FAILED = 1  # exit status: an error of the program or of the machine; a repetition may succeed
 UNUSABLE = 2  # exit status: input that cannot be used, or files that cannot be written
 UNAVAILABLE = 69  # exit status: the input is valid, but a service is not available; EX_UNAVAILABLE of sysexits.h
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
-from megatron_coca.support.errors import UNAVAILABLE, UNUSABLE
+from megatron_coca.support.errors import FAILED, UNAVAILABLE, UNUSABLE
 
 DONE = 0  # the last step is completed and saved
-FAILED = 1  # an error of the program or of the machine, with a traceback
 PREEMPTED = 75  # preempted by a signal, after saving; EX_TEMPFAIL of sysexits.h: try again later
 HUNG = 76  # no progress for `watchdog_timeout` seconds
 DIVERGED = 77  # too many bad steps, according to the configured policies

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, TIME_LIMIT, clean_environment
+from tests.slurm_cluster import processes
 
 RESULTS, RUNS = "results", "runs"
 
@@ -109,6 +110,24 @@ def test_a_killed_ablation_goes_on_to_the_same_results(file: Path, tmp_path: Pat
         run.rename(tmp_path / run.name)
     before = measured(killed)
     assert "training" not in finish(file, killed).partition("| cell")[0] and measured(killed) == before
+
+
+@pytest.mark.slow
+def test_a_killed_training_is_started_again_by_the_engine(file: Path, tmp_path: Path) -> None:
+    """As by the kernel when memory runs out: the command survives, says that a repetition helps, and gets one."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(file, whole)
+    process = start(file, killed, "--engine", "local")
+    deadline = time.monotonic() + TIME_LIMIT
+    program = str(ROOT / "megatron_coca/__main__.py")
+    while not (trainings := [pid for pid in processes(program, "train") if _is_child_of(killed, pid)]):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(trainings[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=TIME_LIMIT)
+    assert process.returncode == 0 and "failed" not in output, output
+    logs = "".join(path.read_text() for path in killed.rglob("part_*.txt"))
+    assert logs.count("training: killed by SIGKILL") >= 1 and measured(killed) == measured(whole)
 
 
 @pytest.mark.slow

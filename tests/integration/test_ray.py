@@ -69,4 +69,6 @@ def test_a_preparation_equals_that_of_one_process(
         done.result()
     assert not waiting, f"the work ended before these were killed: {waiting}"
     assert everything(tmp_path / "many/prepared") == everything(tmp_path / "one/prepared")
+    (last,) = (tmp_path / "many").rglob("finish.txt")
+    assert "manifest.json" in last.read_text(), "the end ran on Ray"
     assert len(list((tmp_path / "many").rglob("part_*.txt"))) == 10, "five tasks for blocks and five for shards"

@@ -23,6 +23,7 @@ from megatron_coca.data.shards import MASKED, token_dtype
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import PASSAGE, Sample, passages_of, sampled
+from megatron_coca.support.errors import FAILED
 from megatron_coca.support.processes import exit_with_parent, safe_path
 
 DIGEST_BYTES = 16
@@ -247,9 +248,17 @@ def _fetch(future: Future[TokenizedChunk]) -> TokenizedChunk:
         raise lost_worker() from error
 
 
-def lost_worker() -> DataError:
+class LostWorker(DataError):
+    """A worker process was killed. A repetition may succeed, so the command does not end with the status of invalid
+    input.
+    """
+
+    status = FAILED
+
+
+def lost_worker() -> LostWorker:
     """Return the error for a worker process that was killed."""
-    return DataError(
+    return LostWorker(
         "workers: a worker process was killed, probably because memory ran out; run the same command again with "
         "fewer --workers or a smaller max_record_mib, and it resumes"
     )

@@ -18,6 +18,7 @@ from megatron_coca.ablation.cells import CellRecord, State, read_cell, state_of,
 from megatron_coca.ablation.grid import Cell, DataRecord
 from megatron_coca.ablation.reporting import curves
 from megatron_coca.ablation.running import Machine, divide, run_cells
+from megatron_coca.cluster import status_of
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.report.curves import CurvePoint, thinned
@@ -39,6 +40,9 @@ print("threads", os.environ["OMP_NUM_THREADS"], "pos_emb", config["pos_emb"])
 if config["pos_emb"] == "alibi":
     print("ValueError: no such slope\\non rank 0 of 1, a host")
     sys.exit(1)
+if config["pos_emb"] == "sinusoidal" and not (save / "killed").exists():
+    (save / "killed").touch()
+    os.kill(os.getpid(), 9)
 lines = [{"step": 3, "loss": 5.0, "step_seconds": 2.0, "eta_seconds": 6.0}, {"step": 3, "event": "slow"}]
 lines += [{"step": 6, "loss": 4.0, "step_seconds": 1.0, "eval_share": 0.5}, {"step": 6, "validation_loss": 4.5}]
 (save / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines) + '{"step"')
@@ -134,8 +138,9 @@ def test_a_failed_cell_stops_no_other(
     methods = ("alibi", "rotary", "coca")
     grid = [cell(tmp_path, small, method, ("perplexity", "passkey")) for method in methods]
     grid[1] = replace(grid[1], inputs={Path("perplexity_m.json"): "data"})
-    (problem,) = run_cells(grid, MACHINE, 2)
-    assert problem == f"{grid[0].name}: training: ValueError: no such slope ({grid[0].run / 'log.txt'})"
+    (failure,) = run_cells(grid, MACHINE, 2)
+    assert failure.status == 1
+    assert failure.reason == f"{grid[0].name}: training: ValueError: no such slope ({grid[0].run / 'log.txt'})"
     assert [state_of(each) for each in grid] == [State.FAILED, State.DONE, State.DONE]
     assert "threads 1 pos_emb rotary" in (grid[1].run / "log.txt").read_text()
     shown = capsys.readouterr().err
@@ -158,10 +163,21 @@ def test_a_failed_cell_stops_no_other(
 
 def test_a_failed_task_leaves_the_others(tmp_path: Path, small: dict[str, Any]) -> None:
     one = cell(tmp_path, small, "rotary", ("needle", "perplexity"))
-    (problem,) = run_cells([one], MACHINE, 1)
-    assert f"{one.name}: needle: evaluate.py: m: all: x" in problem
+    (failure,) = run_cells([one], MACHINE, 1)
+    assert f"{one.name}: needle: evaluate.py: m: all: x" in failure.reason and status_of([failure]) == 2
     record = read_cell(one)
-    assert record.status == "failed" and record.evaluated.keys() == {"perplexity_m.json"} and record.reason in problem
+    assert record.status == "failed" and record.evaluated.keys() == {"perplexity_m.json"}
+    assert record.reason in failure.reason
+
+
+def test_a_killed_training_is_worth_a_repetition(tmp_path: Path, small: dict[str, Any]) -> None:
+    """The exit status says so, and the same call completes the cell."""
+    killed, other = cell(tmp_path, small, "sinusoidal"), cell(tmp_path, small, "rotary", ("needle",))
+    failures = run_cells([killed, other], MACHINE, 1)
+    assert [failure.status for failure in failures] == [128 + signal.SIGKILL, 2]
+    assert "killed by SIGKILL (possibly because" in failures[0].reason
+    assert status_of(failures) == 1 and status_of(failures[1:]) == 2
+    assert run_cells([killed], MACHINE, 1) == [] and state_of(killed) is State.DONE
 
 
 def test_a_signal_ends_the_children_and_a_second_runner_is_an_error(tmp_path: Path, small: dict[str, Any]) -> None:

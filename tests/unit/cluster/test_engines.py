@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.cluster import ClusterError, CommandTask, EngineSettings, engines, run, tasks
+from megatron_coca.cluster import (
+    ClusterError,
+    CommandTask,
+    EngineSettings,
+    Failure,
+    engines,
+    run,
+    status_of,
+    tasks,
+)
 from megatron_coca.cluster.tasks import TaskFailed
 
 PROGRAM = """
@@ -60,6 +69,15 @@ def test_every_part_runs_and_then_the_end(
     assert run(EngineSettings(engine="local"), replace(step, numbers=(1,)), None, tmp_path / "logs") == (
         2 if command == "wrong" else 0
     )
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [([], 0), ([2], 2), ([77, 2, 130], 2), ([0], 2), ([-9], 1), ([2, 137], 1), ([1], 1), ([75], 1), ([-2], 2)],
+)
+def test_a_command_s_status_says_whether_to_repeat_it(statuses: list[int], expected: int) -> None:
+    """One child with a status that is not final is enough."""
+    assert status_of([Failure("x", status) for status in statuses]) == expected
 
 
 def test_a_second_step_runs_after_the_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

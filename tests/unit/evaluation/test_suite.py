@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_coca.cluster import status_of
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
+from megatron_coca.evaluation import suite as suites
 from megatron_coca.evaluation.cli import parser
 from megatron_coca.evaluation.suite import (
     Command,
@@ -20,6 +22,7 @@ from megatron_coca.evaluation.suite import (
     option_arguments,
     plan_commands,
     read_suite,
+    run_commands,
     run_to_its_end,
     training_lengths,
     with_checkpoints,
@@ -183,6 +186,17 @@ def test_a_task_may_be_run_in_several_ways(tmp_path: Path) -> None:
 def test_how_a_command_ended() -> None:
     assert "SIGKILL (possibly because the host's memory" in describe_exit(-signal.SIGKILL)
     assert describe_exit(1) == "ended with status 1"
+
+
+def test_a_killed_measurement_is_worth_a_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suite with a killed child ends with status 1, and a scheduler starts it again."""
+    program = "import os, sys; os.kill(os.getpid(), 9) if sys.argv[-1] == 'dies' else sys.exit(int(sys.argv[-1]))"
+    monkeypatch.setattr(suites, "PROGRAM", (sys.executable, "-S", "-c", program))
+    planned = [Command("perplexity", name, (name,), ()) for name in ("0", "2", "dies", "77")]
+    failures = run_commands(planned)
+    assert [failure.status for failure in failures] == [2, -signal.SIGKILL, 77]
+    assert "perplexity of dies: killed by SIGKILL" in failures[1].reason and "see its messages" in failures[0].reason
+    assert status_of(failures) == 1 and status_of([failures[0], failures[2]]) == 2
 
 
 def test_a_terminated_suite_ends_its_command(tmp_path: Path) -> None:

@@ -492,9 +492,10 @@ def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
             process.kill()
         return result
 
-    with monkeypatch.context() as patched, pytest.raises(DataError, match="workers: a worker process was killed"):
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="workers: a worker process was") as error:
         patched.setattr(Pool, "submit", ending)
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, Execution(2, progress=False))
+    assert error.value.status == 1, "a scheduler starts the command again"
     prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
 
