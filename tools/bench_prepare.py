@@ -58,7 +58,7 @@ FILES = 4
 SHARDS = 8
 """Number of shards of the training split."""
 BLOCKS = 64
-"""Approximate number of blocks of the corpus. With 13 blocks, the first of two nodes had 7, which costs 7% of the speed."""
+"""Approximate number of blocks of the corpus. With 13 of them, one of two nodes had seven, and the other waited."""
 LIBRARIES = ("tokenizers", "numpy", "datatrove")
 DATATROVE = """
 import sys

@@ -1,5 +1,6 @@
 """Measure the methods length by length within a time budget. The time of each measurement is estimated before it."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.stretch.measuring import FOILS, CaseMargin, last_loss, make_cases, margins
-from megatron_coca.evaluation.stretch.records import Losses, ResultFile, Retrieval
+from megatron_coca.evaluation.stretch.records import Losses, ResultFile, Retrieval, StretchResult
 from megatron_coca.evaluation.subject import Subject
 from megatron_coca.evaluation.tasks.prompts import LengthError, PromptForm
 from megatron_coca.model import GPT
@@ -64,6 +65,22 @@ def _seconds(model: GPT, tokens: int) -> float:
     start = time.perf_counter()
     model.logits(model.hidden_states(ids, last=1)).sum().item()
     return time.perf_counter() - start
+
+
+def missing_seconds(result: StretchResult, pace: Pace, methods: Sequence[str], facts: Mapping[int, int]) -> float:
+    """Return the estimated seconds of everything that is not measured yet, also of the rest of a begun measurement.
+
+    `facts` has the number of hidden facts by length.
+    """
+    seconds = 0.0
+    for method, (length, count) in itertools.product(methods, facts.items()):
+        losses, retrieval = result.begun_loss(method, length), result.begun_retrieval(method, length)
+        documents = len(losses.nlls) if losses else 0
+        each = losses.seconds / documents if losses and documents else pace.forward(method, length)
+        seconds += each * (result.settings.count - documents)
+        if result.found(method, length) is None:
+            seconds += pace.facts(method, length, max(0, count - (len(retrieval.cases) if retrieval else 0)))
+    return seconds
 
 
 class Runner:
@@ -187,18 +204,14 @@ class Runner:
     def _advance(self, progress: Progress, tokens: int) -> None:
         self._tokens += tokens
         progress.details = [f"{short(self._tokens)} tokens"]
-        progress.remaining(min(self._ends - time.monotonic(), self._estimate()))
+        missing = missing_seconds(
+            self.file.result,
+            self.pace,
+            [each.label for each in self.subjects],
+            {length: self._cases.get(length, CASE_COUNTS[-1]) for length in self._lengths},
+        )
+        progress.remaining(min(self._ends - time.monotonic(), missing))
         progress.advance()
-
-    def _estimate(self) -> float:
-        """Return the estimated seconds of everything that is not measured yet."""
-        seconds, result = 0.0, self.file.result
-        for subject, length in ((subject, length) for subject in self.subjects for length in self._lengths):
-            if result.loss(subject.label, length) is None:
-                seconds += self.pace.forward(subject.label, length) * len(self.documents)
-            if result.found(subject.label, length) is None:
-                seconds += self.pace.facts(subject.label, length, self._cases.get(length, CASE_COUNTS[-1]))
-        return seconds
 
     def _fitting(self, waiting: Sequence[Subject], entry: str, cost: Callable[[str], float]) -> Iterator[Subject]:
         """Yield the subjects that fit into the rest of the budget: the plain model, then the best so far."""
