@@ -19,6 +19,7 @@ from megatron_coca.evaluation.results import EvaluationError, Result, read_recor
 from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate, p_value
 from megatron_coca.evaluation.tasks.perplexity import PerplexityResult, WindowResult
 from megatron_coca.evaluation.tasks.recall import RecallEntry, RecallResult
+from megatron_coca.evaluation.tasks.retrieval import Tally
 
 BySeed = Mapping[int, float]
 Kind = TypeVar("Kind", bound=Result)
@@ -100,25 +101,27 @@ class Figures:
         """The labels with perplexities or recall, in the order of the file."""
         return list(self._windows | self._recalls)
 
-    def accuracies(self, label: str, multiple: float = 1, shift: int = 0, side: str = "") -> BySeed:
-        """Return the recall accuracy by seed at a multiple of the training length; `side` is "inside", "beyond" or
-        empty for all facts. Raises EvaluationError if recall was not measured there.
+    def accuracies(self, label: str, multiple: float = 1, shift: int = 0, part: str = "") -> BySeed:
+        """Return the recall accuracy by seed at a multiple of the training length.
+
+        `part` is "inside" or "beyond", a kind of question of ordered recall ("latest", "first", "back"), or empty for
+        all questions. Raises EvaluationError if recall was not measured there.
         """
         found = {}
         for seed, entries in self._recalls.get(label, {}).items():
             entry = entries.get((multiple, shift))
-            tally = entry if entry is None or not side else getattr(entry, side)
-            if tally is not None:
+            if entry is not None and (tally := _part(entry, part)) is not None:
                 found[seed] = tally.accuracy
         if not found:
             raise EvaluationError(
-                f"recall of {label}: not measured at {multiple:g}L, shift {shift}; add this length to the file's tasks"
+                f"recall of {label}: not measured at {multiple:g}L, shift {shift}{', ' * bool(part)}{part}; add this "
+                "length to the file's tasks"
             )
         return found
 
-    def recall(self, label: str, multiple: float = 1, shift: int = 0, side: str = "") -> Estimate:
+    def recall(self, label: str, multiple: float = 1, shift: int = 0, part: str = "") -> Estimate:
         """Return the mean recall accuracy over seeds with its t interval."""
-        return estimate(list(self.accuracies(label, multiple, shift, side).values()))
+        return estimate(list(self.accuracies(label, multiple, shift, part).values()))
 
     def declared(self) -> list[Declared]:
         """Return the file's contrasts as `tested` does. Raises EvaluationError if they are tested in sequence."""
@@ -268,6 +271,13 @@ class Figures:
         }
         drawn = head_panels(unshifted, "length as a multiple of L", self._members)
         return Figure("heads", "", "", *panels(drawn, in_pairs=True))
+
+
+def _part(entry: RecallEntry, part: str) -> Tally | None:
+    """Return the answers of a part, or None if the part has no question."""
+    if part in ("inside", "beyond"):
+        return entry.inside if part == "inside" else entry.beyond
+    return (entry.questions or {}).get(part) if part else entry
 
 
 def _lengths(entries: Mapping[Any, object]) -> list[float]:

@@ -211,3 +211,17 @@ def test_failed_seeds_and_the_contrasts_without_them(monkeypatch: pytest.MonkeyP
     assert (whole.difference.count, without.difference.count) == (4, 3)
     assert without.difference.mean == pytest.approx((0.5 + 0.35 + 0.2) / 3)
     assert without.verdict == "not tested" and without.p < whole.p
+
+
+def test_recall_of_a_kind_of_question_or_a_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tally(accuracy: float) -> Any:
+        return SimpleNamespace(accuracy=accuracy)
+
+    entry = SimpleNamespace(accuracy=0.5, inside=tally(0.6), beyond=None, questions={"latest": tally(0.7)})
+    figures = Figures(SimpleNamespace(models={}), [])  # type: ignore[arg-type]
+    monkeypatch.setattr(Figures, "_recalls", {"a": {1: {(16, 0): entry}}})
+    found = {part: figures.accuracies("a", 16, 0, part)[1] for part in ("", "inside", "latest")}
+    assert found == {"": 0.5, "inside": 0.6, "latest": 0.7}
+    for part in ("beyond", "back"):
+        with pytest.raises(EvaluationError, match=f"recall of a: not measured at 16L, shift 0, {part}; add"):
+            figures.accuracies("a", 16, 0, part)
