@@ -15,11 +15,12 @@ from megatron_coca.ablation import cells as files
 from megatron_coca.ablation.cells import CellRecord, State
 from megatron_coca.ablation.grid import Cell
 from megatron_coca.checkpoints import native
-from megatron_coca.cluster import Failure
+from megatron_coca.cluster import Failure, is_temporary
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
 from megatron_coca.support import console
 from megatron_coca.support.atomic_write import exclusive_lock, write_file
+from megatron_coca.support.errors import FAILED
 from megatron_coca.support.processes import PROGRAM
 from megatron_coca.support.regular_files import open_to_append
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
@@ -35,6 +36,8 @@ TRAINING_SHARE = 0.8
 LOG_TAIL = 20_000
 ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 """Matches the start of the error line in a traceback. Notes and warnings may follow that line."""
+RANK = re.compile(r"\[rank\d+\]: ")
+"""Matches the prefix that PyTorch adds to each line of a traceback in a distributed process."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ class Job:
         self.failures: list[Failure] = []
         self._record = files.read_cell(cell)
         self._began = time.monotonic()
-        resumed = max(native.steps(cell.run), default=0)
-        self._before = files.training_seconds(cell.run, until=resumed), files.evaluation_seconds(cell)
+        self._resumed = self._newest()
+        self._before = files.training_seconds(cell.run, until=self._resumed), files.evaluation_seconds(cell)
         self._process: LocalProcess | None = None
         self._command: Command | None = None  # None while training
         self._log_start = 0
@@ -159,6 +162,10 @@ class Job:
         """Record the cost of a call that was interrupted."""
         self._write("trained" if files.is_trained(self.cell) else "started")
 
+    def _newest(self) -> int:
+        """Return the step of the newest complete checkpoint, or 0."""
+        return max(native.steps(self.cell.run), default=0)
+
     def _needs_training(self) -> bool:
         missing = files.missing_commands(self.cell, self._record)
         return bool(missing) or not (self.cell.results / files.CURVE).is_file()
@@ -183,7 +190,9 @@ class Job:
         if command is None:
             if not files.is_trained(self.cell):
                 last = "ended before its last step" if status == 0 else self._reason(status)
-                self.failures.append(Failure(f"training: {last}", status))
+                # After an error with a traceback, or an end at `exit_interval`, only a new checkpoint is progress.
+                progress = status in (0, FAILED) and self._newest() > self._resumed
+                self.failures.append(Failure(f"training: {last}", progress or is_temporary(status)))
             return
         if status == 0 or (status == 2 and files.only_unsupported(command.files)):
             measured = [file.relative_to(self.cell.results) for file in command.files]
@@ -196,7 +205,7 @@ class Job:
             self._write("trained")
         else:
             self._failed.add(command.task)
-            self.failures.append(Failure(f"{command.task}: {self._reason(status)}", status))
+            self.failures.append(Failure(f"{command.task}: {self._reason(status)}", is_temporary(status)))
 
     def _reason(self, status: int) -> str:
         """Return the last error line in the child's log, with the path of the log."""
@@ -204,7 +213,7 @@ class Job:
         with log.open("rb") as file:
             file.seek(max(self._log_start, log.stat().st_size - LOG_TAIL))
             text = file.read().decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [RANK.sub("", line, count=1).strip() for line in text.splitlines() if line.strip()]
         lines = [line for line in lines if ERROR.match(line)] or lines
         reason = lines[-1] if lines and status < 128 else describe_exit(128 - status if status > 128 else status)
         return f"{reason} ({log})"
@@ -294,7 +303,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[Failur
                 if not job.advance():
                     del running[number]
                     lock.close()
-                    failures += [Failure(f"{job.cell.name}: {each.reason}", each.status) for each in job.failures]
+                    failures += [Failure(f"{job.cell.name}: {each.reason}", each.temporary) for each in job.failures]
                     status.ended(job)
             jobs_now = [job for job, _ in running.values()]
             status.show(jobs_now)

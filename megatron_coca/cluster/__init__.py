@@ -13,4 +13,4 @@ from megatron_coca.cluster.settings import (
     engine_of,
     without_engine,
 )
-from megatron_coca.cluster.tasks import CommandTask, Failure, status_of
+from megatron_coca.cluster.tasks import CommandTask, Failure, is_temporary, status_of

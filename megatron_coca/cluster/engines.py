@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.cluster.settings import ClusterError, EngineSettings
-from megatron_coca.cluster.tasks import CommandTask, run_task, status_of_task
+from megatron_coca.cluster.tasks import (
+    STOPPED,
+    Commands,
+    CommandTask,
+    Failure,
+    is_temporary,
+    status_of,
+    status_of_task,
+)
 from megatron_coca.support.console import write
-from megatron_coca.support.errors import FAILED, UNUSABLE
+from megatron_coca.support.errors import FAILED
+from megatron_coca.support.plain_text import plain
 
 KILLS = 20
 """Number of times that Ray starts a task again after its worker or its node died."""
@@ -51,18 +60,21 @@ def run(
 
 def _local(settings: EngineSettings, steps: Sequence[CommandTask], finish: CommandTask | None, logs: Path) -> int:
     workers = settings.workers or max(1, len(os.sched_getaffinity(0)) // settings.cpus)
-    failed = 0
-    for step in steps:
-        tasks = len(step.numbers)
-        with ThreadPoolExecutor(workers) as pool:
-            futures = [pool.submit(step, None, rank, tasks) for rank in range(tasks)]
-            try:
-                wait(futures)
-            except BaseException:  # such as Ctrl-C
-                pool.shutdown(cancel_futures=True)
-                raise
-        failed += _report(step, [rank for rank, future in enumerate(futures) if future.exception() is not None])
-    return _finish(failed, finish)
+    failures = list[Failure]()
+    with Commands() as commands:
+        for step in steps:
+            with ThreadPoolExecutor(workers) as pool:
+                futures = [pool.submit(status_of_task, step, rank, commands) for rank in range(len(step.numbers))]
+                try:
+                    wait(futures)
+                except BaseException:  # such as Ctrl-C
+                    pool.shutdown(cancel_futures=True)
+                    raise
+            if commands.stopped:
+                write("stopped by a signal; run the same command again to resume")
+                return STOPPED
+            failures += _report(step, [FAILED if future.exception() else future.result() for future in futures])
+        return status_of(failures) if finish is None else status_of_task(finish, commands=commands)
 
 
 def _ray(settings: EngineSettings, steps: Sequence[CommandTask], finish: CommandTask | None, logs: Path) -> int:
@@ -74,14 +86,16 @@ def _ray(settings: EngineSettings, steps: Sequence[CommandTask], finish: Command
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ClusterError(f"address {settings.address}: no Ray cluster ({error}); run `ray start` first") from error
     try:
-        failed = sum([_report(step, _on_ray(ray, settings, step)) for step in steps])
+        failures = [failure for step in steps for failure in _report(step, _on_ray(ray, settings, step))]
         if finish is None:
-            return _finish(failed, None)
+            return status_of(failures)
         # On Ray as well, because work that is left needs the device of a task.
         last = replace(finish, logs=logs)
         status = FAILED
-        with suppress(ray.exceptions.RayError):
+        try:
             status = ray.get(_remote(ray, settings, status_of_task).remote(last))
+        except ray.exceptions.RayError as error:
+            write(f"the last task failed: {plain(str(error))}")
         if last.log is not None and last.log.is_file():
             print(last.log.read_text(errors="replace"), end="", flush=True)
         return int(status)
@@ -94,36 +108,31 @@ def _remote(ray: Any, settings: EngineSettings, function: Callable[..., Any]) ->
 
 
 def _on_ray(ray: Any, settings: EngineSettings, step: CommandTask) -> list[int]:
-    """Run the tasks of a step on a connected cluster. Return the ranks that failed."""
+    """Run the tasks of a step on a connected cluster. Return their exit statuses."""
     tasks = len(step.numbers)
-    remote = _remote(ray, settings, run_task)
-    waiting, running, failed = deque(range(tasks)), dict[Any, int](), list[int]()
+    remote = _remote(ray, settings, status_of_task)
+    waiting, running, statuses = deque(range(tasks)), dict[Any, int](), [FAILED] * tasks
     while waiting or running:
         while waiting and len(running) < (settings.workers or tasks):
             rank = waiting.popleft()
-            running[remote.remote(step, rank, tasks)] = rank
+            running[remote.remote(step, rank)] = rank
         for done in ray.wait(list(running))[0]:
             rank = running.pop(done)
-            try:
-                ray.get(done)
-            except ray.exceptions.RayError:
-                failed.append(rank)
-    return failed
+            with suppress(ray.exceptions.RayError):
+                statuses[rank] = ray.get(done)
+    return statuses
 
 
-def _report(step: CommandTask, failed: Sequence[int]) -> int:
-    """Name the failed tasks of a step, and return their number."""
-    for rank in failed:
-        number = step.numbers[rank] + 1
-        write(f"part {number} of {step.parts} failed; see {step.logs}/output/part_{number}.txt")
-    return len(failed)
-
-
-def _finish(failed: int, finish: CommandTask | None) -> int:
-    """Run `finish` in this process's terminal, and return the exit status."""
-    if finish is None:
-        return UNUSABLE if failed else 0
-    return status_of_task(finish)
+def _report(step: CommandTask, statuses: Sequence[int]) -> list[Failure]:
+    """Print a line for each failed task of a step, and return the failures. `statuses` is in the order of the ranks."""
+    failures = list[Failure]()
+    for number, status in zip(step.numbers, statuses, strict=True):
+        if status:
+            log = f"{step.logs}/output/part_{number + 1}.txt"
+            reason = f"part {number + 1} of {step.parts} failed; see {log}"
+            failures.append(Failure(reason, status == FAILED or is_temporary(status)))
+            write(failures[-1].reason)
+    return failures
 
 
 def _slurm(settings: EngineSettings, steps: Sequence[CommandTask], finish: CommandTask | None, logs: Path) -> int:

@@ -5,20 +5,26 @@ import shlex
 import signal
 import subprocess
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron_coca.support.errors import FAILED, UNUSABLE
-from megatron_coca.support.processes import PROGRAM
+from megatron_coca.support.processes import PROGRAM, exit_status
 from megatron_coca.support.regular_files import open_to_append
 
 ATTEMPTS = 3
 """Number of times that a task starts its command before it fails."""
 FINAL = (0, 2, 77, 78, 130)
 """Exit statuses after which the same command would end in the same way (docs/faults.md), and Ctrl-C."""
+TEMPORARY = (69, 75, 76, 79)
+"""Exit statuses of a child process after which a repetition may succeed (docs/faults.md), besides signals.
+
+1 is not: it is the status of every traceback, and most of them would come again.
+"""
+STOPPED = 75
+"""Exit status of a command that a scheduler's signal has stopped."""
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of a scheduler. The command gets SIGTERM, saves, and is not started again by this task."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -26,25 +32,28 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Failure:
-    """A piece of a command's work that is missing: the reason in one line, and the exit status of its child process.
+    """A piece of a command's work that is missing.
 
-    Negative statuses are signals, as in `subprocess`.
+    Attributes:
+        reason: one line.
+        temporary: whether a repetition may succeed.
     """
 
     reason: str
-    status: int = UNUSABLE
+    temporary: bool = False
 
 
-def status_of(failures: Iterable[Failure]) -> int:
-    """Return the exit status of a command with these failures.
+def is_temporary(status: int) -> bool:
+    """Return True if a repetition may succeed after this status of a child process; -n or 128 + n is signal n."""
+    status = exit_status(status)
+    return status in TEMPORARY or (status > 128 and status not in FINAL)
 
-    The status is FAILED if a child was killed, or if its status is not in FINAL, so that a scheduler starts the command
-    again.
-    """
-    statuses = [128 - failure.status if failure.status < 0 else failure.status for failure in failures]
-    if any(status not in FINAL for status in statuses):
+
+def status_of(failures: Collection[Failure]) -> int:
+    """Return the exit status of a command with these failures: FAILED if a scheduler should start it again."""
+    if any(failure.temporary for failure in failures):
         return FAILED
-    return UNUSABLE if statuses else 0
+    return UNUSABLE if failures else 0
 
 
 class TaskFailed(RuntimeError):
@@ -83,44 +92,83 @@ class CommandTask:
 
     def __call__(self, data: Any, rank: int, world_size: int) -> None:
         """Run the command. Raises TaskFailed."""
+        with Commands() as commands:
+            self.run(rank, commands)
+
+    def run(self, rank: int, commands: "Commands") -> None:
+        """Run the command as one of `commands`. Raises TaskFailed."""
         arguments, path = list(self.arguments), self.log
         if self.parts is not None:
             arguments += ["--part", f"{self.numbers[rank] + 1}/{self.parts}"]
             path = None if path is None else path.with_name(f"part_{self.numbers[rank] + 1}.txt")
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        status = _run([*PROGRAM, *arguments], self.folder, path)
+        status = commands.run([*PROGRAM, *arguments], self.folder, path)
         if status:
             text = f"`megatron-coca {shlex.join(arguments)}` ended with status {status}"
             raise TaskFailed(text if path is None else f"{text}; see {path}", status)
 
 
-def status_of_task(task: CommandTask) -> int:
-    """Run a task without parts, and return its exit status."""
+def status_of_task(task: CommandTask, rank: int = 0, commands: "Commands | None" = None) -> int:
+    """Run a task, and return its exit status. Ray can call this function in another process."""
     try:
-        task(None, 0, 1)
+        task(None, rank, 1) if commands is None else task.run(rank, commands)
     except TaskFailed as error:
         return error.status
     return 0
 
 
-def run_task(task: CommandTask, rank: int, world_size: int) -> None:
-    """Run a task, as a function that Ray can call in another process."""
-    task(None, rank, world_size)
+class Commands:
+    """The running commands of a process, perhaps in several threads.
 
+    Inside the block, a scheduler's signal sends SIGTERM to all of them, so that they save, and no other command is
+    started. Signals are only received if the block is in the main thread, because Python allows handlers only there.
+    """
 
-def _run(command: Sequence[str], folder: Path, log: Path | None) -> int:
-    """Run a command up to ATTEMPTS times. Return its exit status, which is 128 + n after signal n."""
-    stopped: list[int] = []
-    status = 0
-    for _ in range(ATTEMPTS):
-        process = _start(command, folder, log)
-        with _forwarded(process, stopped):
-            status = process.wait()
-        status = 128 - status if status < 0 else status
-        if status in FINAL or stopped:
-            break
-    return status
+    def __init__(self) -> None:
+        self.stopped = False
+        self._running = set[subprocess.Popen[bytes]]()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._stop) for number in FORWARDED}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._terminate()  # after an exception, such as Ctrl-C
+
+    def run(self, command: Sequence[str], folder: Path, log: Path | None) -> int:
+        """Run a command up to ATTEMPTS times. Return its exit status, which is 128 + n after signal n."""
+        status = STOPPED
+        for _ in range(ATTEMPTS):
+            if self.stopped:
+                break
+            process = _start(command, folder, log)
+            self._running.add(process)
+            try:
+                if self.stopped:  # the signal came before `_running` had this process
+                    process.terminate()
+                status = exit_status(process.wait())
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+            finally:
+                self._running.discard(process)
+            if status in FINAL:
+                break
+        return status
+
+    def _stop(self, number: int, frame: object) -> None:
+        self.stopped = True
+        self._terminate()
+
+    def _terminate(self) -> None:
+        for process in tuple(self._running):
+            process.terminate()
 
 
 def _start(command: Sequence[str], folder: Path, log: Path | None) -> "subprocess.Popen[bytes]":
@@ -142,25 +190,3 @@ def _start(command: Sequence[str], folder: Path, log: Path | None) -> "subproces
     finally:
         if output is not None:
             output.close()
-
-
-@contextmanager
-def _forwarded(process: "subprocess.Popen[bytes]", stopped: list[int]) -> Iterator[None]:
-    """Forward a scheduler's signals to the process as SIGTERM inside the block, and add them to `stopped`."""
-
-    def stop(number: int, frame: object) -> None:
-        stopped.append(number)
-        process.terminate()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, stop) for number in FORWARDED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if process.poll() is None:  # an exception, such as Ctrl-C
-            process.terminate()
-            process.wait()

@@ -22,7 +22,7 @@ from pathlib import Path
 from megatron_coca.commands import command_parser
 from megatron_coca.commands.configs import shipped
 from megatron_coca.evaluation.options import slug
-from megatron_coca.support.processes import PROGRAM
+from megatron_coca.support.processes import PROGRAM, exit_status
 
 # PyTorch takes seconds to import, so it is imported after the options are read.
 
@@ -104,7 +104,7 @@ def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
     while process.poll() is None and reported_step(save) < step:
         time.sleep(0.1)
     if process.poll() not in (None, 0):
-        sys.exit(process.returncode)
+        sys.exit(exit_status(process.returncode))
     process.send_signal(signal.SIGKILL)
     process.wait()
     latest = max(native.steps(save), default=0)
@@ -146,7 +146,7 @@ def run(command: Sequence[str]) -> None:
     """Print and run one command of the project. If it fails, exit with its status."""
     show(command)
     if status := subprocess.run([*PROGRAM, *command], check=False).returncode:
-        sys.exit(status)
+        sys.exit(exit_status(status))
 
 
 def run_together(commands: Sequence[Sequence[str]]) -> None:
@@ -155,7 +155,7 @@ def run_together(commands: Sequence[Sequence[str]]) -> None:
         show(command)
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [subprocess.Popen([*PROGRAM, *command], env=one_thread) for command in commands]
-    if status := max((process.wait() for process in processes), default=0):
+    if status := max((exit_status(process.wait()) for process in processes), default=0):
         sys.exit(status)
 
 

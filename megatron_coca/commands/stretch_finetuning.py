@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.support.processes import PROGRAM
+from megatron_coca.support.processes import PROGRAM, exit_status
 
 MOST_LENGTH = 2048
 """Length of the training samples, unless the model was trained on shorter ones."""
@@ -72,7 +72,7 @@ def finetune(args: Namespace) -> int:
     ]
     command = ["train", args.model, str(prepared / "data.yml"), *keys, "--auto-resume"]
     print(f"\n$ {shlex.join(['megatron-coca', *command])}", flush=True)
-    return subprocess.run([*PROGRAM, *command], check=False).returncode
+    return exit_status(subprocess.run([*PROGRAM, *command], check=False).returncode)
 
 
 def _digest(texts: list[Path]) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 from pydantic import BeforeValidator, Field, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.cluster import CommandTask, EngineSettings, Failure, status_of, without_engine
+from megatron_coca.cluster import CommandTask, EngineSettings, Failure, is_temporary, status_of, without_engine
 from megatron_coca.cluster import run as on_engine
 from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.evaluation.cli import MEASUREMENTS
@@ -90,7 +90,7 @@ class Command:
 def run(args: Namespace) -> int:
     """Run every command of the suite, write the report, and return the exit status.
 
-    The status is 2 if anything is missing, or 1 if a repetition may measure it (docs/cluster.md).
+    The status is 2 if anything is missing, or 1 if a command was killed, so that a repetition may measure it.
     """
     suite, planned, unusable = _plan(args)
     page = args.output / "report" / "report.html"
@@ -288,7 +288,7 @@ def run_commands(commands: Sequence[Command]) -> list[Failure]:
         status = run_to_its_end([*PROGRAM, "evaluate", *command.arguments])
         if status != 0:  # after 2, the command has printed the missing entries
             reason = "incomplete; see its messages above" if status == 2 else describe_exit(status)
-            failures.append(Failure(f"{command.name}: {reason}", status))
+            failures.append(Failure(f"{command.name}: {reason}", is_temporary(status)))
     return failures
 
 

@@ -20,6 +20,11 @@ TOO_MANY_FILES = (
 )
 
 
+def exit_status(status: int) -> int:
+    """Return the exit status of a child process as a shell does: 128 + n after signal n (-n in `subprocess`)."""
+    return 128 - status if status < 0 else status
+
+
 def allow_open_files() -> None:
     """Raise this process's open-file limit, usually 1,024, to OPEN_FILES or the system's maximum if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

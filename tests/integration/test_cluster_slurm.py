@@ -210,7 +210,7 @@ def test_a_grid_with_killed_tasks(
 
 
 def test_an_array_without_datatrove(slurm: Cluster, tmp_path: Path) -> None:
-    """The shipped batch script: an array of parts, one part of it again, and the job that finishes the work."""
+    """The shipped batch script: an array of parts with a killed command, another part, and the job that finishes."""
     recipe = write_corpus(tmp_path)
     for name in ("one", "many"):
         (tmp_path / name).mkdir()
@@ -226,11 +226,17 @@ def test_an_array_without_datatrove(slurm: Cluster, tmp_path: Path) -> None:
             ROOT / "configs/cluster/parts.sbatch", *options, folder=tmp_path / "many", variables=variables, after=after
         )
 
-    array, again = job("--array=0-1"), job("--array=2")
+    array = job("--array=0-1")
+    deadline = time.monotonic() + SECONDS
+    while not _kill(processes(MAIN, str(recipe), SLURM_ARRAY_JOB_ID=array), random.Random(1)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    again = job("--array=2")
     last = job(f"--dependency=afterany:{array}:{again}")
     assert slurm.finished(last, SECONDS)["ExitCode"] == "0:0"
     logs = {path.name: path.read_text() for path in tmp_path.glob("*.out")}
     assert {f"{array}_0.out", f"{array}_1.out", f"{again}_2.out"} < logs.keys()
+    assert [text.count("exit status 137: job") for name, text in logs.items() if name.startswith(array)].count(1) == 1
     assert any("3 of 3 blocks are built" in text for text in logs.values()), "the parts did all of the work"
     submit(None, tmp_path / "one", "prepare", recipe, "--workers", 0)
     assert everything(tmp_path / "many/prepared") == everything(tmp_path / "one/prepared")

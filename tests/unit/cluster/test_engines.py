@@ -16,11 +16,13 @@ from megatron_coca.cluster import (
     EngineSettings,
     Failure,
     engines,
+    is_temporary,
     run,
     status_of,
     tasks,
 )
 from megatron_coca.cluster.tasks import TaskFailed
+from megatron_coca.training.exit_status import EXIT_STATUSES, FAILED
 
 PROGRAM = """
 import os, signal, sys, time
@@ -30,6 +32,8 @@ starts = Path(f"{part}.starts")
 starts.write_text((starts.read_text() if starts.exists() else "") + "x")
 print("output of", part)
 if command == "dies" and part == "2of3" and len(starts.read_text()) < 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+if command == "lost":
     os.kill(os.getpid(), signal.SIGKILL)
 if command == "wrong" and part == "2of3":
     sys.exit(2)
@@ -73,11 +77,15 @@ def test_every_part_runs_and_then_the_end(
 
 @pytest.mark.parametrize(
     ("statuses", "expected"),
-    [([], 0), ([2], 2), ([77, 2, 130], 2), ([0], 2), ([-9], 1), ([2, 137], 1), ([1], 1), ([75], 1), ([-2], 2)],
+    [([], 0), ([2], 2), ([77, 2, 130], 2), ([-9], 1), ([2, 137], 1), ([1], 2), ([75], 1), ([-2], 2), ([69, 1], 1)],
 )
 def test_a_command_s_status_says_whether_to_repeat_it(statuses: list[int], expected: int) -> None:
-    """One child with a status that is not final is enough."""
-    assert status_of([Failure("x", status) for status in statuses]) == expected
+    """One child that was killed, or that could not continue for the moment, is enough."""
+    assert status_of([Failure("x", is_temporary(status)) for status in statuses]) == expected
+
+
+def test_every_exit_status_is_final_temporary_or_a_failure() -> None:
+    assert sorted((*tasks.FINAL, *tasks.TEMPORARY, FAILED)) == sorted(EXIT_STATUSES)
 
 
 def test_a_second_step_runs_after_the_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +112,30 @@ def test_a_scheduler_s_signal_lets_the_command_save(tmp_path: Path) -> None:
         CommandTask(("waits",), tmp_path, 1, (0,))(None, 0, 1)
     other.join()
     assert failed.value.status == 75 and starts(tmp_path) == {"1of1": 1}
+
+
+def test_a_signal_to_the_local_engine_lets_all_commands_save(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its tasks run in threads, which get no signals. No other task is started, nor the end."""
+
+    def interrupt() -> None:
+        while len(starts(tmp_path)) < 2 or not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    step, finish = CommandTask(("waits",), tmp_path, 3, (0, 1, 2)), CommandTask(("finish", "end"), tmp_path)
+    begin = time.monotonic()
+    assert run(EngineSettings(engine="local", workers=2), step, finish, tmp_path / "logs") == 75
+    other.join()
+    assert starts(tmp_path) == {"1of3": 1, "2of3": 1} and time.monotonic() - begin < 30
+    assert "stopped by a signal; run the same command again" in capfd.readouterr().err
+
+
+def test_without_an_end_the_tasks_decide_the_status(tmp_path: Path) -> None:
+    step = CommandTask(("lost",), tmp_path, 2, (0, 1))
+    assert run(EngineSettings(engine="local"), step, None, tmp_path / "logs") == 1
+    assert starts(tmp_path) == {"1of2": 3, "2of2": 3}
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
