@@ -82,6 +82,7 @@ NEOX = "needs a checkout of GPT-NeoX; tests/integration/test_neox_plugin.py runs
 STORE = "needs an object store; tests/integration/test_object_store_runs.py has one"
 PILE = "needs 700 GB of corpora"
 HOURS = "trains for hours; tests/integration/test_ablation_runs.py trains small ones"
+AMD = "changes only the speed on AMD processors with AVX-512"
 DONE = "says how published numbers were made"
 TIMED = "times transformers beside it, for minutes even if small"
 PROGRAM = "a program of its own that is not installed here"
@@ -142,6 +143,8 @@ NOT_RUN = {
     "megatron-coca export huggingface runs/finetune": CHAIN,
     "megatron-coca import runs/finetune": CHAIN,
     "megatron-coca evaluate perplexity --checkpoint runs/finetune": CHAIN,
+    "export LD_PRELOAD=": AMD,
+    "echo 'int mkl_serv": AMD,
     "megatron-coca stretch": "reads SmolLM2 or books; test_stretch.py runs a small model",
     "python tools/bench_prepare.py --tables": "reads measurements; test_bench_prepare.py computes the tables",
     "python tools/bench_prepare.py": TIMED,
