@@ -44,6 +44,6 @@ def test_facts_in_the_chat_template_are_found_within_the_training_length() -> No
     tokenizer = opened.tokenizer().tokenizer
     assert tokenizer is not None and tokenizer.chat is not None
     cases = make_cases(PromptForm(tokenizer, None, tokenizer.chat), 512, 4)
-    found = margins(opened.load().model, tokenizer, cases, lambda: None)
+    found = list(margins(opened.load().model, tokenizer, cases))
     assert all(case.margin > 0 for case in found)
     assert sum(case.found for case in found) >= 3

@@ -28,7 +28,8 @@ DIGITS = 7
 PROTOCOL = (
     "loss: the last tokens of each document, given the tokens before them in one input; facts: passkeys (random "
     f"depths) and needles (depths 1/2, 1/4, 3/4, 1/8, ..) in turn, numbers of {DIGITS} digits in the passkey filler; "
-    f"margin: log-probability of the number minus that of the likeliest of {FOILS} random numbers of {DIGITS} digits"
+    f"margin: log-probability of the number minus that of the likeliest of {FOILS} random numbers of {DIGITS} digits; "
+    "found: greedy decoding gives the number after the tokens with which all of these numbers begin, such as a space"
 )
 """Part of the identity of a result file: if this string changes, earlier files are not resumed."""
 
@@ -41,7 +42,7 @@ class CaseMargin(Record):
     tokens: int  # length of the prompt
     depth: float
     margin: float  # nats
-    found: bool  # whether every token of the answer is the likeliest after the tokens before it
+    found: bool  # whether each token of the number is the likeliest after the tokens before it
 
 
 @torch.inference_mode()
@@ -117,11 +118,22 @@ def _continuations(tokenizer: Tokenizer, stub: str, answers: Sequence[str]) -> t
     return len(before) - common, [each[common:].tolist() for each in encoded]
 
 
+def _common_beginning(answers: Sequence[Sequence[int]]) -> int:
+    """Return the number of tokens with which all answers begin; at most all but the last of the shortest answer."""
+    first = np.array(answers[0])
+    return min(*(common_prefix(first, np.array(each)) for each in answers[1:]), min(map(len, answers)) - 1)
+
+
 @torch.inference_mode()
 def _scores(
     model: GPT, shared: SharedPrefix, prompt: np.ndarray, answers: Sequence[Sequence[int]]
 ) -> tuple[list[float], bool]:
-    """Return the log-probability of each answer after the prompt, and whether greedy decoding gives the first."""
+    """Return the log-probability of each answer after the prompt, and whether greedy decoding gives the first.
+
+    Tokens with which all answers begin are given: a model that would first write "a" instead of the space before a
+    number may know the number.
+    """
+    shared_tokens = _common_beginning(answers)
     device, longest = next(model.parameters()).device, max(map(len, answers))
     cache = shared.cache_for(prompt, longest, len(prompt) + longest)
     new = torch.from_numpy(prompt[len(cache) :].astype(np.int64)).to(device)
@@ -137,6 +149,6 @@ def _scores(
         right = torch.tensor(answer, device=device)
         scores.append(float(steps.gather(1, right[:, None]).double().sum()))
         if number == 0:
-            greedy = bool((steps.argmax(dim=-1) == right).all())
+            greedy = bool((steps.argmax(dim=-1) == right)[shared_tokens:].all())
     shared.keep(prompt, cache)
     return scores, greedy
