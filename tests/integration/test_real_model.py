@@ -39,11 +39,13 @@ def test_perplexity_equals_that_of_transformers(window: int) -> None:
     assert ours == pytest.approx(total, rel=1e-4)
 
 
-def test_facts_in_the_chat_template_are_found_within_the_training_length() -> None:
+@pytest.mark.parametrize("length", [512, 2000])
+def test_facts_in_the_chat_template_are_found_within_the_training_length(length: int) -> None:
+    """At 2,000 tokens the model would write "a" after "The pass key is"; the space that all numbers begin with is given."""
     opened = open_checkpoint(FILE)
     tokenizer = opened.tokenizer().tokenizer
     assert tokenizer is not None and tokenizer.chat is not None
-    cases = make_cases(PromptForm(tokenizer, None, tokenizer.chat), 512, 4)
+    cases = make_cases(PromptForm(tokenizer, None, tokenizer.chat), length, 4)
     found = list(margins(opened.load().model, tokenizer, cases))
     assert all(case.margin > 0 for case in found)
     assert sum(case.found for case in found) >= 3
