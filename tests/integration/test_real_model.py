@@ -41,7 +41,7 @@ def test_perplexity_equals_that_of_transformers(window: int) -> None:
 
 @pytest.mark.parametrize("length", [512, 2000])
 def test_facts_in_the_chat_template_are_found_within_the_training_length(length: int) -> None:
-    """At 2,000 tokens the model would write "a" after "The pass key is"; the space that all numbers begin with is given."""
+    """At 2,000 tokens the model would write "a" after "The pass key is"; the space before a number is given."""
     opened = open_checkpoint(FILE)
     tokenizer = opened.tokenizer().tokenizer
     assert tokenizer is not None and tokenizer.chat is not None
