@@ -146,7 +146,7 @@ WAITING = """
 import torch.distributed as dist
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=rank, world_size=2)
-with watchdog(rank, grace=2.0) as dog:
+with watchdog(rank, grace=2.0 + 2.0 * rank) as dog:
     dist.barrier()
     dog.beat("step 1")
     time.sleep(60) if rank == 1 else dist.barrier()
@@ -154,6 +154,7 @@ with watchdog(rank, grace=2.0) as dog:
 
 
 def test_a_hanging_rank_is_told_from_one_that_waits(tmp_path: Path) -> None:
+    """The rank that waits ends first: the end of the other one would be an error in its barrier."""
     command = [sys.executable, "-c", HEAD + WAITING, str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT, stderr=subprocess.PIPE, text=True) for rank in range(2)]
     errors = [rank.communicate(timeout=120)[1] for rank in ranks]
