@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from megatron_coca.support.processes import exit_status
 from megatron_coca.support.regular_files import open_to_append
 from megatron_coca.training.exit_status import (
     DONE,
@@ -81,7 +82,7 @@ class LocalProcess:
     def poll(self) -> int | None:
         """Return the exit status (128 + n after signal n), or None while the process is running."""
         status = self.process.poll()
-        return 128 - status if status is not None and status < 0 else status
+        return None if status is None else exit_status(status)
 
     def send(self, number: int) -> None:
         """Send a signal. SIGKILL is sent to the whole process group."""
