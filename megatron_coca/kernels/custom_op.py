@@ -1,11 +1,17 @@
 """Functions with their own gradients that torch.compile treats as single opaque operations."""
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+_in_backward: ContextVar[bool] = ContextVar("_in_backward", default=False)
+"""Whether the backward function of a registered operation runs. Only compiled code uses registered operations, but in
+PyTorch 2.11 `torch.compiler.is_compiling()` is False while their backward pass is traced.
+"""
 
 
 def operation(
@@ -34,8 +40,26 @@ def operation(
     registered = torch.library.custom_op(f"megatron_coca::{name}", run, mutates_args=(), schema=schema)
     registered.register_fake(fake)
     if backward is not None:
-        registered.register_autograd(backward, setup_context=keep)
-    return lambda *inputs: (registered if torch.compiler.is_compiling() else plain)(*inputs)
+        registered.register_autograd(_traced(backward), setup_context=keep)
+
+    def call(*inputs: Any) -> Any:
+        compiled = torch.compiler.is_compiling() or _in_backward.get()
+        return (registered if compiled else plain)(*inputs)
+
+    return call
+
+
+def _traced(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `backward`, in which operations are the registered ones."""
+
+    def call(ctx: Any, *grads: Any) -> Any:
+        token = _in_backward.set(True)
+        try:
+            return backward(ctx, *grads)
+        finally:
+            _in_backward.reset(token)
+
+    return call
 
 
 def _differentiable(

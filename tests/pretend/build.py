@@ -92,26 +92,30 @@ def _torch_libraries() -> list[Path]:
     return libraries
 
 
-def compiler(headers: Path, requirements: list[str] | None) -> list[str]:
+def compiler(headers: list[Path], requirements: list[str] | None) -> list[str]:
     """Return the command of the compiler. `requirements` are those of PyTorch: cuDNN has the version that they name,
     because PyTorch cannot use an older one.
     """
     found = re.search(r"nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", "\n".join(requirements or []))
     major, minor, patch = map(int, found.groups() if found else (9, 20, 0))
-    return [*COMPILER, f"-I{headers}", f"-DCUDNN={10000 * major + 100 * minor + patch}"]
+    return [*COMPILER, *(f"-I{folder}" for folder in headers), f"-DCUDNN={10000 * major + 100 * minor + patch}"]
 
 
-def triton_headers() -> Path:
-    """The folder of cuda.h, which Triton brings whole; NVIDIA's wheels lack a part of it."""
-    found = find_spec("triton")
-    folders = found.submodule_search_locations if found else None
-    return Path(folders[0], "backends/nvidia/include") if folders else Path("triton is not installed")
+def cuda_headers() -> list[Path]:
+    """The folders of cuda.h: NVIDIA's wheel, if it is installed, has PyTorch's version, but may lack a part. Triton has
+    all of it, but may have an older version.
+    """
+    places = [("nvidia", "cu13/include"), ("triton", "backends/nvidia/include")]
+    packages = [(find_spec(package), inside) for package, inside in places]
+    found = [
+        Path(folder, inside) for spec, inside in packages if spec for folder in spec.submodule_search_locations or ()
+    ]
+    return [folder for folder in found if (folder / "cuda_runtime_api.h").exists()]
 
 
-def _cuda_headers() -> Path:
-    headers = triton_headers()
-    if not (headers / "cuda_runtime_api.h").exists():
-        sys.exit(f"{sys.executable}: no CUDA headers in {headers}; install triton in this environment")
+def _cuda_headers() -> list[Path]:
+    if not (headers := cuda_headers()):
+        sys.exit(f"{sys.executable}: no CUDA headers; install triton in this environment")
     return headers
 
 

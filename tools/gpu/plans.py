@@ -107,7 +107,7 @@ ONE_GPU: dict[str, Part] = {
         "Do the GPU tests pass?",
         {
             "pytest": Run(
-                "-m pytest -m gpu tests/gpu -n 8 --dist worksteal -v --tb short --color no --junitxml FILE",
+                "-m pytest -m gpu tests/gpu -n 8 --dist worksteal -vv --tb short --color no --junitxml FILE",
                 240,
                 reads=("tests/gpu", "tests/conftest.py"),
                 needs=(*TRAINS, "pytest", "xdist", "pytest_timeout"),

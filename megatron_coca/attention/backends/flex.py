@@ -22,6 +22,11 @@ MOST_SHAPES = 256
 of shapes.
 """
 
+BIASED = {"fwd_num_stages": 2, "bwd_num_stages": 2}
+"""Options of kernels with a bias. Triton 3.6 prefetches the bias of every stage to shared memory, and an H100 has too
+little of it for the default of three stages.
+"""
+
 
 class FlexBackend:
     """FlexAttention for one segment. `compiled=False` runs FlexAttention's dense PyTorch version on any device (for
@@ -82,6 +87,7 @@ class FlexBackend:
             block_mask=_block_mask(inputs, segment.band),
             scale=inputs.scale,
             enable_gqa=segment.query.shape[1] != segment.key.shape[1],
+            kernel_options=None if inputs.bias is None else BIASED,
         )
 
 

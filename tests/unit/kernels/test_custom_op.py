@@ -80,3 +80,32 @@ def test_eager_code_does_not_pass_through_the_dispatcher() -> None:
     with Seen() as seen:
         outputs(x, x, x).sum().backward()
     assert seen.names and not [name for name in seen.names if name.startswith("megatron_coca")]
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    x.data_ptr()  # raises an error while PyTorch traces, as the launch of a kernel does
+    return scale * x
+
+
+def _empty(x: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep_scale(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    _, ctx.scale = inputs
+
+
+def _scaled_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return SCALED_GRADIENT(grad, ctx.scale), None
+
+
+SCALED_GRADIENT = operation("test_scaled_gradient", "(Tensor x, float scale) -> Tensor", _scaled, _empty)
+SCALED = operation(
+    "test_scaled", "(Tensor x, float scale) -> Tensor", _scaled, _empty, keep=_keep_scale, backward=_scaled_backward
+)
+
+
+def test_an_operation_in_a_backward_pass_is_not_traced_into() -> None:
+    x = torch.randn(5, requires_grad=True)
+    out = torch.compile(lambda x: SCALED(x, 3.0).sin(), backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], 3 * (3 * x).cos())
