@@ -51,7 +51,7 @@ class Segment:
 
     query: Tensor
     key: Tensor
-    band: Band = CAUSAL
+    band: Band
     turns: Turns | None = None
 
 

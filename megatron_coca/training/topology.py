@@ -125,6 +125,9 @@ def zero_section(config: Config, ranks: int, cuda: bool) -> dict[str, Any]:
     On CUDA, ZeRO 1 and 2 reduce gradients on a separate stream during the backward pass, in two alternating buffers.
     This is off with pipeline stages (DeepSpeed does not support it) and with offloading (gradients are copied to the
     host between reductions). The CPU has no streams. ZeRO 3 always gathers and reduces on separate streams.
+
+    One rank reduces nothing, so its gradients are not copied to a buffer first. For the 350M model, the copies took
+    8 ms of a step's 28 ms on the host, which the GPU waits for if micro-batches are small (docs/speed.md).
     """
     given, stage = config.parallel.zero_optimization or {}, effective_stage(config, ranks)
     pipelined = config.parallel.pipe_parallel_size > 1
@@ -132,6 +135,7 @@ def zero_section(config: Config, ranks: int, cuda: bool) -> dict[str, Any]:
     bucket = max(REDUCE_BUCKET, REDUCE_BUCKET_PER_RANK * ranks)
     defaults = {
         "overlap_comm": stage == 3 or overlaps,
+        "contiguous_gradients": ranks > 1,
         "reduce_bucket_size": min(bucket, LARGEST_REDUCE_BUCKET),
         "stage3_prefetch_bucket_size": PREFETCHED_PARAMETERS,
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_coca.attention.backends import flex
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.build import BACKENDS
-from megatron_coca.attention.inputs import AttentionInputs, Band, Segment
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Segment
 from megatron_coca.attention.positions.bias import AlibiBias, LearnedBuckets, alibi_slopes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -40,7 +40,7 @@ def test_two_hundred_lengths(formula: str) -> None:
     for number in range(200):
         length = 33 + 19 * number
         q, k, v = (normal(1, heads, length) for heads in (HEADS, 4, 4))
-        assert distance(backend, AttentionInputs((Segment(q, k),), v, 0.125, bias)) < 0.01
+        assert distance(backend, AttentionInputs((Segment(q, k, CAUSAL),), v, 0.125, bias)) < 0.01
     shapes = {flex.padded_size(33 + 19 * number, flex.BLOCK) for number in range(200)}
     assert len(shapes) <= 16
     torch.compiler.reset()
@@ -53,7 +53,7 @@ def test_one_query_after_any_number_of_keys(kv_heads: int, batch: int) -> None:
     buffers = [normal(batch, kv_heads, 4200) for _ in range(2)]
     for length in (1, 2, 31, 64, 65, 127, 128, 129, 500, 1000, 4096):
         k, v = (buffer[:, :, :length] for buffer in buffers)
-        given = AttentionInputs((Segment(normal(batch, HEADS, 1), k),), v, 0.125)
+        given = AttentionInputs((Segment(normal(batch, HEADS, 1), k, CAUSAL),), v, 0.125)
         assert all(distance(backend, given) < 0.01 for backend in ("sdpa", "triton"))  # `max` would pass over NaN
 
 
@@ -89,4 +89,4 @@ def test_deterministic_attention_repeats_its_bits(backend: str) -> None:
 def test_a_tensor_of_the_second_gpu() -> None:
     q, k, v = (normal(2, HEADS, 300).to("cuda:1") for _ in range(3))
     with torch.cuda.device(0):
-        assert distance("triton", AttentionInputs((Segment(q, k),), v, 0.125)) < 0.01
+        assert distance("triton", AttentionInputs((Segment(q, k, CAUSAL),), v, 0.125)) < 0.01

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca import methods
 from megatron_coca.attention.build import BACKENDS
-from megatron_coca.attention.inputs import AttentionInputs, Segment, documents_from_ids
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Segment, documents_from_ids
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.tasks.speed import WORKLOADS, backend_of, interleaved, measured_peak, share_weights
 from megatron_coca.model import GPT, build_model
@@ -151,7 +151,7 @@ def packed(setting: Setting, length: int, rounds: int, name: str, values: bool) 
 
     def call(attend: Callable[[AttentionInputs], Tensor]) -> list[Tensor]:
         q, k, v = leaves
-        out = attend(AttentionInputs((Segment(q, k),), v, 0.125, documents=documents))
+        out = attend(AttentionInputs((Segment(q, k, CAUSAL),), v, 0.125, documents=documents))
         return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
 
     base, *_ = PACKED

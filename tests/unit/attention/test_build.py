@@ -24,7 +24,7 @@ from megatron_coca.attention.build import (
     select_backend,
     varies,
 )
-from megatron_coca.attention.inputs import AttentionInputs, Backend, Band, Needs, Segment
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Backend, Band, Needs, Segment
 from megatron_coca.config import load_config
 from megatron_coca.config.position import PositionConfig
 from megatron_coca.model import build_model
@@ -205,4 +205,4 @@ def test_a_model_for_evaluation_needs_no_dropout_and_no_map_of_training() -> Non
 def test_dropout_that_a_backend_has_not_is_an_error(backend: Backend) -> None:
     x = torch.randn(1, 1, 4, 8)
     with pytest.raises(ValueError, match="dropout.*; build the model"):
-        backend.attend(AttentionInputs((Segment(x, x),), x, 0.3, dropout=0.1))
+        backend.attend(AttentionInputs((Segment(x, x, CAUSAL),), x, 0.3, dropout=0.1))

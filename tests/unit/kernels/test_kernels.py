@@ -145,7 +145,7 @@ def test_the_backend_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_backend_rejects_inputs_that_it_did_not_promise() -> None:
     """Dropout or bands beyond `supports` are an error, never left out of the result."""
     x = torch.zeros(1, 1, 4, 16)
-    inputs = AttentionInputs((Segment(x, x),), x, 1.0, dropout=0.5)
+    inputs = AttentionInputs((Segment(x, x, CAUSAL),), x, 1.0, dropout=0.5)
     with pytest.raises(ValueError, match="dropout"):
         TritonBackend().attend(inputs)
     with pytest.raises(ValueError, match="first band"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
-from megatron_coca.attention.inputs import AttentionInputs, Segment
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Segment
 from megatron_coca.attention.positions.bias import FireBias, LearnedFire, bias_of_pairs
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
@@ -62,7 +62,7 @@ def test_dense_scores_are_as_exact_as_a_kernel(cap: float | None, fire: bool, ba
         true = with_gradients(lambda q, k, v, bias=bias: exact(q, k, v, cap, bias), operands, torch.float64)
         ours = with_gradients(
             lambda q, k, v, bias=bias: backend.attend(
-                AttentionInputs((Segment(q, k),), v, q.shape[-1] ** -0.5, bias=bias, softcap=cap)
+                AttentionInputs((Segment(q, k, CAUSAL),), v, q.shape[-1] ** -0.5, bias=bias, softcap=cap)
             ),
             operands,
             dtype,

@@ -110,3 +110,12 @@ def test_buckets_grow_with_the_ranks(ranks: int, size: int) -> None:
     assert zero_section(load_config([], ZERO | {"zero_stage": 1}), ranks, cuda=True)["reduce_bucket_size"] == size
     given = {"stage": 1, "reduce_bucket_size": 7}
     assert zero_section(load_config([], ZERO | {"zero_optimization": given}), ranks, True)["reduce_bucket_size"] == 7
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_rank_copies_no_gradients_to_a_buffer(ranks: int) -> None:
+    """It reduces nothing. A given key holds."""
+    assert zero_section(load_config([], ZERO | {"zero_stage": 1}), ranks, True)["contiguous_gradients"] is (ranks > 1)
+    given = {"stage": 1, "contiguous_gradients": ranks == 1}
+    config = load_config([], ZERO | {"zero_optimization": given})
+    assert zero_section(config, ranks, True)["contiguous_gradients"] is (ranks == 1)

@@ -291,7 +291,7 @@ def test_cudnn_is_disabled_only_in_decoding(
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     q, k = torch.randn(1, 4, queries, 8), torch.randn(1, 2, keys, 8)
-    given = AttentionInputs((Segment(q, k),), k, 0.3)
+    given = AttentionInputs((Segment(q, k, CAUSAL),), k, 0.3)
     results = []
     for trains in (True, False):
         with torch.set_grad_enabled(trains):

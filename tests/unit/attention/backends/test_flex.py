@@ -147,7 +147,8 @@ def test_one_query_needs_no_kernel() -> None:
         assert_attention(FlexBackend(), inputs(63, 1, Band(0, 30, 3), bias, packed=True))
     given = inputs(63, 1, CAUSAL, None, packed=False)
     (segment,) = given.segments
-    half = given.replace(segments=(Segment(segment.query.half(), segment.key.half()),), value=given.value.half())
+    narrow = Segment(segment.query.half(), segment.key.half(), CAUSAL)
+    half = given.replace(segments=(narrow,), value=given.value.half())
     assert FlexBackend().attend(half).dtype == torch.float16
 
 
@@ -164,7 +165,7 @@ def test_two_hundred_lengths_of_evaluation_compile_few_kernels(monkeypatch: pyte
         length, batch = 33 + 41 * number, 1 + number % 3
         q, k = (torch.zeros(batch, heads, length, 8) for heads in (HEADS, KV_HEADS))
         for queries in (length, length // 2):
-            given = AttentionInputs((Segment(q[:, :, :queries], k),), k, 0.3, biases()["buckets"])
+            given = AttentionInputs((Segment(q[:, :, :queries], k, CAUSAL),), k, 0.3, biases()["buckets"])
             assert FlexBackend().attend(given).shape == (batch, HEADS, queries, 8)
     assert len(shapes) == 3 * 20, "three batch sizes, of which 3 is padded to 4, and 20 lengths"
 

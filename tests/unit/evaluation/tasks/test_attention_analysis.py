@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_coca.attention.inputs import AttentionInputs, Segment
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Segment
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.distance_sweep import SweptScores
@@ -151,7 +151,7 @@ def test_entropy_takes_no_more_memory_than_it_may(monkeypatch: pytest.MonkeyPatc
     """Whatever the number of queries, no more scores than allowed exist at once."""
     length, heads, sizes = 400, 2, []
     x = torch.randn(1, heads, length, 8)
-    inputs = AttentionInputs((Segment(x, x),), x, 0.3)
+    inputs = AttentionInputs((Segment(x, x, CAUSAL),), x, 0.3)
     whole, original = row_entropies(inputs, torch.arange(length)), length_analysis.row_scores
     monkeypatch.setattr(length_analysis, "SCORES_AT_ONCE", 7 * heads * length + 1)
     monkeypatch.setattr(length_analysis, "row_scores", lambda *given: sizes.append(len(given[1])) or original(*given))
