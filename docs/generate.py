@@ -282,7 +282,7 @@ refers to a reason below the table.
 
 All backends support grouped queries, packed documents, and queries that are the last tokens of a longer key sequence.
 `rope_scaling`, `logit_scaling` and the frequencies change only the operands, so they have no row. Install `triton` with
-`pip install triton`. Nothing has been measured on a GPU yet.
+`pip install triton`. [speed.md](speed.md#on-an-h100) has times on a GPU.
 """
 
 SUMMARIES = {
