@@ -99,11 +99,11 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     output = "folder for records, logs, results and the page (default: %(default)s)"
-    names = sorted({name for plan in PLANS.values() for name in plan})
     parser.add_argument("--output", type=Path, default=Path("results/gpu"), metavar="DIR", help=output)
     parser.add_argument("--gpus", type=int, choices=PLANS, default=1, help="the plan (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="run only these parts")
-    parser.add_argument("--skip", nargs="+", choices=names, default=[], metavar="PART", help="leave out these parts")
+    only = "run only these parts, or runs such as step.coca_16, in this order"
+    parser.add_argument("--only", nargs="+", metavar="PART", help=only)
+    parser.add_argument("--skip", nargs="+", default=[], metavar="PART", help="leave out these parts or runs")
     parser.add_argument(
         "--minutes", type=positive, default=9.5, metavar="M", help="of this call (default: %(default)s)"
     )
@@ -124,19 +124,23 @@ def positive(text: str) -> float:
 
 
 def selected(plan: Mapping[str, Part], options: argparse.Namespace) -> dict[str, Part]:
-    """Return the parts that the options select.
+    """Return the parts and runs that the options select, those of --only in its order.
 
-    Exits with status 2 and a message if the options name a part of another plan, if no part is left, or if a limit is
+    Exits with status 2 and a message if the options name a part of another plan, if no run is left, or if a limit is
     longer than the call.
     """
-    if other := [name for name in (*(options.only or ()), *options.skip) if name not in plan]:
-        names, known = ", ".join(other), ", ".join(plan)
-        parser().error(f"--only, --skip: {names}: not in the plan --gpus {options.gpus}; its parts are {known}")
-    chosen = {
-        name: part
-        for name, part in plan.items()
-        if (options.only is None or name in options.only) and name not in options.skip
-    }
+    titles = {name: [f"{name}.{run}" for run in part.runs] for name, part in plan.items()}
+    known = {**titles, **{title: [title] for each in titles.values() for title in each}}
+    if other := [name for name in (*(options.only or ()), *options.skip) if name not in known]:
+        names, parts = ", ".join(other), ", ".join(plan)
+        parser().error(f"--only, --skip: {names}: not in the plan --gpus {options.gpus}; its parts are {parts}")
+    skipped = {title for name in options.skip for title in known[name]}
+    wanted = [title for name in (options.only or plan) for title in known[name] if title not in skipped]
+    chosen: dict[str, Part] = {}
+    for title in wanted:
+        name, _, run = title.partition(".")
+        runs = chosen[name].runs if name in chosen else {}
+        chosen[name] = plan[name]._replace(runs=runs | {run: plan[name].runs[run]})
     if not chosen:
         parser().error(f"--only, --skip: select no part of this plan; its parts are {', '.join(plan)}")
     longest = max(run.seconds for part in chosen.values() for run in part.runs.values())
@@ -163,7 +167,7 @@ def print_plan(plan: Mapping[str, Part]) -> None:
     start = 0.0
     for name, part in plan.items():
         start += part.seconds / 60
-        print(f"{name}: {part.title} ({part.seconds / 60:g} minutes at most, {start:g} in all)")
+        print(f"{name}: {part.title} ({part.seconds / 60:.3g} minutes at most, {start:.3g} in all)")
         for key, run in part.runs.items():
             print(f"  {key}, {run.seconds} s: {shlex.join(['python', *shlex.split(run.command)])}")
 

@@ -469,6 +469,7 @@ def test_the_stand_in_device_compares_no_values(gpus: int, capsys: pytest.Captur
         ("--minutes 1", "a part has a limit of"),
         ("--only smoke speed", "speed: not in the plan --gpus 1"),
         ("--gpus 8 --skip smoke", "smoke: not in the plan --gpus 8"),
+        ("--only step.coca_32", "step.coca_32: not in the plan --gpus 1"),
         ("--limits 0", "must be a positive number"),
         ("--limits nan", "must be a positive number"),
         ("--minutes inf", "must be a positive number"),
@@ -478,6 +479,13 @@ def test_wrong_options(arguments: str, said: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as error:
         gpu_report.main(["--dry-run", *arguments.split()])
     assert error.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_runs_are_chosen_in_the_given_order(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = "attention.packed step.coca_16 attention.methods parity"
+    assert gpu_report.main(["--dry-run", "--only", *chosen.split(), "--skip", "parity.eager"]) == 0
+    runs = [line.split(",")[0].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert runs == ["packed", "methods", "coca_16", "compiled"]
 
 
 def test_plan_and_help_need_no_pytorch() -> None:
