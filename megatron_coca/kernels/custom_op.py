@@ -43,8 +43,9 @@ def operation(
         registered.register_autograd(_traced(backward), setup_context=keep)
 
     def call(*inputs: Any) -> Any:
-        compiled = torch.compiler.is_compiling() or _in_backward.get()
-        return (registered if compiled else plain)(*inputs)
+        if torch.compiler.is_compiling() or _in_backward.get():
+            return registered(*inputs)
+        return plain(*inputs) if torch.is_grad_enabled() else run(*inputs)  # an autograd.Function costs host time
 
     return call
 

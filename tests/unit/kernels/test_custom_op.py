@@ -82,6 +82,16 @@ def test_eager_code_does_not_pass_through_the_dispatcher() -> None:
     assert seen.names and not [name for name in seen.names if name.startswith("megatron_coca")]
 
 
+def test_no_function_of_autograd_is_made_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*inputs: Any) -> Any:
+        raise AssertionError("autograd.Function was called")
+
+    monkeypatch.setattr(torch.autograd.Function, "apply", fail)
+    x = torch.randn(5, requires_grad=True)
+    with torch.no_grad():
+        torch.testing.assert_close(outputs(x, x, x), 9 * x * x)
+
+
 def _scaled(x: Tensor, scale: float) -> Tensor:
     x.data_ptr()  # raises an error while PyTorch traces, as the launch of a kernel does
     return scale * x
