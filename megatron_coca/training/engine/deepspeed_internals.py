@@ -55,9 +55,20 @@ def all_to_all(group: Any, x: Tensor, scattered: int, gathered: int) -> Tensor:
 
 def skip_reduction(engine: Any) -> None:
     """Skip the gradient reduction on a single rank, where DeepSpeed would flatten, reduce and copy back all gradients
-    for nothing.
+    for nothing. ZeRO 3, offloaded states and sums in another dtype are not changed: their reduction also moves the
+    gradients to the place from which the step reads them.
     """
-    engine.enable_backward_allreduce = False
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        summed = optimizer.gradient_accumulation_dtype
+        if summed == optimizer.dtype and not optimizer.cpu_offload and not optimizer.use_grad_accum_attribute:
+            optimizer.reduce_ready_partitions_and_remove_grads = _keep_gradient
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        engine.enable_backward_allreduce = False
+
+
+def _keep_gradient(parameter: nn.Parameter, group: int) -> None:
+    """Leave the gradient in its parameter, from which the end of the backward pass takes it."""
 
 
 def gradient_norm(optimizer: Any) -> Any:

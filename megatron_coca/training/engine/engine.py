@@ -193,7 +193,7 @@ class Engine:
                 "the option that DeepSpeed's message names"
             ) from error
         assign_shard(model, _head_shard(config))
-        if world_size() == 1 and not self.partitioned:
+        if world_size() == 1:
             internals.skip_reduction(self._engine)
         internals.stay_on_device(self._engine.optimizer, config.parallel.reduction_wait)
         if not everyone_succeeded(state.in_known_order(self._engine.optimizer)):
