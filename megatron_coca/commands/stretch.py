@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import AUTO, DTYPES, positive_int, slug
 from megatron_coca.evaluation.results import EvaluationError, check_writable
-from megatron_coca.evaluation.stretch.choices import CHOICES, DEFAULT
+from megatron_coca.evaluation.stretch.choices import CHOICES, DEFAULT, MOST
 from megatron_coca.support.arguments import add_ignore_option, expanded, local_path
 from megatron_coca.support.plain_text import plain
 
@@ -31,8 +31,8 @@ UNITS = {"s": 1, "m": 60, "h": 3600}
 
 def multiple(text: str) -> float:
     """Parse a multiple of the training length, such as 4x."""
-    if not re.fullmatch(r"\d+(\.\d+)?x?", text) or not 1 <= float(text.removesuffix("x")) <= 1024:
-        raise ArgumentTypeError(f"{text!r} is not a multiple from 1x to 1024x, such as 4x")
+    if not re.fullmatch(r"\d+(\.\d+)?x?", text) or not 1 <= float(text.removesuffix("x")) <= MOST:
+        raise ArgumentTypeError(f"{text!r} is not a multiple from 1x to {MOST}x, such as 4x")
     return float(text.removesuffix("x"))
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from megatron_coca.evaluation.results import EvaluationError
 
 PLAIN = "plain"
+MOST = 1024
+"""The longest input in training lengths."""
 
 Changes = Callable[[float, int], list[str]]
 """A function (factor, training length) -> config overrides."""
