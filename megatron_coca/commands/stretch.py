@@ -106,14 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _trial(args: Namespace) -> int:
     """Train the model and measure it at the same lengths. Return the exit status."""
-    from megatron_coca.commands.stretch_finetuning import finetune
+    from megatron_coca.commands.stretch_finetuning import finetune, is_outdated, trained_folder
     from megatron_coca.evaluation.stretch.command import stretch
 
     if status := finetune(args):
         return status
-    trained = args.output / f"finetuned_{args.finetune_method}"
+    trained = trained_folder(args)
     page = args.output / f"after_{args.finetune_method}"
     changed = {"model": str(trained), "output": page, "methods": (), "plan": None}
+    changed["overwrite"] = args.overwrite or is_outdated(page, args.finetune)
     print(plain(stretch(Namespace(**vars(args) | changed)).text))
     print(f"\nwrote {page / 'stretch.html'} for the model after {args.finetune} steps")
     return 0

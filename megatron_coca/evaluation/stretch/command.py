@@ -17,7 +17,7 @@ from megatron_coca.evaluation.stretch.choices import Method, chosen_methods, mul
 from megatron_coca.evaluation.stretch.measuring import PROTOCOL
 from megatron_coca.evaluation.stretch.page import MARKDOWN, write_page
 from megatron_coca.evaluation.stretch.plans import Plan, read_plan
-from megatron_coca.evaluation.stretch.records import MethodRecord, ResultFile, Settings
+from megatron_coca.evaluation.stretch.records import RESULTS, MethodRecord, ResultFile, Settings
 from megatron_coca.evaluation.stretch.running import Runner
 from megatron_coca.evaluation.subject import Evaluation, Subject, dtype_of
 from megatron_coca.evaluation.tasks.prompts import PromptForm, Text
@@ -28,7 +28,6 @@ from megatron_coca.support.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-RESULTS = "results.json"
 MOST_SCORED = 1024
 """Scored tokens per document; at most half of the training length."""
 

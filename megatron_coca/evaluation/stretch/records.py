@@ -19,6 +19,7 @@ from megatron_coca.evaluation.results import (
 from megatron_coca.evaluation.statistics import exponential
 from megatron_coca.evaluation.stretch.measuring import CaseMargin
 
+RESULTS = "results.json"
 HOLDS = 1.10
 """A method holds at a length if its perplexity is at most this many times that of the plain model at 1x."""
 
