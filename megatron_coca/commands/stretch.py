@@ -92,8 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from megatron_coca.commands.stretch_finetuning import check
 
         check(args)
-    from megatron_coca.evaluation.stretch.command import stretch
+    from megatron_coca.evaluation.stretch.command import planned, stretch
 
+    args = planned(args)
     done = stretch(args)
     print(plain(done.text))
     print(f"\nwrote {args.output / 'stretch.html'}, and stretch.md, its picture, best.yml and results.json beside it")
@@ -113,7 +114,8 @@ def _trial(args: Namespace) -> int:
         return status
     trained = trained_folder(args)
     page = args.output / f"after_{args.finetune_method}"
-    changed = {"model": str(trained), "output": page, "methods": (), "plan": None}
+    changed = {"model": str(trained), "output": page, "methods": ()}
+    changed["plan"] = args.plan and args.plan.model_copy(update={"methods": [], "contrasts": []})
     changed["overwrite"] = args.overwrite or is_outdated(page, args.finetune)
     print(plain(stretch(Namespace(**vars(args) | changed)).text))
     print(f"\nwrote {page / 'stretch.html'} for the model after {args.finetune} steps")

@@ -274,4 +274,8 @@ def test_a_trial_is_continued_only_by_the_same_model_with_more_steps(
     assert step("folder", 1) is None and "has more than 1 steps; name another" in capsys.readouterr().err
     shutil.move(tmp_path / "out/results.json", tmp_path / "kept.json")
     assert step("other", 3) is None and "a trial of another model" in capsys.readouterr().err
-    assert step("other", 1, "--overwrite") == 1
+    (tmp_path / "plan.yml").write_text("{title: T, methods: [yarn], to: 1, cases: {1: 3}, seed: 5}")
+    assert step("other", 1, "--overwrite", "--plan", tmp_path / "plan.yml") == 1
+    after = result_of(tmp_path / "out/after_pi")
+    assert after.settings.to == 1.0 and after.settings.seed == 5, "the trial is measured by the plan"
+    assert [len(each.cases) for each in after.retrieval] == [3]

@@ -51,7 +51,9 @@ def read_plan(path: Path) -> Plan:
         raise EvaluationError(
             f"{path}: cases.{key:g}: is not measured; name some of {', '.join(map('{:g}'.format, measured))}"
         )
-    names = {PLAIN: PLAIN} | {name: chosen_methods([name], plan.to, 1)[-1].name for name in plan.methods}
+    names = {PLAIN: PLAIN} | {
+        name: chosen_methods([name], plan.to, 1, f"{path}: methods:")[-1].name for name in plan.methods
+    }
     names |= {name: name for name in names.values()}
     for number, contrast in enumerate(plan.contrasts):
         for name in (name for name in (contrast.method, contrast.other) if name not in names):

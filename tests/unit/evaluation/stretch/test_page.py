@@ -110,6 +110,9 @@ def test_names_and_numbers_of_a_plan(tmp_path: Path) -> None:
     path.write_text(f"{text}.0', other: plain}}]}}")
     plan = read_plan(path)
     assert plan.methods == ["yarn:2"] and (plan.contrasts[0].method, plan.contrasts[0].other) == ("yarn:2", "plain")
+    path.write_text("{title: T, methods: [yarm], to: 2}")
+    with pytest.raises(EvaluationError, match=r"plan\.yml: methods: yarm: unknown method"):
+        read_plan(path)
     for to in (".inf", "1e9"):
         path.write_text(f"{{title: T, methods: [plain], to: {to}}}")
         with pytest.raises(EvaluationError, match="to: Input should be less than or equal to 1024"):
