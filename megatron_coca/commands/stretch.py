@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import AUTO, DTYPES, positive_int, slug
 from megatron_coca.evaluation.results import EvaluationError, check_writable
-from megatron_coca.evaluation.stretch.choices import CHOICES, DEFAULT
+from megatron_coca.evaluation.stretch.choices import CHOICES, DEFAULT, MOST
 from megatron_coca.support.arguments import add_ignore_option, expanded, local_path
 from megatron_coca.support.plain_text import plain
 
@@ -31,8 +31,8 @@ UNITS = {"s": 1, "m": 60, "h": 3600}
 
 def multiple(text: str) -> float:
     """Parse a multiple of the training length, such as 4x."""
-    if not re.fullmatch(r"\d+(\.\d+)?x?", text) or not 1 <= float(text.removesuffix("x")) <= 1024:
-        raise ArgumentTypeError(f"{text!r} is not a multiple from 1x to 1024x, such as 4x")
+    if not re.fullmatch(r"\d+(\.\d+)?x?", text) or not 1 <= float(text.removesuffix("x")) <= MOST:
+        raise ArgumentTypeError(f"{text!r} is not a multiple from 1x to {MOST}x, such as 4x")
     return float(text.removesuffix("x"))
 
 
@@ -92,8 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from megatron_coca.commands.stretch_finetuning import check
 
         check(args)
-    from megatron_coca.evaluation.stretch.command import stretch
+    from megatron_coca.evaluation.stretch.command import planned, stretch
 
+    args = planned(args)
     done = stretch(args)
     print(plain(done.text))
     print(f"\nwrote {args.output / 'stretch.html'}, and stretch.md, its picture, best.yml and results.json beside it")
@@ -106,14 +107,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _trial(args: Namespace) -> int:
     """Train the model and measure it at the same lengths. Return the exit status."""
-    from megatron_coca.commands.stretch_finetuning import finetune
+    from megatron_coca.commands.stretch_finetuning import finetune, is_outdated, trained_folder
     from megatron_coca.evaluation.stretch.command import stretch
 
     if status := finetune(args):
         return status
-    trained = args.output / f"finetuned_{args.finetune_method}"
+    trained = trained_folder(args)
     page = args.output / f"after_{args.finetune_method}"
-    changed = {"model": str(trained), "output": page, "methods": (), "plan": None}
+    changed = {"model": str(trained), "output": page, "methods": ()}
+    changed["plan"] = args.plan and args.plan.model_copy(update={"methods": [], "contrasts": []})
+    changed["overwrite"] = args.overwrite or is_outdated(page, args.finetune)
     print(plain(stretch(Namespace(**vars(args) | changed)).text))
     print(f"\nwrote {page / 'stretch.html'} for the model after {args.finetune} steps")
     return 0

@@ -1,12 +1,15 @@
 """The fine-tuning of `megatron-coca stretch --finetune N`: a first trial of position interpolation or CoCA."""
 
+import json
 import shlex
+import shutil
 import subprocess
 from argparse import Namespace
 from hashlib import sha256
 from pathlib import Path
 
-from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.results import EvaluationError, read_record, write_atomically
+from megatron_coca.evaluation.stretch.records import RESULTS, StretchResult
 from megatron_coca.support.processes import PROGRAM, exit_status
 
 MOST_LENGTH = 2048
@@ -43,6 +46,42 @@ def check(args: Namespace) -> None:
         )
 
 
+def trained_folder(args: Namespace) -> Path:
+    return Path(args.output) / f"finetuned_{args.finetune_method}"
+
+
+def is_outdated(page: Path, steps: int) -> bool:
+    """Return True if the results beside the page are of another number of steps."""
+    return (page / RESULTS).exists() and _result(page).settings.checkpoint.step != steps
+
+
+def _result(folder: Path) -> StretchResult:
+    return read_record(folder / RESULTS, StretchResult, "a result of `megatron-coca stretch`")
+
+
+def _claim(args: Namespace, folder: Path, trial: dict[str, object]) -> None:
+    """Write the model, data and keys of the trial beside its folder, which a longer trial of the same continues.
+
+    Raises EvaluationError if the folder has another trial or more steps, unless it may be overwritten.
+    """
+    from megatron_coca.checkpoints import open_checkpoint
+
+    record, content = folder.with_suffix(".json"), json.dumps(trial, indent=1)
+    if folder.exists():
+        if not record.is_file():
+            raise EvaluationError(f"{folder}: is not a trial of {record.name}; remove it, or name another --output")
+        problem = ""
+        if record.read_text() != content:
+            problem = "contains a trial of another model, other --data or another --to"
+        elif (folder / "latest").is_file() and (open_checkpoint(folder, verify=False).step or 0) > args.finetune:
+            problem = f"has more than {args.finetune} steps"
+        if problem and not args.overwrite:
+            raise EvaluationError(f"{folder}: {problem}; name another --output, or replace it with --overwrite")
+        if problem:
+            shutil.rmtree(folder)
+    write_atomically(record, content.encode())
+
+
 def finetune(args: Namespace) -> int:
     """Prepare `--data`, train `--finetune` steps from the model, and return the exit status of the training.
 
@@ -56,19 +95,21 @@ def finetune(args: Namespace) -> int:
     assert tokenizer is not None, "checked before"
     texts = [Path(path) for path in args.data]
     prepared = args.output / f"finetune_data_{_digest(texts)}"
+    keys = position_keys(args.finetune_method, args.to, opened.trained.model.seq_length)
+    folder = trained_folder(args)
+    identity = _result(args.output).settings.checkpoint.identity
+    _claim(args, folder, {"model": identity, "data": prepared.name, "keys": keys})
     if not (prepared / "data.yml").is_file():
         prepare([CorpusSource(SourceSpec("texts", texts), split="train")], prepared, tokenizer)
-    length = opened.trained.model.seq_length
-    keys = [
-        *position_keys(args.finetune_method, args.to, length),
-        f"seq_length={min(length, MOST_LENGTH)}",
+    keys += [
+        f"seq_length={min(opened.trained.model.seq_length, MOST_LENGTH)}",
         f"train_iters={args.finetune}",
         f"checkpoint_factor={args.finetune}",
         "train_micro_batch_size_per_gpu=1",
         "optimizer.params.lr=2e-5",
         "lr_decay_style=constant",
         "eval_iters=0",
-        f"save={args.output / f'finetuned_{args.finetune_method}'}",
+        f"save={folder}",
     ]
     command = ["train", args.model, str(prepared / "data.yml"), *keys, "--auto-resume"]
     print(f"\n$ {shlex.join(['megatron-coca', *command])}", flush=True)

@@ -251,3 +251,31 @@ def test_a_trial_of_fine_tuning(method: str, model: Path, text: Path, tmp_path: 
     assert trained.step == 2 and trained.trained.position.pos_emb == ("coca" if method == "coca" else "rotary")
     assert trained.trained.position.extension.name == ("default" if method == "coca" else "linear")
     assert after.loss("plain", 1024) != result_of(tmp_path / "out").loss("plain", 1024)
+
+
+@pytest.mark.slow
+def test_a_trial_is_continued_only_by_the_same_model_with_more_steps(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(model, tmp_path / "folder")
+    config = load_config([], SHAPE)
+    weights = {name: 2 * weight for name, weight in build_model(config).state_dict().items()}
+    (tmp_path / "second").mkdir()
+    export(write_checkpoint(tmp_path / "second", config, weights), tmp_path / "other")
+
+    def step(name: str, steps: int, *more: object) -> int | None:
+        given = ["--methods", "plain", "--finetune", steps, *more]
+        if stretch(tmp_path / name, text, tmp_path / "out", *given) != 0:
+            return None
+        return result_of(tmp_path / "out/after_pi").settings.checkpoint.step
+
+    assert step("folder", 1) == 1 and step("folder", 2) == 2
+    capsys.readouterr()
+    assert step("folder", 1) is None and "has more than 1 steps; name another" in capsys.readouterr().err
+    shutil.move(tmp_path / "out/results.json", tmp_path / "kept.json")
+    assert step("other", 3) is None and "a trial of another model" in capsys.readouterr().err
+    (tmp_path / "plan.yml").write_text("{title: T, methods: [yarn], to: 1, cases: {1: 3}, seed: 5}")
+    assert step("other", 1, "--overwrite", "--plan", tmp_path / "plan.yml") == 1
+    after = result_of(tmp_path / "out/after_pi")
+    assert after.settings.to == 1.0 and after.settings.seed == 5, "the trial is measured by the plan"
+    assert [len(each.cases) for each in after.retrieval] == [3]

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from megatron_coca.evaluation.results import EvaluationError
 
 PLAIN = "plain"
+MOST = 1024
+"""The longest input in training lengths."""
 
 Changes = Callable[[float, int], list[str]]
 """A function (factor, training length) -> config overrides."""
@@ -52,16 +54,19 @@ class Method(NamedTuple):
     overrides: tuple[str, ...]
 
 
-def chosen_methods(names: Sequence[str], to: float, length: int) -> list[Method]:
-    """Return the methods with these names, `plain` first. Raises EvaluationError for an unknown name."""
+def chosen_methods(names: Sequence[str], to: float, length: int, place: str = "--methods") -> list[Method]:
+    """Return the methods with these names, `plain` first. Raises EvaluationError for an unknown name.
+
+    `place` names the option or file in messages.
+    """
     found = {}
     for name in dict.fromkeys((PLAIN, *names)):
         match = _NAME.fullmatch(name)
         if match is None or match[1] not in CHOICES:
-            raise EvaluationError(f"--methods {name}: unknown method; name some of {', '.join(CHOICES)}")
+            raise EvaluationError(f"{place} {name}: unknown method; name some of {', '.join(CHOICES)}")
         factor = float(match[2] or to)
         if match[2] and CHOICES[match[1]](factor, length) == CHOICES[match[1]](factor + 8, length):
-            raise EvaluationError(f"--methods {name}: {match[1]} has no factor; leave out :{match[2]}")
+            raise EvaluationError(f"{place} {name}: {match[1]} has no factor; leave out :{match[2]}")
         shown = f"{match[1]}:{factor:g}" if match[2] else name
         found[shown] = Method(shown, tuple(CHOICES[match[1]](factor, length)))
     return list(found.values())

@@ -17,7 +17,7 @@ from megatron_coca.evaluation.stretch.choices import Method, chosen_methods, mul
 from megatron_coca.evaluation.stretch.measuring import PROTOCOL
 from megatron_coca.evaluation.stretch.page import MARKDOWN, write_page
 from megatron_coca.evaluation.stretch.plans import Plan, read_plan
-from megatron_coca.evaluation.stretch.records import MethodRecord, ResultFile, Settings
+from megatron_coca.evaluation.stretch.records import RESULTS, MethodRecord, ResultFile, Settings
 from megatron_coca.evaluation.stretch.running import Runner
 from megatron_coca.evaluation.subject import Evaluation, Subject, dtype_of
 from megatron_coca.evaluation.tasks.prompts import PromptForm, Text
@@ -28,7 +28,6 @@ from megatron_coca.support.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-RESULTS = "results.json"
 MOST_SCORED = 1024
 """Scored tokens per document; at most half of the training length."""
 
@@ -42,19 +41,25 @@ class Done(NamedTuple):
 
 
 def stretch(args: Namespace) -> Done:
-    """Measure the methods and write the page. Raises InputError."""
-    plan = read_plan(args.plan) if args.plan is not None else None
-    if plan is not None:
-        planned = {"methods": plan.methods, "to": plan.to, "documents": plan.documents}
-        args = Namespace(**vars(args) | planned | {"dtype": plan.dtype or args.dtype})
+    """Measure the methods and write the page. `args.plan` is a plan or None (`planned`). Raises InputError."""
     check_writable(args.output / MARKDOWN)
     lock = args.output / f".{RESULTS}.lock"
     busy = f"{args.output}: another process is measuring there; wait for it, or name another --output"
     with exclusive_lock(lock, EvaluationError, busy, temporary=True):
-        return _measure(args, plan)
+        return _measure(args)
 
 
-def _measure(args: Namespace, plan: Plan | None) -> Done:
+def planned(args: Namespace) -> Namespace:
+    """Return the options with the plan instead of its path, and with the plan's values. Raises EvaluationError."""
+    if args.plan is None:
+        return args
+    plan = read_plan(args.plan)
+    values = {"methods": plan.methods, "to": plan.to, "documents": plan.documents, "dtype": plan.dtype or args.dtype}
+    return Namespace(**vars(args) | values | {"plan": plan})
+
+
+def _measure(args: Namespace) -> Done:
+    plan: Plan | None = args.plan
     ignored = tuple(ignoring(args))
     trained = open_checkpoint(args.model, verify=False, overrides=ignored).trained
     dtype = dtype_of(trained, args.dtype, args.device, [args.output / RESULTS])

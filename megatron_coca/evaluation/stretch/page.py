@@ -24,6 +24,7 @@ from megatron_coca.evaluation.stretch.records import StretchResult
 from megatron_coca.support.markdown_tables import escaped
 
 MARKDOWN, HTML, PICTURE, OVERLAY = "stretch.md", "stretch.html", "stretch.svg", "best.yml"
+UNKNOWN_FACTS = ": only its perplexity was measured there"
 
 
 def write_page(result: StretchResult, configs: dict[str, Config], folder: Path, plan: Plan | None = None) -> str:
@@ -92,15 +93,19 @@ def sentence(result: StretchResult) -> str:
     reach, trained = result.reach(best), result.trained
     longest = max(result.lengths(), default=trained)
     if longest <= trained:
-        return f"Nothing beyond the training length of {trained:,} tokens was measured; the end of this page says why"
+        reason = "; the end of this page says why" if result.left_out else ""
+        return f"Nothing beyond the training length of {trained:,} tokens was measured{reason}"
     if reach <= trained:
         return f"No method extends this model beyond its training length of {trained:,} tokens (measured: {longest:,})"
     if best == plain:
-        return f"The plain model holds at {reach:,} tokens, {reach / trained:.3g} times its training length, by itself"
+        text = f"The plain model holds at {reach:,} tokens, {reach / trained:.3g} times its training length, by itself"
+        return text + ("" if result.found(plain, reach) is not None else UNKNOWN_FACTS)
     text = f"{best} extends this model to {reach:,} tokens, {reach / trained:.3g} times its training length"
     if (found := result.found(best, reach)) is not None:
         text += f": it finds {tables.hits(result, best, reach)} of {len(found.cases)} facts there"
         text += f" (plain: {tables.hits(result, plain, reach)})" if result.found(plain, reach) is not None else ""
+    else:
+        text += UNKNOWN_FACTS
     one, base = result.perplexity(best, trained), result.perplexity(plain, trained)
     if one is not None and base:
         text += f", and its perplexity at 1x is {abs(one / base - 1):.1%} {'higher' if one >= base else 'lower'}"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megatron_coca.evaluation.results import EvaluationError, Record, read_yaml_file, validated
 from megatron_coca.evaluation.statistics import Estimate, estimate, power
-from megatron_coca.evaluation.stretch.choices import multiples_up_to
+from megatron_coca.evaluation.stretch.choices import MOST, PLAIN, chosen_methods, multiples_up_to
 from megatron_coca.evaluation.stretch.records import StretchResult
 
 
@@ -23,8 +23,8 @@ class PlannedContrast(Record):
     other: str
     at: float
     quantity: Literal["margin", "loss"] = "margin"
-    expected: float | None = None
-    deviation: float | None = Field(default=None, gt=0)
+    expected: float | None = Field(default=None, allow_inf_nan=False)
+    deviation: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
 class Plan(Record):
@@ -35,7 +35,7 @@ class Plan(Record):
 
     title: str
     methods: list[str]
-    to: float = Field(ge=1)
+    to: float = Field(ge=1, le=MOST)
     documents: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0)
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -44,19 +44,26 @@ class Plan(Record):
 
 
 def read_plan(path: Path) -> Plan:
-    """Read and check a plan. Raises EvaluationError."""
+    """Read and check a plan. Names of methods become those of the results. Raises EvaluationError."""
     plan = validated(path, read_yaml_file(path), Plan, "a plan")
     measured = multiples_up_to(plan.to)
     for key in (key for key in plan.cases if key not in measured):
         raise EvaluationError(
             f"{path}: cases.{key:g}: is not measured; name some of {', '.join(map('{:g}'.format, measured))}"
         )
+    names = {PLAIN: PLAIN} | {
+        name: chosen_methods([name], plan.to, 1, f"{path}: methods:")[-1].name for name in plan.methods
+    }
+    names |= {name: name for name in names.values()}
     for number, contrast in enumerate(plan.contrasts):
-        for name in (name for name in (contrast.method, contrast.other) if name not in plan.methods):
+        for name in (name for name in (contrast.method, contrast.other) if name not in names):
             raise EvaluationError(f"{path}: contrasts[{number}]: {name} is not one of the methods; add it to them")
         if contrast.at not in measured:
             raise EvaluationError(f"{path}: contrasts[{number}]: {contrast.at:g} is not measured; change `at` or `to`")
-    return plan
+    contrasts = [
+        each.model_copy(update={"method": names[each.method], "other": names[each.other]}) for each in plan.contrasts
+    ]
+    return plan.model_copy(update={"methods": [names[name] for name in plan.methods], "contrasts": contrasts})
 
 
 def pairs_of(plan: Plan, contrast: PlannedContrast) -> int | None:

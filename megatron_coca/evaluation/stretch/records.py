@@ -5,7 +5,7 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
 from megatron_coca.evaluation.results import (
     CheckpointRecord,
@@ -19,6 +19,7 @@ from megatron_coca.evaluation.results import (
 from megatron_coca.evaluation.statistics import exponential
 from megatron_coca.evaluation.stretch.measuring import CaseMargin
 
+RESULTS = "results.json"
 HOLDS = 1.10
 """A method holds at a length if its perplexity is at most this many times that of the plain model at 1x."""
 
@@ -61,13 +62,13 @@ class Measurement(Record):
 class Losses(Measurement):
     """Sums over the scored tokens of each document, in nats."""
 
-    nlls: list[float]
+    nlls: list[float] = Field(min_length=1)
 
 
 class Retrieval(Measurement):
     """Cases in the order of their numbers."""
 
-    cases: list[CaseMargin]
+    cases: list[CaseMargin] = Field(min_length=1)
 
 
 MeasurementType = TypeVar("MeasurementType", bound=Measurement)
@@ -117,32 +118,46 @@ class StretchResult(Record):
     def reach(self, method: str) -> int:
         """Return the greatest length up to which the method holds, or 0.
 
-        The perplexity must not be much higher than that of the plain model at 1x. If facts were hidden at the length,
-        the margin must be above 0. A length that was not measured ends the search.
+        The perplexity must not be much higher than that of the plain model at 1x, and the margin must be above 0. A
+        length that was not measured ends the search.
         """
         base, reached = self.perplexity(self.methods[0].name, self.trained), 0
         for length in self.lengths():
-            perplexity, margin = self.perplexity(method, length), self.margin(method, length)
+            perplexity = self.perplexity(method, length)
             if base is None or perplexity is None or not perplexity <= HOLDS * base:
                 break
-            if margin is not None and not margin > 0:  # it may be NaN
+            if not self._finds_facts(method, length):
                 break
             reached = length
         return reached
 
+    def _finds_facts(self, method: str, length: int) -> bool:
+        """Return True if the margin is above 0, or no method has facts at the length.
+
+        Facts at 1x are measured last. If they are missing, those of the plain model count instead.
+        """
+        margin = self.margin(method, length)
+        if margin is None and length == self.trained:
+            margin = self.margin(self.methods[0].name, length)
+        if margin is None:
+            return length == self.trained or all(self.found(each.name, length) is None for each in self.methods)
+        return margin > 0  # not if it is NaN
+
     def ranked(self) -> list[str]:
-        """Return the measured methods, best first: by reach, then by margin and by perplexity at the longest length."""
+        """Return the methods, best first: by reach, then by margins and perplexities from the longest length."""
 
         def rank(name: str) -> tuple[float, ...]:
             measured = [length for length in self.lengths() if self.loss(name, length) or self.found(name, length)]
-            margins = [self.margin(name, length) for length in reversed(measured)]
-            perplexities = [self.perplexity(name, length) for length in reversed(measured)]
-            margin = next((each for each in margins if each is not None), -math.inf)
-            perplexity = next((each for each in perplexities if each is not None), math.inf)
-            return self.reach(name), max(measured, default=0), margin, -perplexity
+            margins = [_known(self.margin(name, length), -math.inf) for length in reversed(self.lengths())]
+            perplexities = [_known(self.perplexity(name, length), math.inf) for length in reversed(self.lengths())]
+            return self.reach(name), max(measured, default=0), *margins, *(-each for each in perplexities)
 
         names = [method.name for method in self.methods if method.error is None]
         return sorted(names, key=rank, reverse=True)
+
+
+def _known(value: float | None, worst: float) -> float:
+    return worst if value is None or math.isnan(value) else value
 
 
 def _find(given: Sequence[MeasurementType], method: str, length: int, complete: bool = False) -> MeasurementType | None:

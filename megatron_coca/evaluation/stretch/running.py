@@ -1,6 +1,7 @@
 """Measure the methods length by length within a time budget. The time of each measurement is estimated before it."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -222,7 +223,7 @@ class Runner:
             if (seconds := cost(subject.label)) <= self._ends - time.monotonic():
                 yield subject
             else:
-                self._left_out.append(f"{entry} of {subject.label} (about {duration(seconds)})")
+                self._left_out.append(f"{entry} of {subject.label} (about {duration(math.ceil(seconds))})")
 
     def _timed(self, subject: Subject, entry: str, estimate: float, measure: Callable[[], None]) -> None:
         """Measure, and list the entry as left out if the model has no such positions or memory runs out."""

@@ -2,11 +2,15 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.stretch.page import sentence, write_page
-from megatron_coca.evaluation.stretch.plans import difference, power_of
+from megatron_coca.evaluation.stretch.plans import difference, power_of, read_plan
+from megatron_coca.evaluation.stretch.records import Losses, Retrieval, StretchResult
 from tests.unit.evaluation.stretch_cases import PLAN, config_of, stretch_result
 
 
@@ -53,3 +57,63 @@ def test_nothing_beyond_the_training_length() -> None:
         }
     )
     assert cut.lengths() == [8192] and sentence(cut).startswith("Nothing beyond the training length of 8,192 tokens")
+    whole = cut.model_copy(update={"left_out": []})
+    assert sentence(whole) == "Nothing beyond the training length of 8,192 tokens was measured", "no reason is listed"
+
+
+def without_facts(result: StretchResult, *absent: tuple[str, int]) -> StretchResult:
+    return result.model_copy(update={"retrieval": [each for each in result.retrieval if each.key not in absent]})
+
+
+def test_a_method_without_facts_is_not_better_than_one_with_them() -> None:
+    """With the losses of the best method, and no facts where the budget ended."""
+    result, (best, other) = stretch_result(), ("rerope+log_n", "rerope")
+    losses = [each for each in result.losses if each.method != other]
+    losses += [each.model_copy(update={"method": other}) for each in result.losses if each.method == best]
+    result = result.model_copy(update={"losses": losses})
+    longest = without_facts(result, (other, 32768))
+    assert longest.reach(other) == 16384 and longest.reach(best) == 32768 and longest.ranked()[0] == best
+    assert without_facts(result, (other, 8192)).reach(other) == 32768, "the plain model finds facts at 1x"
+    worse = [each.model_copy(update={"margin": -1.0}) for each in result.retrieval[0].cases]
+    lost = [
+        each.model_copy(update={"cases": worse} if each.key == ("plain", 8192) else {}) for each in result.retrieval
+    ]
+    assert without_facts(result.model_copy(update={"retrieval": lost}), (other, 8192)).reach(other) == 0
+    neither = without_facts(result, *((method.name, 32768) for method in result.methods))
+    assert neither.reach(best) == neither.reach(other) == 32768
+    assert "4 times its training length: only its perplexity was measured there, and" in sentence(neither)
+
+
+def test_among_equals_a_missing_margin_does_not_decide() -> None:
+    """Neither method holds at the longest length; the better one has facts there, and its margin is below 0."""
+    result, (worse, better) = stretch_result(), ("yarn:2", "yarn:4")
+    changes: dict[str, Any] = {"losses": [each for each in result.losses if each.method != better]}
+    changes["losses"] += [each.model_copy(update={"method": better}) for each in result.losses if each.method == worse]
+    changes["retrieval"] = [each for each in result.retrieval if each.method != better]
+    for each in (each for each in result.retrieval if each.method == worse):
+        cases = [case.model_copy(update={"margin": case.margin + 1}) for case in each.cases]
+        changes["retrieval"].append(each.model_copy(update={"method": better, "cases": cases}))
+    ranked = without_facts(result.model_copy(update=changes), (worse, 32768)).ranked()
+    assert ranked.index(better) < ranked.index(worse)
+
+
+def test_results_without_numbers_are_damaged() -> None:
+    fields = {"method": "plain", "length": 8, "seconds": 1.0, "complete": True}
+    for kind, key in ((Losses, "nlls"), (Retrieval, "cases")):
+        with pytest.raises(ValidationError, match=key):
+            kind.model_validate(fields | {key: []})
+
+
+def test_names_and_numbers_of_a_plan(tmp_path: Path) -> None:
+    """A factor has several spellings, and `plain` is always measured."""
+    path, text = tmp_path / "plan.yml", "{title: T, methods: ['yarn:2.0'], to: 2, contrasts: [{at: 2, method: 'yarn:2"
+    path.write_text(f"{text}.0', other: plain}}]}}")
+    plan = read_plan(path)
+    assert plan.methods == ["yarn:2"] and (plan.contrasts[0].method, plan.contrasts[0].other) == ("yarn:2", "plain")
+    path.write_text("{title: T, methods: [yarm], to: 2}")
+    with pytest.raises(EvaluationError, match=r"plan\.yml: methods: yarm: unknown method"):
+        read_plan(path)
+    for to in (".inf", "1e9"):
+        path.write_text(f"{{title: T, methods: [plain], to: {to}}}")
+        with pytest.raises(EvaluationError, match="to: Input should be less than or equal to 1024"):
+            read_plan(path)
