@@ -94,11 +94,11 @@ def finetune(args: Namespace) -> int:
     tokenizer = opened.tokenizer().tokenizer
     assert tokenizer is not None, "checked before"
     texts = [Path(path) for path in args.data]
-    prepared = args.output / f"finetune_data_{_digest(texts)}"
+    settings = _result(args.output).settings
+    prepared = args.output / f"finetune_data_{digest_of(texts, settings.tokenizer)}"
     keys = position_keys(args.finetune_method, args.to, opened.trained.model.seq_length)
     folder = trained_folder(args)
-    identity = _result(args.output).settings.checkpoint.identity
-    _claim(args, folder, {"model": identity, "data": prepared.name, "keys": keys})
+    _claim(args, folder, {"model": settings.checkpoint.identity, "data": prepared.name, "keys": keys})
     if not (prepared / "data.yml").is_file():
         prepare([CorpusSource(SourceSpec("texts", texts), split="train")], prepared, tokenizer)
     keys += [
@@ -116,7 +116,9 @@ def finetune(args: Namespace) -> int:
     return exit_status(subprocess.run([*PROGRAM, *command], check=False).returncode)
 
 
-def _digest(texts: list[Path]) -> str:
-    """Return a name for the prepared data, which differs for other files."""
-    named = [f"{path} {path.stat().st_size if path.is_file() else ''}" for path in texts]
+def digest_of(texts: list[Path], tokenizer: str | None) -> str:
+    """Return a name for the prepared data, which differs for other or changed files and for another tokenizer."""
+    files = [file for path in texts for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    stats = [(file, file.stat()) for file in files]
+    named = [str(tokenizer), *(f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in stats)]
     return sha256("\n".join(named).encode()).hexdigest()[:8]
