@@ -45,6 +45,8 @@ from tools.records import ChildProcess, append_records, benchmark_parser, compar
 
 AGREEMENT = {"float32": 1e-3, "bfloat16": 0.05}
 """Largest difference from the first loss, in nats per token, by dtype."""
+USUAL = 10.0
+"""A whole model's loss of random tokens, in nats. Above it, the largest difference grows in proportion."""
 OURS, THEIRS, LAST = "ours", "transformers", "transformers, last logits"
 
 Calls = tuple[Callable[[np.ndarray, int], float], Callable[[int, int], float]]
@@ -54,7 +56,7 @@ Calls = tuple[Callable[[np.ndarray, int], float], Callable[[int, int], float]]
 def ours(path: str, dtype: str, layers: int | None) -> Calls:
     keep_freed_memory()
     model = open_checkpoint(path).load((), (), "cpu", DTYPES[dtype]).model
-    del model.blocks[layers:]
+    del model.blocks[len(model.blocks) if layers is None else layers :]
     method = next(iter(model.methods.values()))
 
     def window(tokens: np.ndarray, scored: int) -> float:
@@ -80,7 +82,7 @@ def theirs(path: str, dtype: str, layers: int | None, last: bool = False) -> Cal
     from transformers import AutoModelForCausalLM, DynamicCache  # a development requirement
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]).eval()
-    del model.model.layers[layers:]
+    del model.model.layers[len(model.model.layers) if layers is None else layers :]
     config = model.config
     heads, width = config.num_key_value_heads, getattr(config, "head_dim", None)
     width = width or config.hidden_size // config.num_attention_heads
@@ -167,7 +169,8 @@ def check(losses: dict[tuple[str, str], float]) -> None:
     """Raise RuntimeError if losses, in nats per token, disagree."""
     expected = next(iter(losses.values()))
     for (way, dtype), loss in losses.items():
-        if abs(loss - expected) > AGREEMENT[dtype]:
+        # A model without its last layers has large losses, and rounding errors in proportion.
+        if abs(loss - expected) > AGREEMENT[dtype] * max(1.0, expected / USUAL):
             raise RuntimeError(f"{way}, {dtype}: the loss is {loss:.4f} nats per token, not {expected:.4f}")
 
 

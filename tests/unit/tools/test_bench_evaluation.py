@@ -29,7 +29,9 @@ def test_losses_that_disagree() -> None:
 
 
 @pytest.mark.slow
-def test_windows_and_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layers", [2, None])
+def test_windows_and_decoding(layers: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --layers, all layers are kept."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 64}
@@ -37,12 +39,13 @@ def test_windows_and_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path / "model")
     monkeypatch.setattr(bench_evaluation, "ChildProcess", HereInstead)
-    given = ["--lengths", "1L", "96", "--layers", "2", "--rounds", "2", "--scored", "16", "--tokens", "3"]
+    kept = [] if layers is None else ["--layers", str(layers)]
+    given = ["--lengths", "1L", "96", *kept, "--rounds", "2", "--scored", "16", "--tokens", "3"]
     assert bench_evaluation.main([str(tmp_path / "model"), *given, "--output", str(tmp_path / "out.jsonl")]) == 0
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(each["length"], each["kind"]) for each in records] == [
         (length, kind) for length in (64, 96) for kind, count in (("window", 6), ("decode", 4)) for _ in range(count)
     ]
-    assert all(each["tokens_per_second"] > 0 and each["layers"] == 2 for each in records)
+    assert all(each["tokens_per_second"] > 0 and each["layers"] == layers for each in records)
     same = [each["against_float32"]["ratio"] for each in records if each["implementation"] == "transformers"][::2]
     assert same == [1.0] * 4
