@@ -73,9 +73,9 @@ dist.shut_down()
 
 def test_skipped_reductions_change_no_bit() -> None:
     command = [sys.executable, "-W", "ignore", "-c", TRAINED, json.dumps(KEYS), json.dumps(CASES)]
-    alone = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    rank = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
-        command, env=clean_environment() | alone, cwd=ROOT, capture_output=True, text=True, check=False
+        command, env=clean_environment() | rank, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for case, (ours, theirs) in zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True):
