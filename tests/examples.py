@@ -135,6 +135,8 @@ NOT_RUN = {
     "megatron-coca ablate configs/recall/initial_angle.yml": HOURS,
     "megatron-coca ablate configs/recall/polar_cube.yml": HOURS,
     "megatron-coca ablate configs/recall/unrotated.yml": HOURS,
+    "megatron-coca ablate configs/recall/large_grid.yml": HOURS,
+    "megatron-coca ablate configs/recall/recipe.yml": HOURS,
     "megatron-coca train configs/recall/model.yml configs/recall/text.yml": "needs the corpus of the command before it",
     "megatron-coca prepare --input text=data/builtin": "tests/integration/test_prepare.py prepares others",
     "OMP_NUM_THREADS=1 nice -n 15 megatron-coca train configs/study": DONE,

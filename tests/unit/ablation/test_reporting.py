@@ -81,6 +81,7 @@ PAGES = [
     ("recall/books_grid.yml", "250k", "recall/books_page.md.j2", "recall_books.md"),
     ("recall/polar_cube.yml", "answers", "recall/polar_page.md.j2", "recall_polar.md"),
     ("recall/unrotated.yml", "ordered", "recall/unrotated_page.md.j2", "recall_unrotated.md"),
+    ("recall/books_polar_rates.yml", "250k", "recall/books_polar_page.md.j2", "recall_books_polar.md"),
     ("recall/books_power_rates.yml", "250k", "recall/power_page.md.j2", "recall_power.md"),
 ]
 QUICK = ("study.md", "recall_text.md", "recall_power.md", "recall_polar.md")
