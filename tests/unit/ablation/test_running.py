@@ -48,6 +48,11 @@ if config["pos_emb"] == "sandwich" and not (save / "global_step3").exists():
     (save / "global_step3" / "manifest.json").write_text("{}")
     print("[rank0]: OSError: [Errno 5] Input/output error\\n[rank0]: on rank 0 of 1, a host")
     sys.exit(1)
+if config["pos_emb"] == "kerple_log":
+    if (save / "ends").read_text() == "3":
+        (save / "global_step3").mkdir(exist_ok=True)
+        (save / "global_step3" / "manifest.json").write_text("{}")
+    sys.exit(0)
 lines = [{"step": 3, "loss": 5.0, "step_seconds": 2.0, "eta_seconds": 6.0}, {"step": 3, "event": "slow"}]
 lines += [{"step": 6, "loss": 4.0, "step_seconds": 1.0, "eval_share": 0.5}, {"step": 6, "validation_loss": 4.5}]
 (save / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines) + '{"step"')
@@ -180,6 +185,21 @@ def test_an_error_after_a_new_checkpoint_is_worth_a_repetition(tmp_path: Path, s
     (failure,) = run_cells([one], MACHINE, 1)
     assert failure.temporary and failure.reason.startswith(f"{one.name}: training: OSError: [Errno 5] Input/output")
     assert run_cells([one], MACHINE, 1) == [] and state_of(one) is State.DONE
+
+
+def test_a_launch_that_ends_early_is_worth_a_repetition_after_a_new_checkpoint(
+    tmp_path: Path, small: dict[str, Any]
+) -> None:
+    """As with `exit_interval`: the status is 0, and steps are missing."""
+    one = cell(tmp_path, small, "kerple_log")
+    one.run.mkdir(parents=True)
+    found = []
+    for end in ("none", "3", "3"):
+        (one.run / "ends").write_text(end)
+        (failure,) = run_cells([one], MACHINE, 1)
+        assert failure.reason.startswith(f"{one.name}: training: ended before its last step")
+        found.append(failure.temporary)
+    assert found == [False, True, False]
 
 
 def test_a_killed_training_is_worth_a_repetition(tmp_path: Path, small: dict[str, Any]) -> None:
