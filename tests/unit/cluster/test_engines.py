@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -136,6 +137,37 @@ def test_without_an_end_the_tasks_decide_the_status(tmp_path: Path) -> None:
     step = CommandTask(("lost",), tmp_path, 2, (0, 1))
     assert run(EngineSettings(engine="local"), step, None, tmp_path / "logs") == 1
     assert starts(tmp_path) == {"1of2": 3, "2of2": 3}
+
+
+class _Lost(Exception):
+    pass
+
+
+def test_a_last_task_that_ray_loses_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With a stand-in for Ray that runs a task when its result is read, and loses the last one."""
+
+    def get(task: tuple[CommandTask, ...]) -> int:
+        if len(task) == 1:
+            raise _Lost("the worker died")
+        return tasks.status_of_task(*task)
+
+    ray = ModuleType("ray")
+    for name, value in {
+        "init": lambda *_, **__: None,
+        "shutdown": lambda: None,
+        "remote": lambda **_: lambda _function: SimpleNamespace(remote=lambda *task: task),
+        "wait": lambda running: (running[:1], running[1:]),
+        "get": get,
+        "exceptions": SimpleNamespace(RayError=_Lost),
+    }.items():
+        setattr(ray, name, value)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    step, finish = CommandTask(("step",), tmp_path, 2, (0, 1)), CommandTask(("finish", "end"), tmp_path)
+    assert run(EngineSettings(engine="ray"), step, finish, tmp_path / "logs") == FAILED
+    assert starts(tmp_path) == {"1of2": 1, "2of2": 1}
+    assert "the last task failed: the worker died" in capfd.readouterr().err
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

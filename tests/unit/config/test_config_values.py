@@ -40,7 +40,8 @@ STUDIES |= {f"books_{name}.yml" for name in ("rates", "grid", "power", "power_ra
 SHIPPED = sorted(
     path for path in CONFIGS.rglob("*.yml") if path.parent.name not in OF_OTHER_COMMANDS and path.name not in STUDIES
 )
-OVERLAYS = {"coca", "ordered", "large"}  # of finetune: the network is that of a folder; of recall: the model is in model.yml
+OVERLAYS = {"coca", "ordered", "large"}
+"""Of finetune: the network is that of a folder. Of recall: the model is in model.yml."""
 COMPLETE = {"100M", "350M", "quickstart", "finetune", "small", "bases", "recall"}
 METHODS = {
     "roformer": "rotary",
