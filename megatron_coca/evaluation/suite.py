@@ -19,7 +19,6 @@ from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.cluster import CommandTask, EngineSettings, Failure, is_temporary, status_of, without_engine
 from megatron_coca.cluster import run as on_engine
 from megatron_coca.config import ConfigError, split_inputs
-from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.multiples import changes_in_tokens, in_tokens, is_multiple
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
 from megatron_coca.evaluation.report import build_report
@@ -30,6 +29,7 @@ from megatron_coca.evaluation.results import (
     read_yaml_file,
     validated,
 )
+from megatron_coca.evaluation.subcommands import MEASUREMENTS
 from megatron_coca.support.console import write
 from megatron_coca.support.plain_text import plain
 from megatron_coca.support.processes import PROGRAM

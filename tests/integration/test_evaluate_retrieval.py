@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.subcommands import TASKS
 from megatron_coca.evaluation.tasks.retrieval import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint

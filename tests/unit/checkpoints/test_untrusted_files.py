@@ -248,6 +248,7 @@ RUNNING: dict[str, tuple[str, ...]] = {
         "cli.py",
         "evaluation/__init__.py",
         "evaluation/cli.py",
+        "evaluation/subcommands.py",
         "evaluation/tasks/lm_eval_model.py",
         "evaluation/tasks/ruler_lengths.py",  # modules of the harness
         "neox_plugin/upstream.py",

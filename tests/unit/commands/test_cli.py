@@ -13,7 +13,7 @@ from megatron_coca import __version__, cli
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.commands import configs
 from megatron_coca.evaluation import options
-from megatron_coca.evaluation.cli import TASKS
+from megatron_coca.evaluation.subcommands import TASKS
 from megatron_coca.model import DYNAMIC_LENGTH, DYNAMIC_LENGTHS
 
 ROOT = Path(__file__).parents[3]

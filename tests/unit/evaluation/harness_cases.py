@@ -11,7 +11,7 @@ from lm_eval.api.instance import Instance
 
 from megatron_coca.checkpoints import LoadedModel
 from megatron_coca.data import load_saved_tokenizer
-from megatron_coca.evaluation.cli import TASKS
+from megatron_coca.evaluation.subcommands import TASKS
 from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
 from megatron_coca.evaluation.tasks.lm_eval_model import HarnessModel
 from megatron_coca.evaluation.tasks.lm_eval_prompts import InputLimits, PromptEncoding

@@ -11,9 +11,10 @@ import pytest
 
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import options
-from megatron_coca.evaluation.cli import MEASUREMENTS, TASKS, Task, main
+from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.report.reading import RESULT_TYPES
 from megatron_coca.evaluation.report.sections import SECTIONS
+from megatron_coca.evaluation.subcommands import MEASUREMENTS, TASKS, Task
 from tests.checkpoint_files import write_checkpoint
 from tests.documents import ROOT, blocks
 

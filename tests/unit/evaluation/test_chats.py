@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from megatron_coca.data import Tokenizer
 from megatron_coca.data.tokenizers.chat import ChatTemplate
 from megatron_coca.evaluation.chats import chat_record
-from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.subcommands import TASKS
 from megatron_coca.evaluation.tasks import retrieval_cases as tasks
 from megatron_coca.evaluation.tasks.prompts import FILLER_HAYSTACK, PromptForm
 from megatron_coca.text_generation import load_generator
