@@ -184,11 +184,18 @@ def test_our_trainer_goes_on_with_their_optimizer(division: str, runs: Runs, our
     assert anew[0]["loss"] == found[0]["loss"] and abs(anew[-1]["loss"] - found[-1]["loss"]) > 1e-3
 
 
-def test_norms_of_queries_and_keys_go_both_ways(
-    checkout: Checkout, ours: Ours, text: np.ndarray, tmp_path: Path
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"use_qk_layernorm": True}, "qk_layernorm.weight"),
+        ({"pos_emb": "pope", "pos_emb_options": {"offset": "uniform"}}, "position_offsets"),
+    ],
+    ids=["norms of queries and keys", "offsets of PoPE"],
+)
+def test_other_weights_of_attention_go_both_ways(
+    changes: dict[str, Any], name: str, checkout: Checkout, ours: Ours, text: np.ndarray, tmp_path: Path
 ) -> None:
     """Trained there from our weights, evaluated and exported here."""
-    changes = {"use_qk_layernorm": True}
     torch.manual_seed(5)
     initial = write_checkpoint(tmp_path / "ours/run", load_config([], scaled(changes)))
     export_neox(initial, tmp_path / "initial", [], None, 1, 0)
@@ -196,9 +203,9 @@ def test_norms_of_queries_and_keys_go_both_ways(
     found = steps(checkout.deepy("train.py", tmp_path, scaled(changes), loading(tmp_path, "initial")))
     losses = [line["loss"] for line in ours(initial, STEPS, **changes)]
     assert [step.loss for step in found] == pytest.approx(losses, abs=5e-6)
-    saved = open_checkpoint(tmp_path / "save")
-    norms = {name: weight for name, weight in saved.weights() if "qk_layernorm.weight" in name}
-    assert len(norms) == 2 and all((weight - 1).abs().max() > 1e-3 for weight in norms.values()), "trained"
+    before, saved = dict(open_checkpoint(initial).weights()), dict(open_checkpoint(tmp_path / "save").weights())
+    trained = [(weight - before[key]).abs().max() for key, weight in saved.items() if name in key]
+    assert len(trained) == 2 and min(trained) > 1e-3
     assert ours(tmp_path / "save", 1, **changes)[0]["loss"] < losses[0] - 0.3
     exported = export(tmp_path / "save", tmp_path / "exported").folder
     tokens = torch.arange(2 * LENGTH).reshape(2, LENGTH) * 7 % VOCABULARY
