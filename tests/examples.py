@@ -76,12 +76,12 @@ RUN = {
 }
 """Commands that are executed in `make_workspace`, and what is appended to make them small."""
 
-CHAIN = "takes ten minutes in all; tests/integration/test_finetuning_chain.py does the same"
+CHAIN = "takes ten minutes in all; tests/integration/formats/test_finetuning_chain.py does the same"
 SUITE_ITSELF = "a part of the tests, or all of them"
-NEOX = "needs a checkout of GPT-NeoX; tests/integration/test_neox_plugin.py runs it where there is one"
-STORE = "needs an object store; tests/integration/test_object_store_runs.py has one"
+NEOX = "needs a checkout of GPT-NeoX; tests/integration/formats/test_neox_plugin.py runs it where there is one"
+STORE = "needs an object store; tests/integration/faults/test_object_store_runs.py has one"
 PILE = "needs 700 GB of corpora"
-HOURS = "trains for hours; tests/integration/test_ablation_runs.py trains small ones"
+HOURS = "trains for hours; tests/integration/evaluation/test_ablation_runs.py trains small ones"
 AMD = "changes only the speed on AMD processors with AVX-512"
 DONE = "says how published numbers were made"
 TIMED = "times transformers beside it, for minutes even if small"
@@ -107,7 +107,7 @@ NOT_RUN = {
     "pre-commit ": "changes the checkout's hooks",
     "python -m pytest": SUITE_ITSELF,
     "python -m tests.pretend": CUDA_WHEELS,
-    "python -m tests.soak": "repeats a failure; tests/integration/test_soak.py runs a short soak",
+    "python -m tests.soak": "repeats a failure; tests/integration/faults/test_soak.py runs a short soak",
     "PYTHONPATH=. python tests/golden": SUITE_ITSELF,
     "GPT_NEOX_HOME": NEOX,
     "NEOX_PLUGIN_OLDEST_PYTHON": NEOX,
@@ -138,7 +138,7 @@ NOT_RUN = {
     "megatron-coca ablate configs/recall/large_grid.yml": HOURS,
     "megatron-coca ablate configs/recall/recipe.yml": HOURS,
     "megatron-coca train configs/recall/model.yml configs/recall/text.yml": "needs the corpus of the command before it",
-    "megatron-coca prepare --input text=data/builtin": "tests/integration/test_prepare.py prepares others",
+    "megatron-coca prepare --input text=data/builtin": "tests/integration/faults/test_prepare.py prepares others",
     "OMP_NUM_THREADS=1 nice -n 15 megatron-coca train configs/study": DONE,
     "megatron-coca evaluate perplexity --checkpoint runs/pilot": DONE,
     "megatron-coca train configs/finetune/small": CHAIN,

@@ -44,8 +44,8 @@ FILES: dict[str, dict[str, Any]] = {
 
 def sources(folder: Path) -> Iterator[tuple[str, Path, int]]:
     """Yield names, checkpoints and sizes of the vocabulary."""
-    from tests.parity import test_families
     from tests.parity.exported import GROUPED, NEOX, random_checkpoint
+    from tests.parity.families import test_families
 
     for name, options in EXTENSIONS.items():
         keys = options if "rope_type" not in options else {"rope_scaling": options}

@@ -65,7 +65,7 @@ KEYS: dict[str, Any] = {
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 """Without dropout, whose masks are drawn anew where the layout changes."""
 RELATIVE = 1e-5
-"""As in tests/integration/test_elastic.py: sums in another order."""
+"""As in tests/integration/faults/test_elastic.py: sums in another order."""
 COMPARED = 4
 """Steps after a change of the layout whose losses are compared with those of the layout before."""
 ACCESS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}

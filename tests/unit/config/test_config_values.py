@@ -250,7 +250,7 @@ def test_every_key_of_gpt_neox_has_one_meaning() -> None:
     assert not SAME & set(DIFFERENT) and compared == SAME | set(DIFFERENT), compared ^ (SAME | set(DIFFERENT))
     assert all(isinstance(words, str) and len(words) > 10 for words in DIFFERENT.values())
     masks = {"eod_mask_loss", "pack_impl", "train_label_data_paths", "valid_label_data_paths"}
-    assert masks < set(DIFFERENT), "tests/integration/test_label_means.py: no means of micro-batch means"
+    assert masks < set(DIFFERENT), "tests/integration/runs/test_label_means.py: no means of micro-batch means"
 
 
 def test_gpt_neox_defaults_of_absent_features_are_accepted() -> None:

@@ -139,7 +139,7 @@ def test_a_checkpoint_needs_the_user_to_name_its_file(example: Path, caplog: pyt
     ("keys", "named"), [(SLOW, "rope_scaling divide_slow"), (ROOT_BIAS, "pos_emb root")], ids=["extension", "bias"]
 )
 def test_exports_contain_it_or_name_it_in_an_error(example: Path, keys: dict[str, Any], named: str) -> None:
-    """Logits of what is carried are compared in tests/parity/test_modelling_file.py."""
+    """Logits of what is carried are compared in tests/parity/exports/test_modelling_file.py."""
     config = configured(example, keys)
     saved, own = write_checkpoint(example.parent / "saved", config, tokenizer=None), {"imports": [str(example)]}
     with pytest.raises(CheckpointError, match=f"{named}: .*declared outside"):

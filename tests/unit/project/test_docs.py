@@ -1,6 +1,6 @@
 """What the pages name exists, and their examples are read: commands, configurations, Python.
 
-tests/integration/test_examples.py executes them.
+tests/integration/product/test_examples.py executes them.
 """
 
 import argparse

@@ -185,7 +185,7 @@ def test_a_run_starts_from_an_export_but_does_not_resume_from_it(
     FOREIGN[kind](own, tmp_path / "foreign")
     found = begun(tmp_path / "foreign", pos_emb="coca")
     assert all(torch.equal(found[name], weights[name]) for name in weights)
-    if kind != "GPT-NeoX":  # its optimizer state can be read: tests/integration/test_neox_resume.py
+    if kind != "GPT-NeoX":  # its optimizer state can be read: tests/integration/formats/test_neox_resume.py
         with pytest.raises(CheckpointError, match="set finetune=true to start"):
             first_valid(candidates(configured(load=str(tmp_path / "foreign")).checkpoint))
 

@@ -1,0 +1,281 @@
+"""`megatron-coca stretch` on a small model: results, page, budget, resumption, and the best method's use."""
+
+import io
+import json
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import yaml
+
+from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.checkpoints.exporting import export
+from megatron_coca.cli import main
+from megatron_coca.commands import stretch as stretch_command
+from megatron_coca.config import load_config
+from megatron_coca.evaluation.stretch import running
+from megatron_coca.evaluation.stretch.choices import chosen_methods
+from megatron_coca.evaluation.stretch.command import prompt_form
+from megatron_coca.evaluation.stretch.plans import read_plan
+from megatron_coca.evaluation.stretch.records import ResultFile, StretchResult
+from megatron_coca.model import build_model
+from megatron_coca.support.processes import PROGRAM
+from tests.checkpoint_files import write_checkpoint
+
+ROOT = Path(__file__).parents[3]
+SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 512, "vocab_size": 512}
+SHAPE |= {"no_weight_tying": True, "pos_emb": "rotary", "tokenizer_type": "CharLevelTokenizer"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = load_config([], SHAPE)
+    weights = {name: 3 * weight for name, weight in build_model(config).state_dict().items()}
+    return write_checkpoint(tmp_path_factory.mktemp("run"), config, weights)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text(json.dumps({"text": "It is a truth universally acknowledged. " * 120}) + "\n")
+    return path
+
+
+def stretch(model: Path, text: Path, output: Path, *more: object) -> int:
+    given = ["stretch", model, "--data", text, "--to", "2x", "--output", output, "--methods", "yarn,rerope,dynamic:3"]
+    return main([str(each) for each in [*given, "--dtype", "float32", "--device", "cpu", *more]])
+
+
+def result_of(output: Path) -> StretchResult:
+    return StretchResult.model_validate_json((output / "results.json").read_bytes())
+
+
+def test_a_page_of_results_and_the_best_method_in_use(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "CASE_COUNTS", (4,))
+    assert stretch(model, text, tmp_path / "out") == 0
+    result, page = result_of(tmp_path / "out"), (tmp_path / "out/stretch.md").read_text()
+    assert [method.name for method in result.methods] == ["plain", "yarn", "rerope", "dynamic:3"]
+    assert {(each.method, each.length) for each in result.losses} == {
+        (method.name, length) for method in result.methods for length in (512, 1024)
+    }
+    assert all([case.task for case in each.cases] == ["passkey", "needle"] * 2 for each in result.retrieval)
+    assert all(case.tokens <= each.length for each in result.retrieval for case in each.cases)
+    plain, dynamic = (result.loss(name, 512) for name in ("plain", "dynamic:3"))
+    assert plain is not None and dynamic is not None and plain.nlls == dynamic.nlls, "no extension at 1x"
+    best = result.ranked()[0]
+    load_config([tmp_path / "out/best.yml"], SHAPE)  # also if it changes nothing
+    changes = yaml.safe_load((tmp_path / "out/best.yml").read_text())
+    (record,) = (method for method in result.methods if method.name == best)
+    assert changes.keys() == record.overrides.keys()
+    lines = page.splitlines()
+    assert lines[0].startswith("# ") and lines[2].startswith("![") and lines[4].startswith("| method")
+    assert (tmp_path / "out/stretch.svg").read_bytes().startswith(b"<?xml")
+    html = (tmp_path / "out/stretch.html").read_text()
+    assert lines[0].removeprefix("# ") in html and html.count("<picture>") == 1 and html.index("<table>") > 0
+    assert "dynamic:3" in html and "# " + best + ", chosen by" in html
+    before = (tmp_path / "out/results.json").read_bytes()
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n"))
+    assert stretch(model, text, tmp_path / "out", "--export", tmp_path / "exported", "--chat") == 0
+    assert (tmp_path / "out/results.json").read_bytes() == before, "nothing is measured again"
+    assert (tmp_path / "exported/config.json").is_file()
+    assert "compared with" in capsys.readouterr().out
+
+
+def test_a_short_budget_leaves_out_and_the_same_command_continues(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(running, "CASE_COUNTS", (2,))
+    monkeypatch.setattr(running.Pace, "learn", lambda *args: None)
+    monkeypatch.setattr(running, "_seconds", lambda model, tokens: 3600.0 * tokens / 1024)
+    assert stretch(model, text, tmp_path / "out", "--budget", "31m") == 0
+    result = result_of(tmp_path / "out")
+    assert {each.length for each in result.losses} == {512} and len(result.losses) == 4 and not result.retrieval
+    assert "left out: retrieval at 512 tokens of plain" in capsys.readouterr().err
+    assert (tmp_path / "out/stretch.md").read_text().startswith("# Nothing beyond the training length of 512 tokens")
+    assert "perplexity at 1024 tokens" in " ".join(result.left_out)
+    monkeypatch.undo()
+    monkeypatch.setattr(running, "CASE_COUNTS", (2,))
+    assert stretch(model, text, tmp_path / "out") == 0
+    assert not result_of(tmp_path / "out").left_out and len(result_of(tmp_path / "out").losses) == 8
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--methods", "yarm"], "--methods yarm: unknown method"),
+        (["--methods", "rerope:3"], "--methods rerope:3: rerope has no factor"),
+        (["--to", "16x"], "has fewer than 8193 tokens"),
+        (["--documents", "9"], "has only 4 times 1025 tokens, not 9 times"),
+    ],
+)
+def test_mistakes(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert stretch(model, text, tmp_path / "out", *more) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_chat_template_that_changes_the_text_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    def render(messages: list[dict[str, str]], prompt: bool) -> str:
+        return f"<user>{messages[-1]['content'].lower()}"
+
+    form = prompt_form(cast(Any, SimpleNamespace(chat=SimpleNamespace(render=render), usual_start=5)))
+    assert form.chat is None and form.start == 5
+    assert "the facts are hidden in plain text, not in chats" in caplog.text
+
+
+def test_options_are_checked_before_the_measurement(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stretch(model, text, tmp_path / "out", "--finetune", 2) == 2
+    assert "--finetune: needs a Hugging Face folder or a GGUF file" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert stretch(model, text, tmp_path / "out", "--export", tmp_path / "file/exported") == 2
+    assert "exported: cannot be written" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+PLAN = """
+title: A plan
+methods: [plain, yarn, rerope]
+to: 2
+documents: 2
+cases: {1: 2, 2: 6}
+contrasts:
+  - {method: rerope, other: yarn, at: 2, expected: 1.0, deviation: 1.2}
+  - {method: rerope, other: plain, at: 2, quantity: loss}
+"""
+
+
+def test_the_contrasts_of_a_plan(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.yml").write_text(PLAN)
+    given = ["stretch", model, "--data", text, "--plan", tmp_path / "plan.yml", "--output", tmp_path / "out"]
+    assert main([*map(str, given), "--dtype", "float32", "--device", "cpu"]) == 0
+    result, page = result_of(tmp_path / "out"), (tmp_path / "out/stretch.md").read_text()
+    assert {each.length: len(each.cases) for each in result.retrieval} == {512: 2, 1024: 6}
+    one, other = (result.found(name, 1024) for name in ("rerope", "yarn"))
+    assert one is not None and other is not None
+    pairs = zip(one.cases, other.cases, strict=True)
+    mean = sum(case.margin - another.margin for case, another in pairs) / 6
+    assert "| rerope - yarn, 2x" in page and f"{mean:+.3f}" in page and " 0.38 |" in page
+    (tmp_path / "plan.yml").write_text(PLAN.replace("other: yarn", "other: pi"))
+    assert main([str(each) for each in given]) == 2
+    assert "contrasts[0]: pi is not one of the methods" in capsys.readouterr().err
+    shipped = read_plan(ROOT / "configs/study/real_model.yml")
+    assert len(chosen_methods(shipped.methods, shipped.to, 8192)) == 9 and shipped.cases == {1: 24, 2: 24, 4: 8}
+
+
+def measured(output: Path) -> dict[str, list[float]]:
+    """The numbers of a result, without times. Margins are rounded, because they depend on the prompt before."""
+    result = result_of(output)
+    found = {f"loss {each.key}": each.nlls for each in result.losses}
+    return found | {f"facts {each.key}": [round(case.margin, 3) for case in each.cases] for each in result.retrieval}
+
+
+def test_an_interrupted_run_continues_with_the_next_input(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 3 inputs a method's documents are not complete, and after 7 its facts."""
+    (tmp_path / "plan.yml").write_text("{title: Two, methods: [plain, rerope], to: 1, documents: 2, cases: {1: 4}}")
+    given = [model, "--data", text, "--plan", tmp_path / "plan.yml", "--dtype", "float32", "--output"]
+    stretched = [stretch_command.main([str(each) for each in [*given, tmp_path / "whole"]])]
+    written = 0
+
+    def stop(self: ResultFile, **changes: object) -> None:
+        nonlocal written
+        write(self, **changes)
+        written += "losses" in changes or "retrieval" in changes
+        if written in stops and changes:
+            stops.remove(written)
+            raise KeyboardInterrupt
+
+    write, stops = ResultFile.write, {3, 7}
+    monkeypatch.setattr(ResultFile, "write", stop)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            stretch_command.main([str(each) for each in [*given, tmp_path / "out"]])
+        begun = result_of(tmp_path / "out")
+        assert [each.complete for each in (*begun.losses, *begun.retrieval)].count(False) == 1
+        assert not (tmp_path / "out/stretch.md").exists()
+    shutil.copytree(tmp_path / "out", tmp_path / "fewer", dirs_exist_ok=True)
+    stretched.append(stretch_command.main([str(each) for each in [*given, tmp_path / "out"]]))
+    assert stretched == [0, 0] and written == 2 * (2 + 4), "every input is measured once"
+    assert measured(tmp_path / "out") == measured(tmp_path / "whole")
+    (tmp_path / "plan.yml").write_text("{title: Two, methods: [plain], to: 1, documents: 2, cases: {1: 2}}")
+    assert stretch_command.main([str(each) for each in [*given, tmp_path / "fewer"]]) == 0
+    facts = [result_of(tmp_path / name).found("plain", 512) for name in ("fewer", "whole")]
+    assert facts[0] is not None and facts[1] is not None and written == 2 * (2 + 4) + 1
+    assert [case.margin for case in facts[0].cases] == pytest.approx(
+        [case.margin for case in facts[1].cases[:2]], abs=1e-3
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_resumed(model: Path, text: Path, tmp_path: Path) -> None:
+    plan, results = tmp_path / "plan.yml", tmp_path / "out/results.json"
+    plan.write_text("{title: T, methods: [plain, rerope], to: 2, documents: 4, cases: {1: 8, 2: 16}, seed: 3}")
+    given = [*PROGRAM, "stretch", model, "--data", text, "--plan", plan, "--dtype", "float32", "--device", "cpu"]
+    command = [*map(str, given), "--output", str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=ROOT)
+    while not (results.exists() and result_of(tmp_path / "out").losses):
+        assert process.poll() is None, "it must not end before it is killed"
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    begun = result_of(tmp_path / "out")
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    done = result_of(tmp_path / "out")
+    assert done.settings.seed == 3 and len(done.losses) == len(done.retrieval) == 4
+    assert all(each.complete for each in (*done.losses, *done.retrieval)) and not done.left_out
+    for each in begun.losses:
+        kept = done.loss(*each.key)
+        assert kept is not None and kept.nlls[: len(each.nlls)] == each.nlls and kept.seconds >= each.seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["pi", "coca"])
+def test_a_trial_of_fine_tuning(method: str, model: Path, text: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "folder")
+    more = ["--methods", "plain", "--finetune", 2, "--finetune-method", method]
+    assert stretch(tmp_path / "folder", text, tmp_path / "out", *more) == 0
+    trained, after = open_checkpoint(tmp_path / f"out/finetuned_{method}"), result_of(tmp_path / f"out/after_{method}")
+    assert trained.step == 2 and trained.trained.position.pos_emb == ("coca" if method == "coca" else "rotary")
+    assert trained.trained.position.extension.name == ("default" if method == "coca" else "linear")
+    assert after.loss("plain", 1024) != result_of(tmp_path / "out").loss("plain", 1024)
+
+
+@pytest.mark.slow
+def test_a_trial_is_continued_only_by_the_same_model_with_more_steps(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(model, tmp_path / "folder")
+    config = load_config([], SHAPE)
+    weights = {name: 2 * weight for name, weight in build_model(config).state_dict().items()}
+    (tmp_path / "second").mkdir()
+    export(write_checkpoint(tmp_path / "second", config, weights), tmp_path / "other")
+
+    def step(name: str, steps: int, *more: object) -> int | None:
+        given = ["--methods", "plain", "--finetune", steps, *more]
+        if stretch(tmp_path / name, text, tmp_path / "out", *given) != 0:
+            return None
+        return result_of(tmp_path / "out/after_pi").settings.checkpoint.step
+
+    assert step("folder", 1) == 1 and step("folder", 2) == 2
+    capsys.readouterr()
+    assert step("folder", 1) is None and "has more than 1 steps; name another" in capsys.readouterr().err
+    shutil.move(tmp_path / "out/results.json", tmp_path / "kept.json")
+    assert step("other", 3) is None and "a trial of another model" in capsys.readouterr().err
+    (tmp_path / "plan.yml").write_text("{title: T, methods: [yarn], to: 1, cases: {1: 3}, seed: 5}")
+    assert step("other", 1, "--overwrite", "--plan", tmp_path / "plan.yml") == 1
+    after = result_of(tmp_path / "out/after_pi")
+    assert after.settings.to == 1.0 and after.settings.seed == 5, "the trial is measured by the plan"
+    assert [len(each.cases) for each in after.retrieval] == [3]
