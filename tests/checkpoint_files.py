@@ -1,4 +1,4 @@
-"""Checkpoints as training writes them, without training: for tests of what reads them."""
+"""Write checkpoints without training, in the format of training, for tests of the code that reads them."""
 
 import json
 import os

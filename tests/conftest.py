@@ -1,4 +1,4 @@
-"""What several test files share: a small corpus, a small configuration, and training in processes of its own."""
+"""Fixtures that several test files share: a small corpus, a small configuration, and training in separate processes."""
 
 import hashlib
 import json

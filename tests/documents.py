@@ -1,4 +1,4 @@
-"""The examples in the documents: fenced blocks by language, and commands as a reader would copy them."""
+"""Read the examples of the pages: fenced blocks by language, and commands as a reader would copy them."""
 
 import re
 import subprocess

@@ -1,6 +1,7 @@
-"""How the documented commands are tested, and a folder in which they run small.
+"""How the tests run the documented commands, and a folder in which they run with small models.
 
-A command is looked up by its beginning; the longest that fits counts. One that is in neither table fails the tests.
+The beginning of a command selects its row; the longest row that fits counts. A command without a row in either table
+fails the tests.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Which cases of a test with many of them the fast suite runs: the fewest that have every value of every parameter.
+"""Choose the cases of a test that the fast suite runs: the fewest in which every value of every parameter occurs.
 
-A value is one thing that a case says. A name such as "coca-yarn" or "dense, rmsnorm" has several, its parts; a mapping
-and a dataclass have those of their fields. `@pytest.mark.pairs("name", "length")` above a test also asks for every pair
-of values of these parameters that any case has. The same parameter twice means the pairs of parts within it.
+A name such as "coca-yarn" or "dense, rmsnorm" has several values, its parts. A mapping and a dataclass have the values
+of their fields. `@pytest.mark.pairs("name", "length")` above a test also asks for every pair of values of these
+parameters that some case has. The same parameter twice means all pairs of parts of one name.
 """
 
 import re

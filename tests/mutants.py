@@ -2,9 +2,9 @@
 
     python tests/mutants.py [--sample 20] [--seed 0] [--files megatron_coca/attention] [--out FILE] [--list]
 
-Faults are derived from the code: a comparison or an operator becomes its neighbour, a number is one larger, a condition
-is turned round, min becomes max. The seed draws which of them are tried. The tests are those of the package in
-tests/unit, and also those in tests/parity for the packages that compute attention.
+Faults are derived from the code: a comparison or an operator is exchanged for a similar one, a number is increased by
+one, a condition is negated, min becomes max. The seed draws the faults to try. The script runs the tests of the package
+in tests/unit, and for the packages that compute attention also those in tests/parity.
 """
 
 import argparse

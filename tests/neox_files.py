@@ -1,4 +1,4 @@
-"""Checkpoints in GPT-NeoX's layout, cut and named by hand: for tests of what reads them, without what writes them."""
+"""Checkpoints in the layout of GPT-NeoX, cut and named by hand, for tests of reading without the code that writes."""
 
 import random
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""A run of one process for tests of the training loop, without a process group."""
+"""A run of one process without a process group, for tests of the training loop."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sliding-window perplexity computed again from the protocol's text, by a model of transformers alone."""
+"""Sliding-window perplexity computed from the protocol's text, with only a model of transformers."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A Slurm cluster on this machine: munged, slurmctld and one slurmd for each node, in a folder of its own."""
+"""A Slurm cluster on this machine: munged, slurmctld and one slurmd for each node, in a new folder."""
 
 import os
 import shutil

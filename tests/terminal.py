@@ -1,4 +1,4 @@
-"""Run a command on a pseudo-terminal, and read what a person would see."""
+"""Run a command on a pseudo-terminal, and return the text that a person would see."""
 
 import fcntl
 import io

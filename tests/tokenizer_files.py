@@ -1,4 +1,4 @@
-"""Tokenizers trained by tests, of kinds that the package reads but does not train."""
+"""Train tokenizers of kinds that the package reads but does not train."""
 
 import json
 import re

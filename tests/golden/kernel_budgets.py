@@ -1,10 +1,10 @@
-"""Compiles the Triton kernels for GPUs that need not be there, and compares the machine code with its budget.
+"""Compile the Triton kernels for GPUs that this machine need not have, and compare the machine code with its budget.
 
     PYTHONPATH=. .venv/bin/python tests/golden/kernel_budgets.py --write
 
-Calls on CPU tensors run the host's code as it is; in place of each launch the kernel is compiled. Without `--write`
-the capabilities named are compared: tests/golden/test_kernel_budgets.py runs it so. The figures hold for the minor
-version of Triton that the file names; the rules (`broken_rules`) for every version.
+The host's code is called on CPU tensors. Each launch is replaced by a compilation. Without `--write`, the script checks
+the given compute capabilities, as tests/golden/test_kernel_budgets.py does. The figures are valid for the minor version
+of Triton that the file names, and the rules (`broken_rules`) for every version.
 """
 
 import argparse

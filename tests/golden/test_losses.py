@@ -1,7 +1,7 @@
-"""Fifty training steps of every position method, against losses written down before.
+"""Fifty training steps of every position method, compared with recorded losses.
 
-`PYTHONPATH=. python tests/golden/test_losses.py --write coca` writes those of a method anew, after an intended change
-of numbers.
+`PYTHONPATH=. python tests/golden/test_losses.py --write coca` records the losses of a method again, after an intended
+change of numbers.
 """
 
 import sys

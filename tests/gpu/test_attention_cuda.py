@@ -1,4 +1,4 @@
-"""The backends that CUDA models get, against the float64 oracle. Run with: python -m pytest -m gpu"""
+"""Backends for CUDA models against the float64 oracle. Run with: python -m pytest -m gpu"""
 
 from collections.abc import Mapping
 from typing import Any

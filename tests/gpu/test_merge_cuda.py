@@ -1,4 +1,4 @@
-"""The merge backend's CUDA kernels against float64, called alone and merged. Run with: python -m pytest -m gpu"""
+"""The merge backend's CUDA kernels against float64, one by one and merged. Run with: python -m pytest -m gpu"""
 
 import math
 

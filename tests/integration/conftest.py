@@ -1,4 +1,4 @@
-"""Training processes that start quickly, and runs that end in a given way."""
+"""Fixtures for training processes that start quickly, and for runs that end in a given way."""
 
 import json
 from collections import Counter

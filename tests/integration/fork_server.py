@@ -1,9 +1,10 @@
-"""A process that has imported everything and forks training processes: what costs seconds is done once.
+"""A process that imports everything once and forks training processes, because imports take seconds.
 
-Reads one request a line from standard input, {"arguments": [...], "environments": [{...}, ...], "hooks": [...],
-"output": "FILE"}, forks a process of `train` for each environment into a process group of their own, answers
-with the group's number, and once all have ended with their exit statuses (minus the signal for one that was killed).
-Like a launcher it kills the rest some time after one has failed. Hooks are put in before main (hooks.py).
+It reads one request per line from standard input: {"arguments": [...], "environments": [{...}, ...], "hooks": [...],
+"output": "FILE"}. For each environment it forks a process of `train`; all of them share a new process group. The
+answers are the group's number and, when all processes have ended, their exit statuses (minus the signal for a killed
+process). Like a launcher, it kills the others some time after one has failed. Hooks are installed before main
+(hooks.py).
 """
 
 import json

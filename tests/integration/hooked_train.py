@@ -1,4 +1,4 @@
-"""`megatron-coca train` with the hooks of the variable HOOKS in every process that trains, whoever starts it."""
+"""`megatron-coca train` with the hooks of the variable HOOKS in every training process, with any launcher."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""What is done to a training process from outside: at some visits of a named point in the code something happens."""
+"""Hooks disturb a training process at chosen visits of a named point in the code."""
 
 import errno
 import importlib

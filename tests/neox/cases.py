@@ -1,6 +1,6 @@
-"""Models whose logits GPT-NeoX with the plugin and this package must agree on, by name: keys, and tokens of the input.
+"""Models for which GPT-NeoX with the plugin and this package must give the same logits: keys, and length of the input.
 
-The training length is 32 (tests/neox/inside/models.py), so that most inputs are longer.
+The training length is 32 (tests/neox/inside/models.py), so most inputs are longer.
 """
 
 from typing import Any

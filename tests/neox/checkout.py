@@ -1,4 +1,6 @@
-"""A GPT-NeoX checkout, run on the CPU: GPT_NEOX_HOME names it, GPT_NEOX_PYTHON an interpreter with its requirements."""
+"""Run a GPT-NeoX checkout on the CPU. GPT_NEOX_HOME is its folder, GPT_NEOX_PYTHON an interpreter with its
+requirements.
+"""
 
 import os
 import re

@@ -1,7 +1,7 @@
 """python stub_outputs.py CASES.json OUT.json [DENIED ...], with tests/neox/stub and this package on PYTHONPATH.
 
-What the plugin computes in the stub of GPT-NeoX, by case. It needs Python 3.10, PyTorch 2.3, PyYAML and pydantic, no
-more: an import of a DENIED package fails as if it were not installed.
+Write the outputs of the plugin in the stub of GPT-NeoX, by case. The script needs only Python 3.10, PyTorch 2.3, PyYAML
+and pydantic: importing a DENIED package fails as if it were not installed.
 """
 
 import importlib.abc

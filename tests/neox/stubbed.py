@@ -1,4 +1,4 @@
-"""Replaces GPT-NeoX by tests/neox/stub during a test; another package's `megatron` is restored after it."""
+"""Replace GPT-NeoX by tests/neox/stub during a test. Another package named `megatron` is restored afterwards."""
 
 import importlib
 import sys

@@ -1,8 +1,8 @@
-"""One training set for GPT-NeoX's trainer and ours whose samples both read in the same order.
+"""Training sets for GPT-NeoX's trainer and for ours, from which both read the same samples in the same order.
 
-Each shuffles in its own way, so each gets a file of its own, laid out such that its shuffle gives the common order.
-Every sample begins with one token, which is also what the neighbour before it has to predict last: files may be cut and
-joined there.
+Each trainer shuffles in its own way, so each gets its own file. Its layout makes the shuffled samples have the common
+order. All samples begin with the same token, which is also the last label of the sample before, so files can be cut and
+joined between samples.
 """
 
 from pathlib import Path

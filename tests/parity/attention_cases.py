@@ -1,4 +1,6 @@
-"""What the parity tests of attention share: a method as configuration and oracle both know it, and how errors count."""
+"""Cases for the parity tests of attention: each method for the configuration and for the oracle, and the rule for
+errors.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A whole attention layer by the float64 oracle, from the layer's weights and its configuration."""
+"""A whole attention layer computed by the float64 oracle, from the weights and the configuration of a layer."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Cases of the output layer with its loss, and the rule by which their errors count, on any device."""
+"""Cases of the output layer with its loss, and the rule for their errors, on any device."""
 
 from dataclasses import dataclass
 

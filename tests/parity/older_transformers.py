@@ -1,4 +1,4 @@
-"""Exports under another version of transformers: written with ours, and read in an environment that has the other one.
+"""Exports read by another version of transformers, in another environment.
 
 python -m tests.parity.older_transformers write FOLDER        here: models, exports, and the logits of the checkpoints
 OTHER/bin/python tests/parity/older_transformers.py FOLDER    there: load every export, print the error of its logits

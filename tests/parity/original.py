@@ -1,4 +1,4 @@
-"""A stock LLaMA folder whose tokenizer and generation files do more than give ids, for the tests of exports."""
+"""A stock LLaMA folder with a tokenizer and generation files that do more than map ids, for the tests of exports."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Keys and sizes of published models, by their names on the hub: what a config.json of each family contains."""
+"""Keys and sizes of published models by their names on the hub, as in the config.json of each family."""
 
 from typing import Any
 

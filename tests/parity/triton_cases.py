@@ -1,4 +1,4 @@
-"""What the tests of the Triton kernels share: cases of the contract, and the rule by which their errors count."""
+"""Cases for the tests of the Triton kernels: those of the contract, and the rule for their errors."""
 
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise

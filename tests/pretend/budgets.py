@@ -1,7 +1,7 @@
-"""Budgets: what the counters of every scenario may be, and what they were, in benchmarks/pretend/budgets.json.
+"""Budgets in benchmarks/pretend/budgets.json: allowed and measured values of the counters of every scenario.
 
-`allowed` is written by hand; `measured`, `versions` and `commit` by `make test-cuda UPDATE=1`. A counter without an
-allowed value is information: times of the host, for example, which depend on the machine.
+`allowed` is written by hand; `measured`, `versions` and `commit` are written by `make test-cuda UPDATE=1`. A counter
+without an allowed value is only information, such as times of the host, which depend on the machine.
 """
 
 import importlib.metadata

@@ -1,7 +1,8 @@
-"""Build the stand-in CUDA device: a library to be loaded before the CUDA libraries that a PyTorch wheel brings.
+"""Build the stand-in CUDA device: a library to be loaded before the CUDA libraries of a PyTorch wheel.
 
-What needs more than "success" is written by hand in `native/`. The other entry points that PyTorch's libraries refer to
-are generated here from their symbol tables, so that no list of them has to follow PyTorch's versions.
+Functions that must do more than return "success" are written by hand in `native/`. The other entry points that
+PyTorch's libraries refer to are generated here from their symbol tables, so no list of them has to follow PyTorch's
+versions.
 """
 
 import fcntl

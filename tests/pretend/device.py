@@ -1,6 +1,6 @@
-"""The stand-in device from Python: what it counted, what waited with the Python stack, and the log in order.
+"""The stand-in device from Python: its counters, its waits with their Python stacks, and its log in order.
 
-Only in a process that was started with the library loaded (`environment`).
+It works only in a process that was started with the library loaded (`environment`).
 """
 
 import ctypes

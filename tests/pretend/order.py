@@ -1,7 +1,7 @@
-"""Which work may run beside which, from the order of launches, events and waits in the log.
+"""Find work that may run at the same time, from the order of launches, events and waits in the log.
 
-A stream runs its work in order; an event makes one stream wait for what was on another before the event was recorded,
-and the host's waits make all later work wait. What is left unordered by these may overlap on a device.
+A stream runs its work in order. An event makes one stream wait for the work that another had before the event was
+recorded. Waits of the host make all later work wait. All other work may overlap on a device.
 """
 
 from collections import defaultdict

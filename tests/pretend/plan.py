@@ -2,8 +2,8 @@
 
     python -m tests.pretend plan --page benchmarks/pretend/plan.md
 
-The report is started by the same command again and again. In every part that it reaches, it is killed by SIGKILL after
-the part's first result.
+The report is started again and again by the same command. In every part that it reaches, it is killed by SIGKILL after
+the first result of the part.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What is measured on the stand-in device: a literal table of scenarios. Imports no torch."""
+"""The scenarios that are measured on the stand-in device, as a literal table. This module does not import torch."""
 
 from typing import NamedTuple
 

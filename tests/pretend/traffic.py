@@ -1,7 +1,7 @@
 """Bytes that PyTorch's operations on the device read and write, from the shapes and strides of their tensors.
 
-Each operation is counted as one kernel that reads its inputs and writes its outputs once: what caches save and what a
-kernel reads twice is not in it. Triton kernels that are launched outside of any operation count every tensor once.
+Each operation counts as one kernel that reads its inputs and writes its outputs once. Savings by caches and repeated
+reads of a kernel are not included. Triton kernels that are launched outside of an operation count every tensor once.
 """
 
 from collections import defaultdict

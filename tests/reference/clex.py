@@ -1,4 +1,4 @@
-"""CLEX (Chen et al. 2023): ln theta as the solution of a learned differential equation, integrated as it is written."""
+"""CLEX (Chen et al. 2023): ln theta as the solution of a learned differential equation, integrated as in the paper."""
 
 import math
 

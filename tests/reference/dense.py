@@ -1,8 +1,8 @@
-"""Softmax attention from the score of every pair (m, n), N x N, with no attempt at speed.
+"""Softmax attention from the scores of all N x N pairs (m, n), written for clarity, not for speed.
 
-Every pair has positions of its own to which its query and its key are rotated, so relative-position maps are read off
-directly; CoCA without a map is the paper's three-operand contraction. A dtype below float64 can be asked for, to
-measure the rounding of a plain computation or the memory and time of the contraction itself.
+Query and key of every pair are rotated to positions of their own, so relative-position maps need no other code. CoCA
+without a map is the paper's three-operand contraction. A dtype below float64 measures the rounding of a plain
+computation, or the memory and time of the contraction.
 """
 
 import math

@@ -1,4 +1,6 @@
-"""An evaluation in two processes that SIGKILL disturbs: started again, it must give the files of an undisturbed one."""
+"""An evaluation in two processes that are killed by SIGKILL. Started again, it must write the files of an undisturbed
+one.
+"""
 
 import json
 import os

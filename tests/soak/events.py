@@ -1,4 +1,4 @@
-"""The kinds of events of a soak, and the plan of each launch, which the seed and the launch's number determine."""
+"""The kinds of events of a soak, and the plan of each launch, which follows from the seed and its number."""
 
 import errno
 import math

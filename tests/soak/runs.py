@@ -1,4 +1,4 @@
-"""The two runs of a soak: what they are, how they are launched, and how they compare with undisturbed ones."""
+"""The two runs of a soak: their configurations, their launches, and their comparison with undisturbed runs."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The library that fails file operations, kills at them, and shifts the wall clock (shim.c): built and controlled."""
+"""Build and control the library that fails file operations, kills at them, and shifts the wall clock (shim.c)."""
 
 import ctypes
 import fcntl

@@ -1,4 +1,4 @@
-"""A soak: disturbed launches of two runs until the time is over, each checked, then the comparison of both."""
+"""A soak: disturbed launches of two runs until the time is over, with a check of each, and a comparison of both."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Two hosts, each a network namespace with an address of its own, train together as two processes on one host do."""
+"""Two hosts train together with the results of two processes on one host. Each host is a network namespace."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The manifest of an Indexed Job, run as a cluster would: a process for each pod, with the variable of its index."""
+"""The manifest of an Indexed Job, run as on a cluster: one process for each pod, with the index in its environment."""
 
 import shutil
 import signal

@@ -1,4 +1,4 @@
-"""The shipped batch script on a Slurm of this machine with three node daemons: random kills, restarts, exclusion."""
+"""The shipped batch script on a local Slurm with three node daemons: random kills, restarts, exclusion of nodes."""
 
 import os
 import random

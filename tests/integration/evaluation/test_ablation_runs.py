@@ -1,4 +1,4 @@
-"""tools/ablate.py from nothing to the report, in real processes that are killed on the way."""
+"""Whole grids by tools/ablate.py, up to the report. The processes are killed on the way."""
 
 import json
 import os

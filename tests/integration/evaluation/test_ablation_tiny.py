@@ -1,4 +1,4 @@
-"""A shipped ablation at scale tiny, from nothing to the report, in a process that is killed once."""
+"""A shipped ablation at scale tiny, up to the report. The process is killed once."""
 
 import json
 from pathlib import Path

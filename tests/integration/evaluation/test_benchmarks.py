@@ -1,4 +1,4 @@
-"""Long-context benchmarks as the harness publishes them, end to end on stand-ins of their data, and their report."""
+"""Long-context benchmarks from the harness's files to the report, with stand-ins for their data."""
 
 import json
 from collections.abc import Callable

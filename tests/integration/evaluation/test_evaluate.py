@@ -1,4 +1,4 @@
-"""evaluate.py on a small checkpoint: command line to result file, and every user error as one message."""
+"""evaluate.py on a small checkpoint: result files, and one message for every user error."""
 
 import itertools
 import json

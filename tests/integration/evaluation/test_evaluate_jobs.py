@@ -1,4 +1,4 @@
-"""Evaluations in several processes: the files of one process, whoever measured what and whoever was killed."""
+"""Evaluations in several processes write the files of one process, even if some of them are killed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Retrieval tasks on a small checkpoint: command line to result files, variants, order, and what is missing."""
+"""Retrieval tasks on a small checkpoint: result files, variants, order, and missing results."""
 
 import json
 from argparse import ArgumentParser

@@ -1,4 +1,4 @@
-"""A two-column paper with the tables and a figure of a report compiles, whatever letters the labels have."""
+"""A two-column paper with the tables and a figure of a report compiles, with any letters in the labels."""
 
 import re
 import shutil

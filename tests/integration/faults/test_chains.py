@@ -1,4 +1,4 @@
-"""Jobs one after the other, and runs beside each other: each trains, and none loses another's figures."""
+"""Jobs one after the other, and runs beside each other: each trains, and none overwrites another's results."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""Real faults of ranks, steps and disks: the run reports them, ends as documented and loses nothing."""
+"""Real faults of ranks, steps and disks: the run reports them, ends as documented and loses no data."""
 
 import json
 import os

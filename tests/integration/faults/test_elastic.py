@@ -1,6 +1,6 @@
-"""A run resumes with another number of processes or ZeRO stage: the same samples, the same losses up to rounding.
+"""A run resumes with another number of processes or another ZeRO stage: same samples, same losses up to rounding.
 
-`pytest -rP` shows the largest differences, of which docs/experiment_log.md has a table.
+`pytest -rP` shows the largest differences. docs/experiment_log.md has a table of them.
 """
 
 from pathlib import Path

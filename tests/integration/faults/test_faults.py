@@ -1,7 +1,7 @@
-"""Input that cannot be used: exit status 2, one message that names it, and nothing lost or overwritten.
+"""Invalid input: exit status 2, one message that names it, and no files lost or overwritten.
 
-Most faults run `train` in this process, which joins a process group of one as any run does, because starting a
-process takes seconds. What trains, or fails on two ranks, uses processes of its own: DeepSpeed starts once a process.
+Most tests run `train` in the test's process, which joins a process group of one as any run does, because starting a
+process takes seconds. Tests that train, or that fail on two ranks, start processes: DeepSpeed starts once per process.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""SIGKILL at every kind of moment of a step, a save and an evaluation: rerunning the command resumes, and the run ends
-in the same bits as one that was never stopped.
+"""SIGKILL at every kind of moment of a step, a save and an evaluation. The same command resumes, and the run ends in
+the same bits as an uninterrupted run.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments, inside saves too: rerunning the command resumes, and ends as a run never killed.
+"""SIGKILL at random moments, also during saves. The same command resumes, and the run ends like an uninterrupted run.
 
 `--kills 100` kills a run of one process 100 times and one of two processes 20 times.
 """

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are on an object store: an S3 server on this machine, and real training processes."""
+"""Real training processes with checkpoints on an object store: an S3 server on this machine."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The preparation as a user starts it: real processes, killed at any moment."""
+"""The preparation in real processes that are killed at random moments."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed ends in the same bits as one that never stopped."""
+"""A run that is stopped and resumed ends in the same bits as an uninterrupted run."""
 
 import signal
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Signals at random and at chosen moments: the run exits cleanly, with the status that says so, and loses nothing."""
+"""Signals at random and at chosen moments: the run exits with the documented status, and loses no steps."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The soak itself: plans follow from the seed, the preloaded library does what it says, and deviations are found."""
+"""The soak: plans follow from the seed, the preloaded library works as documented, and deviations are found."""
 
 import errno
 import json

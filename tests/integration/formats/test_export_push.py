@@ -1,4 +1,4 @@
-"""`export huggingface` with an upload, and `--checkpoint hf://NAME`, against a hub that is a server of this test."""
+"""`export huggingface` with an upload, and `--checkpoint hf://NAME`, with a hub that the test serves."""
 
 import base64
 import hashlib

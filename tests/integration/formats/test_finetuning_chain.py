@@ -1,5 +1,5 @@
-"""CoCA given to a small LLaMA, start to end: trained with RoPE, exported, imported, three stages, exported, and loaded
-by transformers.
+"""CoCA for a small LLaMA from start to end: trained with RoPE, exported, imported, fine-tuned in three stages,
+exported, and loaded by transformers.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The plugin in a real GPT-NeoX checkout on the CPU, where GPT_NEOX_HOME names one; see docs/neox.md."""
+"""The plugin in a real GPT-NeoX checkout on the CPU, if GPT_NEOX_HOME is set (docs/neox.md)."""
 
 import json
 import re

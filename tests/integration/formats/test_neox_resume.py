@@ -1,4 +1,4 @@
-"""A run that continues from a checkpoint of GPT-NeoX with its optimizer; in a real checkout: test_neox_plugin.py."""
+"""A run resumes from a checkpoint of GPT-NeoX with its optimizer. test_neox_plugin.py does so in a real checkout."""
 
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The documented commands and Python blocks, executed on small models and data; tests/examples.py has the table."""
+"""The documented commands and Python blocks, run on small models and data; tests/examples.py has the table."""
 
 import os
 import shutil

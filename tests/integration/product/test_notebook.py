@@ -1,4 +1,4 @@
-"""The notebook runs as it is, in one process, and its figures are what its text says."""
+"""The notebook runs unchanged in one process, and its figures agree with its text."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The three functions that other programs import, on a run that was really trained."""
+"""The three functions that other programs import, on a trained run."""
 
 from pathlib import Path
 from typing import Any

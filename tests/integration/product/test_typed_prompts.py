@@ -1,4 +1,4 @@
-"""Prompts typed at a real pseudo-terminal."""
+"""Prompts typed at a pseudo-terminal."""
 
 import sys
 from pathlib import Path

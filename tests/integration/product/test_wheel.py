@@ -1,4 +1,4 @@
-"""The wheel is the whole product: built, installed into an empty environment, and used from another folder."""
+"""The wheel has the whole product: it is built, installed into an empty environment, and used from another folder."""
 
 import os
 import shutil

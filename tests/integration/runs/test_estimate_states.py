@@ -1,4 +1,4 @@
-"""Estimated states, against the tensors of a real engine."""
+"""Estimated sizes of states against the tensors of a real engine."""
 
 import json
 import subprocess

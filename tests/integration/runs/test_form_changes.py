@@ -1,4 +1,4 @@
-"""A run that drops its positions (DroPE) equals a run built by hand, however it is divided and interrupted."""
+"""A run that drops its positions (DroPE) equals a run built by hand, with any ranks and any interruption."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""With labels, loss, gradient and validation loss are means over all labels, however the samples are divided.
+"""With labels, loss, gradient and validation loss are means over all labels, with any division of the samples.
 
-Most of the sixteen samples have no label at all and a few have many, so that means of means differ by a factor.
+Most of the sixteen samples have no label and a few have many, so means of means would differ by a factor.
 """
 
 import math

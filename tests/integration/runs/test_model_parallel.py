@@ -1,6 +1,6 @@
-"""Tensor and sequence parallel ranks train as one process does.
+"""Tensor and sequence parallel ranks train like one process.
 
-Many small runs share the processes of one launch: this file is also the program that these run.
+Many small runs share the processes of one launch. These processes run this file as a program.
 """
 
 import json

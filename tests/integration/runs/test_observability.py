@@ -1,4 +1,4 @@
-"""What real runs report: figures in every sink, across a resume."""
+"""Reports of real runs: figures in every sink, also after a resume."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""One rank skips the reduction of gradients: losses, norms and weights are those of DeepSpeed's own, bit for bit."""
+"""One rank skips the reduction of gradients: losses, norms and weights equal those of DeepSpeed's reduction, bit for
+bit.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Training CoCA with attention, positions and loss that stop at the ends of documents."""
+"""Training of CoCA with attention, positions and loss that end at the ends of documents."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Pipeline stages train as one process does.
+"""Pipeline stages train like one process.
 
-Many small runs share the processes of one launch: this file is also the program that these run.
+Many small runs share the processes of one launch. These processes run this file as a program.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One process or two, and whoever starts them: the same training."""
+"""Training with one process or two, and with every launcher, gives the same results."""
 
 import json
 import os

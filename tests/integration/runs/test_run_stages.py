@@ -1,4 +1,4 @@
-"""A run in stages: it computes the same however it is interrupted, and a finished stage cannot be changed."""
+"""A run in stages gives the same results with any interruption, and a finished stage cannot be changed."""
 
 from collections.abc import Sequence
 from itertools import count

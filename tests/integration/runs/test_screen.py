@@ -1,4 +1,4 @@
-"""What train.py shows on a terminal, off one, and with two processes."""
+"""The output of train.py on a terminal, in a file, and with two processes."""
 
 import json
 import re

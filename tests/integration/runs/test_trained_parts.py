@@ -1,6 +1,7 @@
-"""Weights that are not trained stay as they are, bit by bit, however the run is divided; the others train as if alone.
+"""Weights that are not trained keep their bits, with any division into ranks. The other weights are trained as if they
+were the only ones.
 
-Many small runs share the processes of one launch: this file is also the program that these run.
+Many small runs share the processes of one launch. These processes run this file as a program.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Perplexities at longer windows in real runs: reported everywhere, in every layout, without any effect."""
+"""Perplexities at longer windows in real runs: reported everywhere, in every layout, without an effect on training."""
 
 import json
 from pathlib import Path

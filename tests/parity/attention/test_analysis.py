@@ -1,4 +1,4 @@
-"""The analysis against float64 computed pair by pair: from packed projections, the papers' formulas and the oracle."""
+"""The attention analysis against float64 computed pair by pair: packed weights, the papers' formulas, the oracle."""
 
 import cmath
 import math

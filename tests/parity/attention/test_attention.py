@@ -1,5 +1,5 @@
-"""Every method and backend against the float64 oracle: values and all gradients, by the error of a plain run in the
-same precision.
+"""Every method and backend against the float64 oracle: values and all gradients. The tolerance follows from the error
+of a plain run in the same precision.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""Frequency extensions, alone and combined with maps and logit scaling, in production and in the oracle: the same
-numbers up to rounding, within the training length of 32 and beyond it.
+"""Frequency extensions, by themselves and combined with maps and logit scaling, against the oracle, within the training
+length of 32 and beyond it.
 """
 
 from dataclasses import replace

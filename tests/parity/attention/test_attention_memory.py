@@ -1,4 +1,4 @@
-"""Memory of production in the forward pass and in what autograd keeps: linear in the length for every method."""
+"""Memory of the forward pass and of the tensors that autograd keeps: linear in the length for every method."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Forgetting gates against the float64 oracle: values and gradients of every backend that serves them, in every
-precision, and the precision that remains after 32,768 tokens.
+"""Forgetting gates against the float64 oracle: values and gradients of every backend that supports them, in every
+precision, and the precision after 32,768 tokens.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
-"""Our models give the logits that the CoCA authors' released code gave for the same weights, up to its float32 phases.
+"""Our models give the logits of the CoCA authors' released code for the same weights, up to its float32 phases.
 
 The recorded logits are of 32 and 96 tokens, where both agree to 1e-4. The authors multiply positions and frequencies in
-float32, we do in float64. The phases' error grows with the position, so that further out the two differ by more; with
-phases as theirs in place of ours (`Float32Phases`) our models still give the authors' logits.
+float32, and we do in float64. The error of the phases grows with the position, so the logits differ more at larger
+positions. With float32 phases (`Float32Phases`), our models give the authors' logits there too.
 """
 
 import json

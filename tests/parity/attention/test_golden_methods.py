@@ -1,4 +1,4 @@
-"""Methods against numbers that the code of their authors gave (tests/golden/authors/README.md); the code stays out."""
+"""Methods against numbers computed with their authors' code (tests/golden/authors/README.md)."""
 
 import math
 from pathlib import Path

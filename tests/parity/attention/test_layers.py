@@ -1,5 +1,5 @@
-"""Whole attention layers of every map, extension, norm, temperature and sink against the float64 oracle, and those of
-gpt-oss and Llama 4 against transformers.
+"""Whole attention layers of every map, extension, norm, temperature and sink against the float64 oracle. Those of
+gpt-oss and Llama 4 are compared with transformers.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Polar forms by magnitudes: the Triton backend computes Q' and K' in its kernels, and the cache keeps magnitudes."""
+"""Polar forms from magnitudes: the Triton kernels compute Q' and K', and the cache stores magnitudes."""
 
 from dataclasses import replace
 from typing import Any

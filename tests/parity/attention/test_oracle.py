@@ -1,4 +1,4 @@
-"""The oracle against closed forms and against itself: a measure must be right before anything is measured with it."""
+"""The oracle against closed forms and against itself."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The attention kernels in Triton's interpreter (on the GPU where there is one), in float32, against float64."""
+"""The attention kernels in Triton's interpreter (or on a GPU, if there is one), in float32, against float64."""
 
 from collections.abc import Callable, Iterator
 from itertools import combinations, product

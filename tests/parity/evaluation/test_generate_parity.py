@@ -1,4 +1,4 @@
-"""Generation with the cache, by a plain loop over full passes, and by transformers: the same tokens."""
+"""Generation with the cache, with a plain loop over full passes, and with transformers gives the same tokens."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sliding-window perplexity of exported models, computed again from the protocol's text by transformers alone."""
+"""Sliding-window perplexity of exported models, computed from the protocol's text with only transformers."""
 
 from pathlib import Path
 from typing import Any

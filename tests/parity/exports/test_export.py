@@ -1,4 +1,4 @@
-"""Exported folders: the logits of stock transformers on the whole padded vocabulary, and equal weights read back."""
+"""Exported folders: logits of stock transformers on the whole padded vocabulary, and equal weights when read back."""
 
 import json
 from pathlib import Path

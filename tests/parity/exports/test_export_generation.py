@@ -1,4 +1,4 @@
-"""Exports with a modelling file in use: padding, the cache, generation, training."""
+"""Use of exports with a modelling file: padding, the cache, generation, training."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Exports cannot lie: every key of the network and its positions has its effect in an export, or an error names it."""
+"""Every key of the network and its positions has its effect in an export, or an error names the key."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
-"""Exports with a modelling file: logits of transformers equal to ours for every position method, and equal weights when
-read back.
+"""Exports with a modelling file: logits of transformers equal ours for every position method, and weights are equal
+when read back.
 """
 
 import json

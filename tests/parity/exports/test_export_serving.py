@@ -1,4 +1,4 @@
-"""Exports in engines that keep keys themselves, as the transformers backends of vLLM and SGLang do."""
+"""Exports in engines with their own cache of keys, like the transformers backends of vLLM and SGLang."""
 
 import ast
 import inspect

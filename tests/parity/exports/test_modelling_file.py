@@ -1,4 +1,4 @@
-"""The modelling file is assembled from the formulas, those of the user included, and needs nothing of this package."""
+"""The modelling file is assembled from the formulas, including the user's, and imports nothing of this package."""
 
 import ast
 import json

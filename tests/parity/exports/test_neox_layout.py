@@ -1,4 +1,4 @@
-"""GPT-NeoX's layout, from files cut and named by hand and from our own: equal weights and equal logits."""
+"""The layout of GPT-NeoX, from files written by hand and by us: equal weights and equal logits."""
 
 from pathlib import Path
 from typing import Any

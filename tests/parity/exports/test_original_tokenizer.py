@@ -1,4 +1,4 @@
-"""What transformers makes of an export with the files of the model's original: all that it makes of the original."""
+"""transformers reads an export with the original model's tokenizer files as it reads the original."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""LoRA by peft on exported CoCA models: it trains adapters alone, and its merged models give the same logits here."""
+"""LoRA by peft on exported CoCA models: only the adapters are trained; merged models give the same logits here."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A folder with adapters of peft is an error for all that reads checkpoints; the lines that are printed merge them."""
+"""Reading a folder with adapters of peft is an error. Its message has lines that merge them."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""One rule for the tokenizer of a checkpoint: from what GPT-NeoX saves to an export that ends its texts and never
+"""One rule for the tokenizer of a checkpoint: from the files of GPT-NeoX to an export that ends its texts and never
 chooses a padding row.
 """
 

@@ -1,4 +1,4 @@
-"""All causal language models of transformers: each is a supported family, or has the reason why it is not one."""
+"""Every causal language model of transformers is a supported family, or has a reason why it is not supported."""
 
 import inspect
 import json

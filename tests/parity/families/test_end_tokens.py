@@ -1,5 +1,5 @@
-"""Several tokens that end texts, and those that end turns of a chat: in Hugging Face folders, our checkpoints, exports
-and generation, as transformers has them.
+"""Several tokens that end a text or a turn of a chat, as in transformers: in Hugging Face folders, in our checkpoints,
+in exports and in generation.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Families of models: tiny random models of transformers, read, run in every way, extended, written again.
+"""Families of models: tiny random models of transformers are read, run in every way, extended and written again.
 
-A case is a class of transformers with odd sizes. In float64 transformers' own casts to float32 are widened, so that
+A case is a class of transformers with odd sizes. In float64, the casts of transformers to float32 are replaced, so that
 both sides compute in float64.
 """
 

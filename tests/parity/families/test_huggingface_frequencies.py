@@ -1,4 +1,4 @@
-"""Frequencies and multipliers against those of Hugging Face transformers, whose names of extensions ours share."""
+"""Frequencies and multipliers against those of transformers for extensions with the same names."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What config.json says of the rotation, in every spelling, against the configuration classes of transformers."""
+"""The rotation in config.json, in every spelling, against the configuration classes of transformers."""
 
 from copy import deepcopy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Models of transformers through our checkpoints: the same logits there, and the same bits on the way back."""
+"""Models of transformers imported into our checkpoints: the same logits, and the same bits after an export."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Configurations of published models: every folder is described without an error, as transformers describes it.
 
-The sizes and keys are facts about the models, written by hand. Keys that change nothing are those that the authors
+The sizes and keys are facts about the models, written by hand. Keys without an effect are those that the authors
 published.
 """
 

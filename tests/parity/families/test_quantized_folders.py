@@ -1,4 +1,4 @@
-"""Quantized weights are read as the numbers that they stand for: FP8 with scales, and GGUF files of llama.cpp."""
+"""Quantized weights are read as the numbers they represent: FP8 with scales, and GGUF files of llama.cpp."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Text networks inside models that also read images or sound: the logits of the whole model for text, and their export.
+"""Text networks in models that also read images or sound: the logits of the whole model for text, and their export.
 
 A case is a class of transformers with odd sizes and a vision network of one layer.
 """
