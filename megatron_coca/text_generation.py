@@ -22,7 +22,7 @@ from megatron_coca.model import (
     row_seeds,
 )
 from megatron_coca.support.console import Progress
-from megatron_coca.support.host_memory import keep_freed_memory
+from megatron_coca.support.host import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 

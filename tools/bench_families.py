@@ -37,7 +37,7 @@ from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.evaluation.results import measured
 from megatron_coca.evaluation.tasks.perplexity import plan_windows, score_document
 from megatron_coca.evaluation.tasks.speed import interleaved
-from megatron_coca.support.host_memory import keep_freed_memory
+from megatron_coca.support.host import keep_freed_memory
 from tools.records import ChildProcess, append_records, benchmark_parser, compared
 
 AGREEMENT = 1e-4

@@ -37,7 +37,7 @@ from megatron_coca.evaluation.tasks.speed import interleaved, measured_peak
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
 from megatron_coca.support.errors import InputError
-from megatron_coca.support.host_memory import keep_freed_memory
+from megatron_coca.support.host import keep_freed_memory
 from megatron_coca.training import launch
 from megatron_coca.training.checkpointing.saving import DTYPES
 from megatron_coca.training.engine import Engine, group

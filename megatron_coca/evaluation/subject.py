@@ -38,7 +38,7 @@ from megatron_coca.evaluation.options import (
 from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Show, Store
 from megatron_coca.model import GPT, empty_model
 from megatron_coca.support.console import write
-from megatron_coca.support.host_memory import keep_freed_memory
+from megatron_coca.support.host import keep_freed_memory
 from megatron_coca.support.plain_text import masked, plain
 
 logger = logging.getLogger(__name__)

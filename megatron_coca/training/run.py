@@ -16,7 +16,7 @@ from megatron_coca.config import Config, stage_at
 from megatron_coca.model import assemble_model, choose_backends
 from megatron_coca.support.console import set_up_logging
 from megatron_coca.support.errors import InputError
-from megatron_coca.support.host_memory import keep_freed_memory
+from megatron_coca.support.host import keep_freed_memory
 from megatron_coca.training import launch
 from megatron_coca.training.checkpointing.initial_model import initial_model
 from megatron_coca.training.checkpointing.neox_resume import starts_from_neox, take_over

@@ -3,7 +3,6 @@
 Each method has a model, and all models share their weights. Times vary between runs, so no two result files are equal.
 """
 
-import platform
 import statistics
 import time
 from argparse import Namespace
@@ -33,7 +32,7 @@ from megatron_coca.evaluation.subject import backend_record, environment_record,
 from megatron_coca.model import GPT, build_model
 from megatron_coca.support.arguments import ignoring
 from megatron_coca.support.console import track
-from megatron_coca.support.host_memory import keep_freed_memory
+from megatron_coca.support.host import keep_freed_memory, processor_name
 from megatron_coca.support.plain_text import masked
 
 PROTOCOL = (
@@ -450,11 +449,6 @@ def run(args: Namespace, show: Show) -> int:
 
 def empty_result(args: Namespace, config: Config, first: TimedMethod, device: str) -> SpeedResult:
     model = config.model
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        cpuinfo = []
-    processors = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
     shape = ShapeRecord(
         layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -476,9 +470,7 @@ def empty_result(args: Namespace, config: Config, first: TimedMethod, device: st
         tokenizer=None,
         environment=environment_record(args.dtype, config.position.attention_backend, device),
         protocol=SpeedProtocol(text=PROTOCOL, rounds=args.rounds, batch=args.batch_size, shape=shape),
-        machine=MachineRecord(
-            processor=next(processors, platform.machine()), threads=torch.get_num_threads(), versions=code_versions()
-        ),
+        machine=MachineRecord(processor=processor_name(), threads=torch.get_num_threads(), versions=code_versions()),
         results=[],
         missing=[],
     )

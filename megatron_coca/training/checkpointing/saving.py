@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.native.state import (
     WEIGHT,
     LocalWeight,
@@ -38,6 +37,7 @@ from megatron_coca.training.checkpointing.resume import Continuation
 from megatron_coca.training.collectives import attempt
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.engine import group as dist
+from megatron_coca.training.numerics import changes, numerics
 from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.optimizer import QK_NORMS
 from megatron_coca.training.randomness import load_rng_states, rng_states, seed_everything
@@ -91,7 +91,7 @@ class Checkpoints:
         self._group = dist.background_group()
         self._buffers: dict[tuple[str, str, int], Tensor] = {}
         self._run, self._origin = uuid4().hex, origin
-        self._versions = code_versions()  # only once, because this runs git
+        self._versions = numerics(engine.device)  # only once, because this runs git
 
     @property
     def run(self) -> str:
@@ -112,6 +112,9 @@ class Checkpoints:
         """
         folder, meta = how.folder, native.read_meta(how.folder, resumable=True)
         self._run, self._origin = meta.get("run", self._run), meta.get("origin")
+        if dist.is_main():
+            for line in changes(meta.get("versions") or {}, self._versions):
+                logger.warning("resuming with a different %s: the run may differ in its last bits", line)
         slices = self._engine.parameter_slices()
         try:
             with StateReader(folder / native.STATE, native.state_files(folder)) as reader:

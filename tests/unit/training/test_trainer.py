@@ -27,6 +27,7 @@ class CountingEngine:
     """An engine with losses from the test. Its weight counts the steps that changed it."""
 
     copies: frozenset[str] = frozenset()
+    device = torch.device("cpu")
     partitioned, loss_scale, module, labels = False, None, torch.nn.Linear(1, 1), 1
 
     def __init__(self, loss: Callable[[int], float]) -> None:

@@ -15,6 +15,7 @@ from megatron_coca.config import CheckpointConfig
 from megatron_coca.training.checkpointing.resume import Continuation
 from megatron_coca.training.checkpointing.saving import Checkpoints, is_due
 from megatron_coca.training.corpus import Corpus
+from megatron_coca.training.numerics import changes
 from tests.one_rank import changed, context_of_one_rank, only_stage
 
 
@@ -59,6 +60,7 @@ def test_a_logarithmic_scale_saves_where_gpt_neox_does(factor: float) -> None:
 def engine_of(weight: torch.Tensor) -> Any:
     """An engine with one parameter and no optimizer."""
     return SimpleNamespace(
+        device=torch.device("cpu"),
         pieces=lambda: [StatePiece("w", WEIGHT, 0, weight)],
         parameter_slices=lambda: {"w": ParameterSlice((weight.numel(),))},
         counters=lambda: {"step": 1.0},
@@ -105,6 +107,24 @@ def test_a_resumed_run_keeps_its_identity(opened: Corpus, tmp_path: Path) -> Non
     resumed.save(2, {})
     run("two").save(1, {})
     assert identity("one", 1) == identity("one", 2) != identity("two", 1)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_change_that_affects_the_last_bits_is_a_warning(
+    opened: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> Checkpoints:
+        return checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"), async_save=False)
+
+    run().save(1, {})
+    run().restore(plainly(tmp_path / "run/global_step1"))
+    assert "resuming with" not in caplog.text
+    monkeypatch.setenv("LD_PRELOAD", "/opt/mkl_avx512.so")
+    run().restore(plainly(tmp_path / "run/global_step1"))
+    assert "resuming with a different LD_PRELOAD (saved '', now 'mkl_avx512.so')" in caplog.text
+    assert changes({"torch": "2.12.0"}, {"torch": "2.13.0", "device": "new"}) == [
+        "torch (saved '2.12.0', now '2.13.0')"
+    ]
 
 
 @pytest.mark.usefixtures("one_rank")
