@@ -54,6 +54,7 @@ class CellRecord(Record):
         evaluation_seconds: time of the measurements, from their cost files.
         overhead_seconds: all other time: process starts, loading of data and models, and work repeated after an
             interruption. Calls that were killed are not counted.
+        preloaded: names of the libraries in LD_PRELOAD, which can change the kernels of MKL (docs/speed.md).
         evaluated: digests of the complete result files, by their path in the results folder.
         inputs: digests of the evaluated input files; empty in files of earlier versions.
     """
@@ -75,6 +76,7 @@ class CellRecord(Record):
     threads: int | None = None
     torch: str | None = None
     commit: str | None = None
+    preloaded: list[str] = []
     evaluated: dict[str, str] = {}
     inputs: dict[str, str] = {}
 

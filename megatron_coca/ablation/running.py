@@ -21,6 +21,7 @@ from megatron_coca.evaluation.suite import Command, describe_exit
 from megatron_coca.support import console
 from megatron_coca.support.atomic_write import exclusive_lock, write_file
 from megatron_coca.support.errors import FAILED
+from megatron_coca.support.host import preloaded_libraries
 from megatron_coca.support.processes import PROGRAM
 from megatron_coca.support.regular_files import open_to_append
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
@@ -246,6 +247,7 @@ class Job:
                 "threads": self.share.threads,
                 "torch": versions["torch"],
                 "commit": versions.get("commit"),
+                "preloaded": preloaded_libraries(),
             }
         )
         files.write_cell(self.cell, self._record)

@@ -171,12 +171,16 @@ def test_a_failed_cell_stops_no_other(
     assert "threads 2 pos_emb alibi" in (grid[0].run / "log.txt").read_text()
 
 
-def test_a_failed_task_leaves_the_others(tmp_path: Path, small: dict[str, Any]) -> None:
+def test_a_failed_task_leaves_the_others(
+    tmp_path: Path, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = cell(tmp_path, small, "rotary", ("needle", "perplexity"))
+    monkeypatch.setenv("LD_PRELOAD", "libm.so.6")
     (failure,) = run_cells([one], MACHINE, 1)
     assert f"{one.name}: needle: evaluate.py: m: all: x" in failure.reason and status_of([failure]) == 2
     record = read_cell(one)
     assert record.status == "failed" and record.evaluated.keys() == {"perplexity_m.json"}
+    assert record.preloaded == ["libm.so.6"]
     assert record.reason in failure.reason
 
 
