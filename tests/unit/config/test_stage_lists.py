@@ -104,11 +104,16 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
                 f"stages[1].pos_emb: the stages share their weights: rotary becomes {name}, but {name} has weights "
                 "of its own (methods with the same weights: rotary | coca | ",
             )
-            for name in ("rpe", "kerple_log", "kerple_power", "fire", "learned", "pope")
+            for name in ("rpe", "kerple_log", "kerple_power", "fire", "learned")
+        ),
+        (
+            [{"until": 5}, {"pos_emb": "pope"}],
+            "stages[1].pos_emb: the stages share their weights: rotary becomes pope, but pope with offset zero has",
         ),
         (
             [{"until": 5}, {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}}],
-            "stages[1].pos_emb: the stages share their weights: rotary becomes coca_strict",
+            "stages[1].pos_emb: the stages share their weights: rotary becomes coca_strict, but coca_strict with "
+            "initial_angle random has weights",
         ),
         (
             [{"until": 5, "pos_emb": "pope"}, {"pos_emb": "pope", "pos_emb_options": {"offset": "none"}}],
@@ -222,6 +227,8 @@ def test_the_stages_of_drope() -> None:
         "relative_positions": {"type": "rerope", "window": 64},
         "training_positions": {"type": "shifted", "max": 2048},
     }
+    fast = {"rotary_frequencies": {"type": "rope_id"}}
+    assert load_config([MODEL, "configs/train/drope.yml"], rotary | fast).run_stages()
     first, last = load_config([MODEL, "configs/train/drope.yml"], rotary).run_stages()
     assert (first.config.position.pos_emb, last.config.position.pos_emb) == ("rotary", "none")
     assert not last.reset_optimizer and (last.last - first.last) / last.last == pytest.approx(0.05, abs=1e-6)
