@@ -96,7 +96,7 @@ def _learner(kind: PositionConfig, seq_length: int) -> str | None:
     options = embedding.resolved(given, seq_length)
     angles = [name for name in ANGLES if embedding.option(name) is not None]
     if not angles:
-        return kind.pos_emb if embedding.weights is not None else None
+        return kind.pos_emb if kind.embedding.weights is not None else None
     own = next((name for name in angles if options[name] in ANGLES[name]), None)
     return own and f"{kind.pos_emb} with {own} {options[own]}"
 
