@@ -303,6 +303,13 @@ class PositionConfig(PositionKeys):
         names = ("rpe_num_buckets", "rpe_max_distance", "alibi_slope_scale")
         return given | {name: getattr(self, name) for name in names}
 
+    @property
+    def score_form(self) -> tuple[str, dict[str, Any]]:
+        """`pos_emb`, and its options in `pos_emb_options` with their defaults."""
+        given = self.pos_emb_options.given if self.pos_emb_options is not None else {}
+        defaults = {option.name: option.default for option in self.embedding.options}
+        return self.pos_emb, defaults | {name: value for name, value in given.items() if value is not None}
+
     def frequency_count(self, head_dim: int) -> int:
         """Return the number of rotary frequencies of a head with `head_dim` features."""
         return self.embedding.frequency_count(int(head_dim * self.rotary_pct), self.embedding_options)

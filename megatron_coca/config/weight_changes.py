@@ -66,7 +66,7 @@ def _type_changes(
 ) -> Iterator[tuple[str, str]]:
     """Yield the keys of one layer type that need other weights, with the reasons."""
     learns = [learner for kind in (old, new) if (learner := _learner(kind, after.model.seq_length))]
-    if learns and (old.pos_emb, old.pos_emb_options) != (new.pos_emb, new.pos_emb_options):
+    if learns and old.score_form != new.score_form:
         shared = " | ".join(methods.names("pos_emb", weights=None))
         options = old.pos_emb == new.pos_emb
         change = f"the options of {old.pos_emb} change" if options else f"{old.pos_emb} becomes {new.pos_emb}"

@@ -221,14 +221,24 @@ def test_methods_with_the_same_weights_may_follow_each_other() -> None:
     assert layers.position.of_type("a").pos_emb == "none" and layers.position.pos_emb == "rotary"
 
 
+def test_frequencies_of_training_go_with_the_rotation() -> None:
+    keys = {"rotary_frequencies": {"type": "rope_id"}}
+    assert "set rotary_frequencies to null" in problems({"until": 5}, {"pos_emb": "none"}, **keys)[0]
+    dropped = {"pos_emb": "none", "rotary_frequencies": None}
+    assert staged({"until": 5}, dropped, **keys).run_stages()[1].config.position.rotary_frequencies is None
+
+
+def test_options_that_a_stage_repeats_are_no_change() -> None:
+    same = {"pos_emb": "pope", "pos_emb_options": {"offset": "zero"}}
+    assert len(staged({"until": 5, "pos_emb": "pope"}, same).run_stages()) == 2
+
+
 def test_the_stages_of_drope() -> None:
     rotary = {
         "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
         "relative_positions": {"type": "rerope", "window": 64},
         "training_positions": {"type": "shifted", "max": 2048},
     }
-    fast = {"rotary_frequencies": {"type": "rope_id"}}
-    assert load_config([MODEL, "configs/train/drope.yml"], rotary | fast).run_stages()
     first, last = load_config([MODEL, "configs/train/drope.yml"], rotary).run_stages()
     assert (first.config.position.pos_emb, last.config.position.pos_emb) == ("rotary", "none")
     assert not last.reset_optimizer and (last.last - first.last) / last.last == pytest.approx(0.05, abs=1e-6)
