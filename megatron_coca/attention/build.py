@@ -11,11 +11,11 @@ from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
 from megatron_coca.attention.backends.triton import TritonBackend
 from megatron_coca.attention.inputs import Backend, BackendError, Needs
-from megatron_coca.attention.method import PositionMethod, operand_maker
+from megatron_coca.attention.method import OperandMaker, PositionMethod, operand_maker
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, HeadWeights, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED, Band
-from megatron_coca.attention.positions.forms import score_form
+from megatron_coca.attention.positions.forms import ScoreForm, score_form
 from megatron_coca.attention.positions.frequencies import FREQUENCIES, Rotary, Scaling
 from megatron_coca.attention.positions.gates import GATES, HeadGates
 from megatron_coca.attention.positions.logit_scalings import LOGIT_SCALINGS
@@ -63,7 +63,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         trained_bands=bands,
         logit_scaling=partial(scale, **factors) if scale else None,
         scales_training=not scaling.evaluation_only,
-        operands=operand_maker(position.operand_kernel),
+        operands=_operands(position, form),
         softmax_scale=model.softmax_scale,
         softcap=model.attn_logit_softcapping,
         sinks=bool(position.sink_logits),
@@ -75,6 +75,16 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         queries_per_key=model.num_attention_heads // model.num_kv_heads,
         norms_rotated=model.qk_norm_after_rotation,
     )
+
+
+def _operands(position: PositionConfig, form: ScoreForm) -> OperandMaker:
+    if position.operand_kernel == "triton" and form.rotary and form.kernel is None:
+        given = position.pos_emb_options
+        options = f" with pos_emb_options {given.model_dump(exclude={'type'})}" if given is not None else ""
+        raise BackendError(
+            f"operand_kernel: triton does not support pos_emb {position.pos_emb}{options}; set operand_kernel to torch"
+        )
+    return operand_maker(position.operand_kernel)
 
 
 def _rotary(position: PositionConfig, model: ModelConfig) -> Rotary:

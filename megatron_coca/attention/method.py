@@ -78,17 +78,19 @@ def with_torch(
 def with_triton(
     form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None, offset: Tensor | None = None
 ) -> list[Tensor]:
-    """Compute the operands in one fused kernel, in float32 with one rounding. Only q, k and the tables are saved for
-    the backward pass.
+    """Compute the operands of a rotary form in one fused kernel, in float32 with one rounding. Only q, k and the tables
+    are saved for the backward pass. Other forms have nothing to compute: layers of another type may rotate.
 
     Raises:
         ValueError: the kernel does not support the form or these tensors.
     """
+    pairs = [pair for tables in segments for pair in (tables.query, tables.key) if pair is not None]
+    if not pairs:
+        return with_torch(form, q, k, segments, factor)
     # Imported here because triton exists only on some platforms, and everything else must work without it.
     from megatron_coca.kernels.operands import fused_operands
 
-    pairs = [pair for tables in segments for pair in (tables.query, tables.key) if pair is not None]
-    if not pairs or form.kernel is None or offset is not None:
+    if form.kernel is None or offset is not None:
         raise ValueError("operand_kernel: triton does not support this score form; set operand_kernel to torch")
     if factor is not None and 2 * pairs[0].cos.shape[-1] < q.shape[-1]:
         raise ValueError(

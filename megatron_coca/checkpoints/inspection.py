@@ -19,7 +19,8 @@ from megatron_coca.support.remote_files import is_url
 
 SHOWN_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "vocab_size", "pos_emb"),
-    *("rotary_frequencies", "rope_scaling", "relative_positions", "logit_scaling", "attention_output_gate", "seed"),
+    *("pos_emb_options", "rotary_pct", "rotary_frequencies", "rope_scaling", "relative_positions", "logit_scaling"),
+    *("qk_norm", "attention_output_gate", "seed"),
 )
 """Configuration keys that a description shows."""
 

@@ -61,8 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = load_config(*split_inputs(options.inputs))
     gpus = options.gpus or _configured_gpus(config)
     from megatron_coca.model.cost import peak_flops
+    from megatron_coca.training.corpus import with_task_vocabulary
     from megatron_coca.training.estimate import estimate, fits
 
+    config = with_task_vocabulary(config)
     gpu, tokens, seconds, fitting = GPUS[options.gpu], 0, 0.0, True
     for stage in config.run_stages():
         if config.schedule.stages:

@@ -26,11 +26,13 @@ class ConfigError(InputError, ValueError):
         return plain("\n".join(self.problems))
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the hint ``; did you mean `x`?`` for the known word that is closest to `word`, or an empty string."""
+def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return the hint ``; did you mean `x`?`` for the known word that is closest to `word`, or an empty string. The
+    hint shows `prefix` before the word.
+    """
     lowered = {candidate.lower(): candidate for candidate in known}
     match = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
-    return f"; did you mean `{lowered[match[0]]}`?" if match else ""
+    return f"; did you mean `{prefix}{lowered[match[0]]}`?" if match else ""
 
 
 def shown(value: Any) -> str:

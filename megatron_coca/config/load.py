@@ -123,9 +123,20 @@ def _expectation(message: str) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Return the message about an unknown key, with the key for this Hugging Face name or the closest key as a hint."""
-    meant = HUGGING_FACE.get(key)
-    return f"unknown key{f'; did you mean `{meant}`?' if meant else nearest(key, known_keys())}"
+    """Return the message about an unknown key, with the key for this Hugging Face name or the closest key as a hint. In
+    a mapping with known names and no close name, the hint lists these names.
+    """
+    if meant := HUGGING_FACE.get(key):
+        return f"unknown key; did you mean `{meant}`?"
+    mapping, _, name = key.rpartition(".")
+    if names := nested_names(_of_model(mapping)):
+        return f"unknown key{nearest(name, names, f'{mapping}.') or '; use one of ' + ' | '.join(names)}"
+    return f"unknown key{nearest(key, known_keys())}"
+
+
+def _of_model(key: str) -> str:
+    """Return a key of a layer type as a key of the model."""
+    return key.split(".", 2)[2] if key.startswith("layer_types.") and key.count(".") > 1 else key
 
 
 def _owner_of(path: str) -> str:
@@ -152,8 +163,7 @@ def _path_of(error: ErrorDetails, values: Any) -> str:
 
 def _choices_of(key: str) -> tuple[Any, ...]:
     """Return the choices of a key, of a name in a mapping such as `rope_scaling.rope_type`, or of a list item."""
-    if key.startswith("layer_types."):
-        return _choices_of(key.split(".", 2)[2])
+    key = _of_model(key)
     owner, option = _owner_of(key), key.partition("[")[0].rpartition(".")[2]
     owner = "pos_emb" if owner == "pos_emb_options" else owner
     if owner in methods.TABLES and option in (owner, SELECTORS.get(owner)):

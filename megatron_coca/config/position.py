@@ -13,6 +13,7 @@ from pydantic import (
     ValidationInfo,
     create_model,
     model_serializer,
+    model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -111,7 +112,8 @@ def read_choice(key: str, value: Any) -> Any:
             kept[option] = given
         else:
             listed = " | ".join(reader.name for reader in readers)
-            message = f"{option} has no effect with {selector} {name}; it is an option of {listed}"
+            place = key if key == "pos_emb" else selector
+            message = f"{option} has no effect with {place} {name}; it is an option of {listed}"
             faults.append(_fault("option", message, given))
     if faults:
         raise _error(*faults)
@@ -199,6 +201,13 @@ class PositionKeys(ConfigGroup):
 
 class LayerType(PositionKeys):
     """Position keys of one layer type. A key that is not set has the model's value."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_with_method(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("pos_emb_options") is not None and "pos_emb" not in values:
+            raise _error(_fault("option", "needs pos_emb in the same layer type; set it", values, "pos_emb_options"))
+        return values
 
     @model_serializer(mode="wrap")
     def _only_given(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -293,6 +302,13 @@ class PositionConfig(PositionKeys):
         given = self.pos_emb_options.given if self.pos_emb_options is not None else {}
         names = ("rpe_num_buckets", "rpe_max_distance", "alibi_slope_scale")
         return given | {name: getattr(self, name) for name in names}
+
+    @property
+    def score_form(self) -> tuple[str, dict[str, Any]]:
+        """`pos_emb`, and its options in `pos_emb_options` with their defaults."""
+        given = self.pos_emb_options.given if self.pos_emb_options is not None else {}
+        defaults = {option.name: option.default for option in self.embedding.options}
+        return self.pos_emb, defaults | {name: value for name, value in given.items() if value is not None}
 
     def frequency_count(self, head_dim: int) -> int:
         """Return the number of rotary frequencies of a head with `head_dim` features."""

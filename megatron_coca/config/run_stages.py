@@ -21,8 +21,8 @@ STAGE_KEYS = (
     | FORM_KEYS
     | {"seq_length", "max_position_embeddings", "training_positions", "hidden_dropout", "attention_dropout"}
     | {"embedding_dropout"}
-    | {"rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width", "layer_types"}
-    | {"attention_chunk_size"}
+    | {"rotary_frequencies", "rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "layer_types"}
+    | {"sliding_window_width", "attention_chunk_size"}
     | {"optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "weight_decay", "gradient_clipping"}
     | {"trainable", "eval_interval", "eval_iters", "eval_per_source", "eval_windows"}
 )

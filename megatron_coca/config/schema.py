@@ -89,15 +89,21 @@ SELECTORS: dict[str, str] = {
 MAPPINGS: dict[str, type[ConfigGroup]] = {"synthetic": SyntheticConfig, "training_positions": TrainingPositions}
 """Keys with a mapping of fixed names, each with the model of the mapping."""
 
-CLOSED = SECTIONS | SELECTORS.keys() | MAPPINGS.keys() | {"fp16", "bf16"}
+CLOSED = SECTIONS | SELECTORS.keys() | MAPPINGS.keys() | {"pos_emb_options", "fp16", "bf16"}
 """Mappings with only known names. All other mappings are passed through unchanged."""
 
 
 def nested_names(key: str) -> tuple[str, ...]:
     """Return every valid name in the mapping of a key; empty if the key has no mapping with known names."""
     if key in SELECTORS:
-        options = (option.name for choice in methods.TABLES[key].values() for option in choice.options)
-        return (SELECTORS[key], *[ORIGINAL] * (key == "rope_scaling"), *dict.fromkeys(options))
+        return (SELECTORS[key], *[ORIGINAL] * (key == "rope_scaling"), *_option_names(key))
+    if key == "pos_emb_options":
+        return _option_names("pos_emb")
     if key in MAPPINGS:
         return tuple(MAPPINGS[key].model_fields)
     return tuple({"fp16": Fp16, "bf16": Bf16}[key].__annotations__) if key in ("fp16", "bf16") else ()
+
+
+def _option_names(key: str) -> tuple[str, ...]:
+    """Return the name of every option of a key's choices."""
+    return tuple(dict.fromkeys(option.name for choice in methods.TABLES[key].values() for option in choice.options))

@@ -16,8 +16,8 @@ FORM_KEYS = frozenset({"pos_emb", "pos_emb_options", "qk_norm", "qk_norm_after_r
 """Keys that a later stage, or a run that continues a loaded checkpoint, may change if `weight_changes` has no
 objection.
 """
-ROTARY_KEYS = frozenset({"rope_scaling", "relative_positions"})
-"""Keys that must change together with `pos_emb` if only one of the two methods rotates."""
+ROTARY_KEYS = frozenset({"rotary_frequencies", "rope_scaling", "relative_positions", "training_positions"})
+"""Keys that may change together with `pos_emb` if only one of the two methods rotates."""
 ANGLES = {"offset": ("zero", "uniform"), "initial_angle": ("random",)}
 """Options of `pos_emb`, with the values for which every head has angles as weights."""
 
@@ -65,8 +65,8 @@ def _type_changes(
     before: Settings, after: Settings, old: PositionConfig, new: PositionConfig
 ) -> Iterator[tuple[str, str]]:
     """Yield the keys of one layer type that need other weights, with the reasons."""
-    learns = [kind.pos_emb for kind in (old, new) if _has_weights(kind, after.model.seq_length)]
-    if learns and (old.pos_emb, old.pos_emb_options) != (new.pos_emb, new.pos_emb_options):
+    learns = [learner for kind in (old, new) if (learner := _learner(kind, after.model.seq_length))]
+    if learns and old.score_form != new.score_form:
         shared = " | ".join(methods.names("pos_emb", weights=None))
         options = old.pos_emb == new.pos_emb
         change = f"the options of {old.pos_emb} change" if options else f"{old.pos_emb} becomes {new.pos_emb}"
@@ -90,12 +90,15 @@ def _type_changes(
         yield "sink_logits", "the scores of the sinks are learned"
 
 
-def _has_weights(kind: PositionConfig, seq_length: int) -> bool:
-    """Return whether the position method adds weights to the model."""
+def _learner(kind: PositionConfig, seq_length: int) -> str | None:
+    """Return the position method as text if it adds weights to the model, with the option that adds them."""
     embedding, given = next(kind.choices())
     options = embedding.resolved(given, seq_length)
-    angles = [options[name] in values for name, values in ANGLES.items() if embedding.option(name) is not None]
-    return any(angles) if angles else kind.embedding.weights is not None
+    angles = [name for name in ANGLES if embedding.option(name) is not None]
+    if not angles:
+        return kind.pos_emb if kind.embedding.weights is not None else None
+    own = next((name for name in angles if options[name] in ANGLES[name]), None)
+    return own and f"{kind.pos_emb} with {own} {options[own]}"
 
 
 def _norms(model: ModelConfig) -> str | None:

@@ -112,11 +112,9 @@ def open_corpus(config: Config) -> Corpus:
         ConfigError: the tokenizer has more tokens than the model's vocabulary, or `eod_mask_loss` is set without a
             known tokenizer.
     """
-    task = config.data.synthetic
-    if task is not None:
-        config = _with_task_vocabulary(config, task_settings(task))
-        if not task.text:
-            return Corpus(config, synthetic_samples(config, "train"), synthetic_samples(config, "valid"), None)
+    task, config = config.data.synthetic, with_task_vocabulary(config)
+    if task is not None and not task.text:
+        return Corpus(config, synthetic_samples(config, "train"), synthetic_samples(config, "valid"), None)
     config = _with_paths(config)
     train, valid = _open_shards(config, ("train", "valid"))
     for prefix in config.data.test_data_paths or ():
@@ -166,9 +164,15 @@ def synthetic_samples(config: Config, split: str, text: Blend | None = None) -> 
     return SyntheticSamples(task_settings(config.data.synthetic), config.model.seq_length, config.seed, split, text)
 
 
-def _with_task_vocabulary(config: Config, task: TaskSettings) -> Config:
-    """Return the configuration with the synthetic task's vocabulary size, unless it is already set."""
-    vocab_size = config.model.vocab_size
+def with_task_vocabulary(config: Config) -> Config:
+    """Return the configuration with the vocabulary size of its synthetic task, if it has one, unless the size is set.
+
+    Raises:
+        ConfigError: the size is too small for the task.
+    """
+    if config.data.synthetic is None:
+        return config
+    task, vocab_size = task_settings(config.data.synthetic), config.model.vocab_size
     if vocab_size is not None and vocab_size < task.vocab_size:
         raise ConfigError(
             f"vocab_size: {vocab_size}, but the synthetic task has {task.vocab_size} token ids; leave vocab_size out"

@@ -114,7 +114,7 @@ def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, 
         raise ConfigError(
             f"attention_config: the trained model has no layers of type {', '.join(added)}; set them for the model"
         )
-    for key in ("rotary_pct", "rotary_frequencies"):
+    for key in ("pos_emb", "pos_emb_options", "rotary_pct", "rotary_frequencies"):
         if any(getattr(trained.layer_types[name], key) != getattr(position, key) for name, position in types.items()):
             raise ConfigError(f"{key}: part of the training; name the overlay after the model's file, not in --variant")
     return [
@@ -146,9 +146,10 @@ def _settings(shown: Sequence[ShownMethod]) -> Table:
         limits = position.sliding_window_width, position.attention_chunk_size
         seen = [limit for limit in limits if limit is not None]
         base = chosen(position.rotary_frequencies or f"{position.rotary_emb_base:g}")
+        base += f", rotary_pct {position.rotary_pct:g}" if position.rotary_pct < 1 else ""
         texts = (
             f"{each.layers} of {each.config.model.num_layers}",
-            position.pos_emb,
+            chosen(position.pos_emb_options or position.pos_emb),
             base if each.method.rotary is not None else "-",
             chosen(position.rope_scaling),
             chosen(position.relative_positions),

@@ -74,7 +74,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     summary += [f"changes {', '.join(changed)}"] if changed else []
     summary += ["adds norms of queries and keys"] if norms else []
     summary += [f"drops {', '.join(dropped)}"] if dropped else []
-    summary += [f"draws {', '.join(drawn)} at random"] if drawn else []
+    summary += [f"initializes {', '.join(drawn)}"] if drawn else []
     logger.info("; ".join(summary))
     return InitialModel(model, source.identity)
 
@@ -85,7 +85,7 @@ def _same_positions(saved: Config, wanted: Config) -> dict[re.Pattern[str], bool
     CLEX weights need the same frequencies, gate weights need the same gate, and all others need the same method.
     """
     both = (saved, wanted)
-    kinds = [[(name, p.pos_emb, p.pos_emb_options) for name, p in each.layer_types.items()] for each in both]
+    kinds = [[(name, p.score_form) for name, p in each.layer_types.items()] for each in both]
     gates = [[(name, p.forgetting_gate) for name, p in each.layer_types.items()] for each in both]
     same_layers = saved.model.layer_names == wanted.model.layer_names
     lengths = {each.position.original_length(each.model.seq_length) for each in both}
@@ -104,13 +104,15 @@ def _same_positions(saved: Config, wanted: Config) -> dict[re.Pattern[str], bool
 def _changed_positions(saved: Config, wanted: Config) -> list[str]:
     """Return the position keys that differ, each with both values."""
 
-    def kind(value: object) -> object:  # shows a section with many options by its type
+    def kind(key: str, value: object) -> object:  # shows a section with many options by its type
+        if key == "pos_emb_options" and isinstance(value, dict):
+            return {name: option for name, option in value.items() if name != "type"}
         keys = [key for key in ("rope_type", "type") if isinstance(value, dict) and key in value]
         return value[keys[0]] if isinstance(value, dict) and keys else value
 
     before, after = saved.flat(), wanted.flat()
     return [
-        f"{key} (saved {kind(before[key])!r}, now {kind(after[key])!r})"
+        f"{key} (saved {kind(key, before[key])!r}, now {kind(key, after[key])!r})"
         for key in POSITION_KEYS
         if before[key] != after[key]
     ]

@@ -21,10 +21,12 @@ from megatron_coca.attention.build import (
     BackendError,
     automatic,
     build_method,
+    build_methods,
     select_backend,
     varies,
 )
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Backend, Band, Needs, Segment
+from megatron_coca.attention.method import PositionEncoding
 from megatron_coca.config import load_config
 from megatron_coca.config.position import PositionConfig
 from megatron_coca.model import build_model
@@ -124,6 +126,23 @@ def test_what_is_taken_only_by_name() -> None:
     ):
         assert part in str(caught.value)
     assert select_backend("reference", needs) == ("reference", BACKENDS["reference"])
+
+
+@pytest.mark.parametrize("angle", [{"pos_emb": "pope"}, {"pos_emb_options": {"initial_angle": 0.3}}], ids=str)
+def test_a_form_without_a_fused_kernel_is_an_error_before_the_first_step(angle: dict[str, Any]) -> None:
+    keys = {"pos_emb": "coca_strict", "operand_kernel": "triton"} | angle
+    config = load_config([], SHAPE | keys)
+    with pytest.raises(BackendError, match="operand_kernel: triton does not support pos_emb .*; set operand_kernel to"):
+        build_method(config.position, config.model)
+
+
+def test_the_fused_kernel_leaves_layers_without_rotation_to_pytorch() -> None:
+    types = {"layer_types": {"nope": {"pos_emb": "none"}}, "attention_config": [[["global", "nope"], 1]]}
+    keys = {"pos_emb": "coca", "operand_kernel": "triton", "num_layers": 2}
+    method = build_methods(load_config([], SHAPE | keys | types))["nope"]
+    q = torch.randn(1, 2, 3, 16)
+    frame = PositionEncoding(method)(torch.arange(3), 3, q.dtype)
+    assert method.prepare(q, q, q, frame).query is q
 
 
 def test_a_named_backend_is_never_replaced() -> None:

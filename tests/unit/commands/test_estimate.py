@@ -196,6 +196,12 @@ def test_the_tool_estimates_every_stage(capsys: pytest.CaptureFixture[str]) -> N
     assert f"all stages: {900 * 256 * 512 + 100 * 16 * 4096:,} tokens, " in shown
 
 
+def test_the_vocabulary_of_a_synthetic_task_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(ROOT / "configs/recall/model.yml"), str(ROOT / "configs/recall/ordered.yml")]) == 0
+    rows = 384  # 32 + 16 x 16 + 3 x 16 + 1 token ids, in multiples of 64
+    assert f"  embedding        {rows * 64:>18,}" in capsys.readouterr().out
+
+
 def test_the_tool_needs_hosts_or_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["estimate", str(MODEL), str(ROOT / "configs/cluster/a100x32.yml")]) == 2
     error = capsys.readouterr().err

@@ -133,6 +133,23 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "pos_emb: pope\npos_emb_options: {offset: zer}",
             "pos_emb_options.offset: `zer` is not one of none | zero | uniform; did you mean `zero`?",
         ),
+        (
+            "pos_emb: pope\npos_emb_options: {off-set: zero}",
+            "pos_emb_options.off_set: unknown key; did you mean `pos_emb_options.offset`?",
+        ),
+        (
+            "pos_emb: polar\npos_emb_options: {delta: 1}",
+            "pos_emb_options.delta: unknown key; use one of initial_angle | offset | power | ",
+        ),
+        ("pos_emb: pope\npos_emb_options: {power: 2}", "pos_emb_options: power has no effect with pos_emb pope; it is"),
+        (
+            "pos_emb: polar\nlayer_types: {a: {pos_emb_options: {power: 2}}}",
+            "layer_types.a.pos_emb_options: needs pos_emb in the same layer type; set it",
+        ),
+        (
+            "layer_types: {a: {rope_scaling: {rope_type: yarn, facto: 2}}}",
+            "layer_types.a.rope_scaling.facto: unknown key; did you mean `layer_types.a.rope_scaling.factor`?",
+        ),
         ("distributed_backend: mpi", "distributed_backend: `mpi` is not one of nccl | gloo"),
         ("train_epochs: 2\ntrain_iters: 4", "train_epochs: contradicts train_iters; set only one of the two"),
         ("train_epochs: 2", "train_epochs: needs data_path or train_data_paths"),

@@ -104,11 +104,16 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
                 f"stages[1].pos_emb: the stages share their weights: rotary becomes {name}, but {name} has weights "
                 "of its own (methods with the same weights: rotary | coca | ",
             )
-            for name in ("rpe", "kerple_log", "kerple_power", "fire", "learned", "pope")
+            for name in ("rpe", "kerple_log", "kerple_power", "fire", "learned")
+        ),
+        (
+            [{"until": 5}, {"pos_emb": "pope"}],
+            "stages[1].pos_emb: the stages share their weights: rotary becomes pope, but pope with offset zero has",
         ),
         (
             [{"until": 5}, {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}}],
-            "stages[1].pos_emb: the stages share their weights: rotary becomes coca_strict",
+            "stages[1].pos_emb: the stages share their weights: rotary becomes coca_strict, but coca_strict with "
+            "initial_angle random has weights",
         ),
         (
             [{"until": 5, "pos_emb": "pope"}, {"pos_emb": "pope", "pos_emb_options": {"offset": "none"}}],
@@ -214,6 +219,18 @@ def test_methods_with_the_same_weights_may_follow_each_other() -> None:
     types = {"attention_config": [[["global", "a"], 12]], "layer_types": {"a": {"sliding_window_width": 8}}}
     layers = staged({"until": 5}, {"layer_types": {"a": {"pos_emb": "none"}}}, **types).run_stages()[-1].config
     assert layers.position.of_type("a").pos_emb == "none" and layers.position.pos_emb == "rotary"
+
+
+def test_frequencies_of_training_go_with_the_rotation() -> None:
+    keys = {"rotary_frequencies": {"type": "rope_id"}}
+    assert "set rotary_frequencies to null" in problems({"until": 5}, {"pos_emb": "none"}, **keys)[0]
+    dropped = {"pos_emb": "none", "rotary_frequencies": None}
+    assert staged({"until": 5}, dropped, **keys).run_stages()[1].config.position.rotary_frequencies is None
+
+
+def test_options_that_a_stage_repeats_are_no_change() -> None:
+    same = {"pos_emb": "pope", "pos_emb_options": {"offset": "zero"}}
+    assert len(staged({"until": 5, "pos_emb": "pope"}, same).run_stages()) == 2
 
 
 def test_the_stages_of_drope() -> None:

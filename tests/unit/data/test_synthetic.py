@@ -94,6 +94,19 @@ def test_evaluation_asks_for_the_order_of_all_facts() -> None:
     assert (np.bincount(kinds) > 150).all() and set(tokens[kinds == 2, -1]) == set(range(336, 344))
 
 
+def test_without_the_order_of_the_facts_a_third_or_a_fifth_of_the_guesses_is_right() -> None:
+    settings = TaskSettings("ordered_recall", facts=6, updates=3, back=1)
+    draws = Draws(np.arange(3000), 0, "evaluation 64")
+    tokens, answers, _, kinds = ordered_question(settings, draws.integers(64, 32), draws)
+    right: list[list[float]] = [[], [], []]
+    for row, answer, kind in zip(tokens, answers - settings.value(np.array(0)), kinds, strict=True):
+        told = [divmod(token - 32, 16) for token in row.tolist() if 32 <= token < 288]
+        key = (int(row[-1]) - (288, 320, 0)[kind]) if kind < 2 else None
+        values = [value for each, value in told if key in (None, each)]
+        right[kind].append(values.count(answer) / len(values))
+    assert set(right[0] + right[1]) == {1 / 3} and np.mean(right[2]) == pytest.approx(0.2, abs=0.01)
+
+
 @pytest.mark.parametrize(("task", "step"), [("copy", 1), ("reverse", -1)])
 def test_copies_follow_the_separator(task: str, step: int) -> None:
     _, tokens, mask = read(task)

@@ -121,6 +121,15 @@ def test_frequencies_of_training_are_those_of_a_model(tmp_path: Path, rotary: st
     assert values(facts, "wavelengths", panel=1)[[0, -1]] == pytest.approx([8, 32])
 
 
+def test_the_options_of_a_method_are_named_and_are_no_variant(tmp_path: Path, rotary: str, capsys) -> None:
+    polar = write(tmp_path, "polar.yml", MODEL + "pos_emb: polar\npos_emb_options: {power: 2}\nrotary_pct: 0.5\n")
+    facts = drawn(tmp_path, rotary, polar, "--variant", "plain", "--variant", "x", "pos_emb=pope", "--length", "65")
+    text = capsys.readouterr().out
+    assert [panel["title"] for panel in facts["scores"]] == ["rotary", "polar"]
+    assert "polar, power 2" in text and "10000, rotary_pct 0.5" in text
+    assert "rotary with x: pos_emb: part of the training" in text and "polar with x: " in text
+
+
 def test_types_of_layers_and_biases_have_their_own_panels(tmp_path: Path, rotary: str) -> None:
     pattern = "attention_config: [[[sliding, global], 2]]\nlayer_types: {sliding: {sliding_window_width: 15}}\n"
     layers = write(tmp_path, "layers.yml", pattern)

@@ -138,6 +138,15 @@ def test_weights_of_one_name_and_another_meaning_are_drawn(
     assert torch.equal(begun(folder, **before)[drawn], weights[drawn]), "weights with the same meaning are taken"
 
 
+def test_options_are_compared_with_their_defaults(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, _ = source(tmp_path / "run", pos_emb="pope")
+    with caplog.at_level(logging.INFO):
+        begun(folder, pos_emb="pope", pos_emb_options={"offset": "zero"})
+        assert "position_offsets" not in caplog.text, "the angles mean the same"
+        begun(folder, pos_emb="polar", pos_emb_options={"power": 2})
+    assert "now {'power': 2, " in caplog.text and "initializes blocks.0.attention.position_offsets.bias" in caplog.text
+
+
 def test_the_origin_is_told(tmp_path: Path) -> None:
     folder, _ = source(tmp_path / "run")
     begun_with = initial_model(configured(load=str(folder), finetune=True), "cpu")

@@ -200,6 +200,11 @@ def test_a_loaded_run_may_change_its_form(saved: Path, opened: Corpus, caplog: p
         with pytest.raises(CheckpointError) as caught:
             check_same_run(saved, changed(opened, **loads, **values), LAYOUT)
         assert part in str(caught.value) and "new stage" not in str(caught.value)
+    rotates = {"rotary_frequencies": {"type": "rope_id"}, "training_positions": {"type": "shifted", "max": "4L"}}
+    (saved / native.CONFIG).write_text(opened.config.override(rotates).to_yaml())
+    check_same_run(saved, changed(opened, **loads, **form), LAYOUT)  # all that needs rotation goes with it
+    with pytest.raises(CheckpointError, match=r"different rotary_frequencies \(saved .*, training_positions \(saved "):
+        check_same_run(saved, changed(opened, **loads, pos_emb="rotary"), LAYOUT)
     own = {"load": str(saved.parent), "save": str(saved.parent)}
     with pytest.raises(CheckpointError, match="restore these values, change the position method in a new stage, or"):
         check_same_run(saved, changed(opened, **own, **form), LAYOUT)
