@@ -135,8 +135,8 @@ def test_the_readme_shows_numbers_of_the_study() -> None:
     assert "no declared contrast of recall is significant after the correction for 14 contrasts (p = 0.1" in text
     assert "| CoCA-Slack, shifted against RoFormer | 16L | recall | 6 | 0.17 ± 0.11 | | 0.012 | 0.1 |" in declared
     later = " ".join((ROOT / "docs/recall_power.md").read_text().split())
-    assert "CoCA-Slack's perplexity is 3.8% higher (3.2% to 4.4%" in text and "1.038 (1.032 to 1.044)" in later
-    assert 'recalls 0.48 at 16L with NTK 4, and RoFormer 0.13 (p = 3e-05)' in text and "p = 3e-05, holds" in later
+    assert "CoCA-Slack's perplexity is 3.8% higher (3.2% to 4.4%" in text and "1.038 times (1.032 to 1.044)" in later
+    assert "recalls 0.48 at 16L with NTK 4, and RoFormer 0.13 (p = 3e-05)" in text and "p = 3e-05, holds" in later
 
 
 def test_a_report_without_results_names_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
