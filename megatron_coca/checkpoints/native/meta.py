@@ -69,6 +69,7 @@ class Meta(_Part):
     step: Index
     run: str | None = None
     origin: str | None = None
+    versions: dict[str, str] | None = None
     topology: Annotated[dict[str, Size], AfterValidator(_ranks)] | None = None
     counters: Counters | None = None
     progress: Progress | None = None
