@@ -18,7 +18,7 @@ objection.
 """
 ROTARY_KEYS = frozenset({"rotary_frequencies", "rope_scaling", "relative_positions", "training_positions"})
 """Keys that may change together with `pos_emb` if only one of the two methods rotates."""
-ANGLES = {"offset": ("zero", "uniform"), "initial_angle": ("random",)}
+ANGLES = {"offset": ("zero", "uniform", "free"), "initial_angle": ("random",)}
 """Options of `pos_emb`, with the values for which every head has angles as weights."""
 
 

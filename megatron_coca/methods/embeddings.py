@@ -2,7 +2,14 @@
 
 from megatron_coca.methods.declaration import Option, PositionEmbedding, declare
 
-_OFFSET = "Constant angles that each head learns per magnitude: none, or their initial values."
+_OFFSET = Option(
+    "offset",
+    "choice",
+    "Constant angles that each head learns per magnitude, by their initial values: zero or uniform, clamped to"
+    " [-2 pi, 0] as in the paper; or free, from zero without limits.",
+    default="zero",
+    choices=("none", "zero", "uniform", "free"),
+)
 _KERPLE = "GPT-NeoX has no weights for it; use megatron-coca train"
 
 declare(
@@ -55,7 +62,7 @@ declare(
             description="polar coordinate position embedding (PoPE)",
             query="`mu(q) (cos(m theta - delta), sin(m theta - delta))`",
             key_operand="`mu(k) (cos(n theta), sin(n theta))`",
-            options=(Option("offset", "choice", _OFFSET, default="zero", choices=("none", "zero", "uniform")),),
+            options=(_OFFSET,),
             rotary=True,
             frequencies="feature",
             weights="layer",
@@ -84,7 +91,7 @@ declare(
                     default="softplus",
                     choices=("softplus", "relu_mean"),
                 ),
-                Option("offset", "choice", _OFFSET, default="zero", choices=("none", "zero", "uniform")),
+                _OFFSET,
             ),
             rotary=True,
             frequencies="feature",

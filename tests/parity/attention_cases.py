@@ -91,7 +91,8 @@ class Case:
             return (low + (high - low) * torch.rand(shape, generator=generator)).double()
 
         offsets = self.method.layer_offsets()
-        angles = {} if offsets is None else {"offset": uniform(-3, 0, *offsets.bias.shape)}
+        highest = 3 if self.options.get("offset") == "free" else 0
+        angles = {} if offsets is None else {"offset": uniform(-3, highest, *offsets.bias.shape)}
         half = self.frequency_dim // 2
         return (
             angles
@@ -361,6 +362,7 @@ POLAR = {
         for offset in ("none", "uniform")
     },
     "pope-none": Case("pope", options={"offset": "none"}),
+    "pope-free": Case("pope", options={"offset": "free"}),
     "pope-partial": Case("pope", rotary_pct=0.5),
     "polar-partial": Case("polar", rotary_pct=0.5, options={"magnitude": "relu_mean", "power": 2}),
     "pope-yarn": Case("pope", scaling={"rope_type": "yarn", "factor": 4.0}),

@@ -12,12 +12,12 @@ from torch import Tensor
 class HeadOffsets(nn.Module):
     """The offsets delta of one layer, in radians: `bias` [heads, number of magnitudes].
 
-    Learned offsets are clamped to [-2 pi, 0], as in PoPE's paper. Drawn offsets are uniform in [-pi, pi) and are never
-    trained. Offsets have no weight decay.
+    Learned offsets that start as `zero` or `uniform` are clamped to [-2 pi, 0], as in PoPE's paper. `free` offsets start
+    at 0 without limits. Drawn offsets are uniform in [-pi, pi) and are never trained. Offsets have no weight decay.
     """
 
     def __init__(self, heads: int, magnitudes: int, initial: str) -> None:
-        """`initial` is `zero` or `uniform` for learned offsets, and `random` for drawn offsets."""
+        """`initial` is `zero`, `uniform` or `free` for learned offsets, and `random` for drawn offsets."""
         super().__init__()
         self.initial = initial
         self.bias = nn.Parameter(torch.empty(heads, magnitudes), requires_grad=initial != "random")
@@ -32,11 +32,12 @@ class HeadOffsets(nn.Module):
     def forward(self) -> Tensor:
         """Return the offsets, float32 or better."""
         wide = self.bias.to(torch.promote_types(self.bias.dtype, torch.float32))
-        return wide if self.initial == "random" else wide.clamp(-2 * math.pi, 0.0)
+        return wide.clamp(-2 * math.pi, 0.0) if self.initial in CLAMPED else wide
 
 
-INITIAL = {"zero": (0.0, 0.0), "uniform": (-2 * math.pi, 0.0), "random": (-math.pi, math.pi)}
+INITIAL = {"zero": (0.0, 0.0), "uniform": (-2 * math.pi, 0.0), "free": (0.0, 0.0), "random": (-math.pi, math.pi)}
 """Range of the initial offsets."""
+CLAMPED = ("zero", "uniform")
 
 
 def layer_offsets(options: Mapping[str, Any], heads: int, magnitudes: int) -> Callable[[], HeadOffsets] | None:

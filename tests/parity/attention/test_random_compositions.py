@@ -32,7 +32,7 @@ POLAR = {
     "power": (1, 2),
     "frequencies": ("feature", "pair"),
     "magnitude": ("softplus", "relu_mean"),
-    "offset": ("none", "uniform"),
+    "offset": ("none", "uniform", "free"),
 }
 SCALINGS = ("none", "none", "log_n", "log_n_trained", {"type": "temperature", "period": 16, "strength": 0.4})
 

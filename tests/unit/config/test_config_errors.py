@@ -131,7 +131,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pos_emb: pope\npos_emb_options: {offset: zer}",
-            "pos_emb_options.offset: `zer` is not one of none | zero | uniform; did you mean `zero`?",
+            "pos_emb_options.offset: `zer` is not one of none | zero | uniform | free; did you mean `zero`?",
         ),
         (
             "pos_emb: pope\npos_emb_options: {off-set: zero}",

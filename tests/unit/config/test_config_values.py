@@ -32,6 +32,7 @@ STUDIES = {
     "extensions.yml",
     "polar_cube.yml",
     "initial_angle.yml",
+    "free_angle.yml",
     "unrotated.yml",
     "large_grid.yml",
     "recipe.yml",
