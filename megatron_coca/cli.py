@@ -5,6 +5,9 @@ The module of a subcommand is imported only when the subcommand runs, so that he
 
 import errno
 import logging
+import os
+import select
+import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -51,7 +54,8 @@ EPILOG = """for example:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
 
-    The status is 2 for invalid input or a missing library, 69 if an object store does not answer, and 130 after Ctrl-C.
+    The status is 2 for invalid input or a missing library, 69 if an object store does not answer, 130 after Ctrl-C, and
+    141 if nobody reads the rest of the output, as with `| head`.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     missing = [name for name in ("torch", "pydantic") if find_spec(name) is None]
@@ -64,7 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.lastResort.setFormatter(PlainFormatter())
     try:
         with safe_path():
-            return int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
+            status = int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not output_is_closed():
+            raise
+        return 128 + signal.SIGPIPE
     except InputError as error:
         report(name, error)
         return error.status
@@ -99,6 +109,17 @@ def command(arguments: Sequence[str]) -> str:
         hint = nearest(arguments[0], COMMANDS) or f"; use one of {', '.join(COMMANDS)}"
         parser.error(f"{arguments[0]!r} is not a command{hint}")
     return str(parser.parse_args(arguments).command)
+
+
+def output_is_closed() -> bool:
+    """Return whether the reader of the output has ended. The rest of the output is then dropped."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)  # errors are always reported
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def outside(missing: Sequence[str]) -> str:

@@ -12,8 +12,8 @@ from torch import Tensor
 class HeadOffsets(nn.Module):
     """The offsets delta of one layer, in radians: `bias` [heads, number of magnitudes].
 
-    Learned offsets that start as `zero` or `uniform` are clamped to [-2 pi, 0], as in PoPE's paper. `free` offsets start
-    at 0 without limits. Drawn offsets are uniform in [-pi, pi) and are never trained. Offsets have no weight decay.
+    Learned offsets that start as `zero` or `uniform` are clamped to [-2 pi, 0], as in PoPE's paper. `free` offsets
+    start at 0 without limits. Drawn offsets are uniform in [-pi, pi) and never trained. Offsets have no weight decay.
     """
 
     def __init__(self, heads: int, magnitudes: int, initial: str) -> None:

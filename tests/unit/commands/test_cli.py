@@ -1,6 +1,7 @@
 """Every command shows its help with an example, and answers help, typing errors and invalid configurations at once."""
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -170,6 +171,21 @@ def test_outside_of_the_environment(program: str, tmp_path: Path) -> None:
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "torch, pydantic: not installed" in done.stderr and ".venv" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["estimate", "configs/350M/roformer.yml"], ["configs", "copy", "{0}"]],
+    ids=["one print", "short output"],
+)
+def test_a_closed_pipe_ends_the_output_quietly(arguments: list[str], tmp_path: Path) -> None:
+    """As with `| head`: no traceback, and the status of a program that SIGPIPE ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "megatron_coca", *(each.format(tmp_path / "copy") for each in arguments)]
+    with open(writer, "w") as closed:
+        done = subprocess.run(command, check=False, cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
