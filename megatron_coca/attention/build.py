@@ -78,7 +78,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
 
 
 def _operands(position: PositionConfig, form: ScoreForm) -> OperandMaker:
-    if position.operand_kernel == "triton" and form.rotary and form.kernel is None:
+    if position.operand_kernel == "triton" and form.rotary and not form.fused:
         given = position.pos_emb_options
         options = f" with pos_emb_options {given.model_dump(exclude={'type'})}" if given is not None else ""
         raise BackendError(

@@ -87,16 +87,25 @@ def with_triton(
     pairs = [pair for tables in segments for pair in (tables.query, tables.key) if pair is not None]
     if not pairs:
         return with_torch(form, q, k, segments, factor)
-    # Imported here because triton exists only on some platforms, and everything else must work without it.
-    from megatron_coca.kernels.operands import fused_operands
-
-    if form.kernel is None or offset is not None:
+    if not form.fused:
         raise ValueError("operand_kernel: triton does not support this score form; set operand_kernel to torch")
-    if factor is not None and 2 * pairs[0].cos.shape[-1] < q.shape[-1]:
+    if factor is not None and form.features * pairs[0].cos.shape[-1] < q.shape[-1]:
         raise ValueError(
             "operand_kernel: triton does not support logit scaling of unrotated features; set operand_kernel to torch"
         )
-    return fused_operands(q, k, [table for pair in pairs for table in pair], form.kernel)
+    flat = [table for pair in pairs for table in pair]
+    # Imported here because triton exists only on some platforms, and everything else must work without it.
+    if form.kernel is not None and offset is None:
+        from megatron_coca.kernels.operands import fused_operands
+
+        return fused_operands(q, k, flat, form.kernel)
+    from megatron_coca.kernels.polar_operands import Terms, polar_operands
+
+    assert form.polar is not None
+    if offset is None and form.angle:
+        terms = form.operand_features * form.features * pairs[0].cos.shape[-1] // 2
+        offset = torch.full((q.shape[1], terms), -form.angle, device=q.device)
+    return polar_operands(q, k, flat, Terms(*form.polar, form.features), offset)
 
 
 def automatic(
@@ -104,12 +113,12 @@ def automatic(
 ) -> list[Tensor]:
     """Use the fused kernel for the forms that it supports on CUDA, and PyTorch operations for everything else."""
     query = segments[0].query
-    if query is None or form.kernel is None or offset is not None or not q.is_cuda:
+    if query is None or not form.fused or not q.is_cuda:
         return with_torch(form, q, k, segments, factor, offset)
     learned = query.cos.requires_grad  # true for clex
-    partly_scaled = factor is not None and 2 * query.cos.shape[-1] < q.shape[-1]
+    partly_scaled = factor is not None and form.features * query.cos.shape[-1] < q.shape[-1]
     served = q.dtype != torch.float64 and not learned and not partly_scaled
-    return (with_triton if served else with_torch)(form, q, k, segments, factor)
+    return (with_triton if served else with_torch)(form, q, k, segments, factor, offset)
 
 
 OPERAND_MAKERS: dict[str, OperandMaker] = {"auto": automatic, "torch": with_torch, "triton": with_triton}

@@ -61,16 +61,16 @@ def _forward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl
     SEGMENTS: tl.constexpr = LAYOUT.segments  # Triton 3.6's static_range does not accept a field
     start = tl.program_id(1) * LAYOUT.rows
     x = plane(side[0], tl.program_id(2), head)
-    x1, x2 = _load_halves(x, start, length, LAYOUT)
+    x1, x2 = load_pair_halves(x, start, length, LAYOUT)
     for segment in tl.static_range(SEGMENTS):
         y = plane(side[1 + segment], tl.program_id(2), head)
         cos, sin = _load_table(tables[segment], start, length, LAYOUT)
         y1, y2 = _form(x1, x2, cos, sin, IS_QUERY, LAYOUT)
-        _store_halves(y1, y2, y, start, length, LAYOUT)
+        store_halves(y1, y2, y, start, length, LAYOUT)
         if LAYOUT.tail > 0:
-            rest = _load_tail(x, start, length, LAYOUT)
+            rest = load_tail(x, start, length, LAYOUT)
             if LAYOUT.form != "rotary":
-                rest = rest * rest if IS_QUERY else _relu(rest)
+                rest = rest * rest if IS_QUERY else relu(rest)
             store_tile(rest, (y[0] + 2 * LAYOUT.half, y[1]), start, length, LAYOUT.tail)
 
 
@@ -80,23 +80,23 @@ def _backward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: t
     start = tl.program_id(1) * LAYOUT.rows
     x = plane(side[0], tl.program_id(2), head)
     out = plane(side[1], tl.program_id(2), head)
-    x1, x2 = _load_halves(x, start, length, LAYOUT)
+    x1, x2 = load_pair_halves(x, start, length, LAYOUT)
     d1 = tl.zeros_like(x1)
     d2 = tl.zeros_like(x2)
     for segment in tl.static_range(SEGMENTS):
         grad = plane(side[2 + segment], tl.program_id(2), head)
         cos, sin = _load_table(tables[segment], start, length, LAYOUT)
-        g1, g2 = _load_halves(grad, start, length, LAYOUT)
+        g1, g2 = load_pair_halves(grad, start, length, LAYOUT)
         s1, s2 = _form_gradients(x1, x2, g1, g2, cos, sin, IS_QUERY, LAYOUT)
         d1 += s1
         d2 += s2
-    _store_halves(d1, d2, out, start, length, LAYOUT)
+    store_halves(d1, d2, out, start, length, LAYOUT)
     if LAYOUT.tail > 0:
-        rest = _load_tail(plane(side[2], tl.program_id(2), head), start, length, LAYOUT)
+        rest = load_tail(plane(side[2], tl.program_id(2), head), start, length, LAYOUT)
         for segment in tl.static_range(1, SEGMENTS):
-            rest += _load_tail(plane(side[2 + segment], tl.program_id(2), head), start, length, LAYOUT)
+            rest += load_tail(plane(side[2 + segment], tl.program_id(2), head), start, length, LAYOUT)
         if LAYOUT.form != "rotary":
-            value = _load_tail(x, start, length, LAYOUT)
+            value = load_tail(x, start, length, LAYOUT)
             rest = 2 * value * rest if IS_QUERY else tl.where(value > 0, rest, 0.0)
         store_tile(rest, (out[0] + 2 * LAYOUT.half, out[1]), start, length, LAYOUT.tail)
 
@@ -111,7 +111,7 @@ def _form(x1, x2, cos, sin, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
         square = x1 * x1 + x2 * x2
         return square * cos, square * sin
     else:
-        u = _relu((x1 + x2) * 0.5)
+        u = relu((x1 + x2) * 0.5)
         if LAYOUT.form == "coca":
             return u * (cos - sin), u * (cos + sin)
         else:
@@ -139,7 +139,7 @@ def _form_gradients(x1, x2, g1, g2, cos, sin, IS_QUERY: tl.constexpr, LAYOUT: tl
 
 
 @triton.jit
-def _relu(x):
+def relu(x):
     # This form keeps NaN; the maximum of NaN and 0 would be 0.
     return tl.where(x < 0, 0.0, x)
 
@@ -153,20 +153,20 @@ def _load_table(table, start, length, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _load_halves(x, start, length, LAYOUT: tl.constexpr):
+def load_pair_halves(x, start, length, LAYOUT: tl.constexpr):
     x1 = load_tile(x, start, length, LAYOUT.half, LAYOUT.rows, LAYOUT.half_block)
     x2 = load_tile((x[0] + LAYOUT.half, x[1]), start, length, LAYOUT.half, LAYOUT.rows, LAYOUT.half_block)
     return x1.to(tl.float32), x2.to(tl.float32)
 
 
 @triton.jit
-def _load_tail(x, start, length, LAYOUT: tl.constexpr):
+def load_tail(x, start, length, LAYOUT: tl.constexpr):
     place = (x[0] + 2 * LAYOUT.half, x[1])
     return load_tile(place, start, length, LAYOUT.tail, LAYOUT.rows, LAYOUT.tail_block).to(tl.float32)
 
 
 @triton.jit
-def _store_halves(y1, y2, y, start, length, LAYOUT: tl.constexpr):
+def store_halves(y1, y2, y, start, length, LAYOUT: tl.constexpr):
     store_tile(y1, y, start, length, LAYOUT.half)
     store_tile(y2, (y[0] + LAYOUT.half, y[1]), start, length, LAYOUT.half)
 
@@ -193,18 +193,16 @@ def fused_operands(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: Form) -
     sees one operation in the forward pass and one in the backward pass.
 
     Raises:
-        ValueError: `unsupported` returns a reason.
+        ValueError: the form is unknown, or `unsupported` returns a reason.
     """
-    reason = unsupported(q, k, tables, form)
+    reason = unsupported(q, k, tables) if form in FORMS else f"form must be one of {', '.join(FORMS)}, not {form!r}"
     if reason is not None:
         raise ValueError(f"fused_operands: {reason}")
     return _operands(q, k, list(tables), form)
 
 
-def unsupported(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: str) -> str | None:
-    """Return None, or the reason why `fused_operands` does not support these arguments."""
-    if form not in FORMS:
-        return f"form must be one of {', '.join(FORMS)}, not {form!r}"
+def unsupported(q: Tensor, k: Tensor, tables: Sequence[Tensor]) -> str | None:
+    """Return None, or the reason why the kernels do not support these arguments."""
     if q.dtype not in DTYPES or k.dtype != q.dtype:
         return f"q and k must both be float32, bfloat16 or float16, not {q.dtype} and {k.dtype}"
     if q.stride(-1) != 1 or k.stride(-1) != 1:
@@ -230,15 +228,15 @@ def _fake(q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> list[Tensor]
 
 
 def _empty_operands(q: Tensor, k: Tensor, tables: list[Tensor]) -> list[Tensor]:
-    return [_empty_operand(x) for _ in range(len(tables) // 4) for x in (q, k)]
+    return [empty_operand(x, x.shape[-1]) for _ in range(len(tables) // 4) for x in (q, k)]
 
 
-def _empty_operand(x: Tensor) -> Tensor:
+def empty_operand(x: Tensor, width: int) -> Tensor:
     """Allocate an operand in which a token's heads are adjacent in memory. The attention output has the layout of Q',
     so joining its heads then needs no copy.
     """
-    batch, heads, length, head_dim = x.shape
-    return torch.empty((batch, length, heads, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
+    batch, heads, length, _ = x.shape
+    return torch.empty((batch, length, heads, width), dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
 def _make_gradients(made: list[Tensor], q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> tuple[Tensor, Tensor]:
@@ -278,20 +276,32 @@ _operand_gradients = operation(
 def _launch(
     kernel: Any, query: tuple[Tensor, ...], key: tuple[Tensor, ...], tables: Sequence[Tensor], form: str
 ) -> None:
+    half, head_dim = tables[0].shape[-1], query[0].shape[-1]
+    layout = Layout(form, len(tables) // 4, half, head_dim - 2 * half, *block_sizes(query[0], key[0], half))
+    launch(kernel, query, key, tables, layout)
+
+
+def launch(
+    kernel: Any,
+    query: tuple[Tensor, ...],
+    key: tuple[Tensor, ...],
+    tables: Sequence[Tensor],
+    layout: Any,
+    *others: Tensor | None,
+) -> None:
     """Launch one program per head of q or k, row block and batch row. Heads vary fastest, because all heads of a row
     block share its tables in the cache.
     """
-    (batch, heads, query_length, head_dim), (_, kv_heads, key_length, _) = query[0].shape, key[0].shape
-    half, longest = tables[0].shape[-1], max(query_length, key_length)
-    layout = _layout(form, len(tables) // 4, head_dim, half, longest)
+    (batch, heads, query_length, _), (_, kv_heads, key_length, _) = query[0].shape, key[0].shape
     # The tables of each segment: cos and sin of the queries, then cos and sin of the keys.
     pairs = [table(*pair, batch) for pair in zip(tables[::2], tables[1::2], strict=True)]
     with torch.cuda.device_of(query[0]):
-        kernel[(heads + kv_heads, triton.cdiv(longest, layout.rows), batch)](
+        kernel[(heads + kv_heads, triton.cdiv(max(query_length, key_length), layout.rows), batch)](
             tuple(operand(x) for x in query),
             tuple(operand(x) for x in key),
             tuple(pairs[::2]),
             tuple(pairs[1::2]),
+            *others,
             heads,
             query_length,
             key_length,
@@ -300,11 +310,12 @@ def _launch(
         )
 
 
-def _layout(form: str, segments: int, head_dim: int, half: int, longest: int) -> Layout:
-    """Choose the rows per program: about ELEMENTS numbers, but not more than all rows."""
-    tail = head_dim - 2 * half
+def block_sizes(q: Tensor, k: Tensor, half: int) -> tuple[int, int, int]:
+    """Return the rows per program (about ELEMENTS numbers, but not more than all rows), and the numbers of features in
+    half of the rotary block and after the block, padded to powers of two.
+    """
+    tail = q.shape[-1] - 2 * half
     half_block = triton.next_power_of_2(half)
     tail_block = triton.next_power_of_2(tail) if tail else 0
     fitting = 1 << ((ELEMENTS // (2 * half_block + tail_block)).bit_length() - 1)
-    rows = min(fitting, triton.next_power_of_2(longest))
-    return Layout(form, segments, half, tail, rows, half_block, tail_block)
+    return min(fitting, triton.next_power_of_2(max(q.shape[2], k.shape[2]))), half_block, tail_block

@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from megatron_coca.kernels import attention, launch_constants, operands
+from megatron_coca.kernels import attention, launch_constants, operands, polar_operands
 
 ROOT = Path(__file__).parents[2]
 BUDGETS = ROOT / "benchmarks/kernels/budgets.json"
@@ -133,6 +133,12 @@ no configuration has two segments and a bias.
 """
 OPERANDS = (("coca", 64, 64, 1), ("coca", 64, 64, 2), ("coca_strict", 32, 128, 1), ("rotary", 64, 64, 1))
 """Forms of operands, rotated features of the head's, and segments."""
+POLAR = (
+    (polar_operands.Terms("softplus", 1, 1), 64, 64, 2),
+    (polar_operands.Terms("softplus", 1, 1), 128, 128, 1),
+    (polar_operands.Terms("relu_mean", 2, 2), 32, 128, 1),
+)
+"""Polar forms of operands with constant angles, rotated features of the head's, and segments. Must not spill."""
 OTHERS = [
     *(Case(256, two=two) for two in (False, True)),
     *(Case(head_dim, dtype="float32") for head_dim in (64, 256)),
@@ -198,14 +204,32 @@ def compile_all(capability: int) -> Iterator[tuple[str, Figures, str]]:
         for kernel, figures in compiled:
             yield f"{kernel} {form} {rotated} of {head_dim}{' two segments' * (segments - 1)}", figures, "none"
         compiled.clear()
+    for terms, rotated, head_dim, segments in POLAR:
+        _polar(terms, rotated, head_dim, segments)
+        for kernel, figures in compiled:
+            name = f"{kernel} {terms.magnitude} {rotated} of {head_dim}{' two segments' * (segments - 1)}"
+            yield name, figures, "spills"
+        compiled.clear()
 
 
 def _operands(form: Any, rotated: int, head_dim: int, segments: int) -> None:
     """Both kernels on views into a packed projection."""
-    packed = torch.zeros(2, LENGTH, 4, 3 * head_dim, dtype=torch.bfloat16, requires_grad=True)
-    q, k, _ = packed.transpose(1, 2).chunk(3, dim=-1)
+    q, k = _projected(head_dim)
     tables = [torch.zeros(LENGTH, rotated // 2)] * (4 * segments)
     sum(x.sum() for x in operands.fused_operands(q, k, tables, form)).backward()  # type: ignore[union-attr]
+
+
+def _polar(terms: polar_operands.Terms, rotated: int, head_dim: int, segments: int) -> None:
+    q, k = _projected(head_dim)
+    tables = [torch.zeros(LENGTH, rotated // terms.features)] * (4 * segments)
+    offset = torch.zeros(4, rotated // terms.features, requires_grad=True)
+    sum(x.sum() for x in polar_operands.polar_operands(q, k, tables, terms, offset)).backward()  # type: ignore[union-attr]
+
+
+def _projected(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    packed = torch.zeros(2, LENGTH, 4, 3 * head_dim, dtype=torch.bfloat16, requires_grad=True)
+    q, k, _ = packed.transpose(1, 2).chunk(3, dim=-1)
+    return q, k
 
 
 def broken_rules(figures: Figures, capability: int, ruled: str) -> list[str]:

@@ -6,7 +6,7 @@ Run with: python -m pytest -m gpu
 import pytest
 import torch
 
-from tests.parity.operand_cases import check
+from tests.parity.operand_cases import POLAR, check, check_polar
 from tests.parity.triton_cases import Case
 from tests.parity.triton_cases import check as check_attention
 
@@ -22,6 +22,14 @@ SIZES = [(16, 64), (64, 64), (20, 80), (40, 80), (24, 96), (32, 128), (128, 128)
 def test_operands_and_their_gradients(form: str, rotated: int, head_dim: int, dtype: torch.dtype) -> None:
     """Lengths are odd, and every second size has tables for each row."""
     check(form, rotated, head_dim, head_dim % 32 == 16, dtype, "cuda", 317)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rotated", "head_dim"), SIZES[::3])
+@pytest.mark.parametrize("case", POLAR, ids=str)
+def test_polar_operands(case: tuple[str, int, int, bool], rotated: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Every magnitude, power and number of frequencies, without and with constant angles."""
+    check_polar(case, rotated, head_dim, head_dim % 32 == 16, dtype, "cuda", 317)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -49,6 +49,8 @@ ATTENTION: dict[str, tuple[str, Case]] = {
 """Backends and their kernels, those of the default configurations first."""
 OPERANDS = [(form, *size) for size in ((64, 64), (16, 64), (20, 80)) for form in ("coca", "rotary", "coca_strict")]
 """Form, rotated features and head_dim: all features, and features after the rotary block."""
+POLAR = {"PoPE": ("softplus", 1, 1, True), "CoCA-Strict with angles": ("relu_mean", 2, 2, True)}
+"""Magnitude, power, features per frequency, and constant angles."""
 LOSSES = {
     "loss head": HeadCase(1000, 64, 50304, 512),
     "loss head, odd vocabulary": HeadCase(300, 64, 5025, 128),
@@ -79,6 +81,8 @@ def cases(device: str, dtype: torch.dtype, values: bool) -> dict[str, Callable[[
         found[f"operands, {form}, {rotated} of {head_dim}"] = partial(
             _operands, form, rotated, head_dim, dtype, device, values
         )
+    for name, polar in POLAR.items():
+        found[f"operands, {name}, 64 of 80"] = partial(_polar, polar, dtype, device, values)
     for name, (backend, case) in ATTENTION.items():
         if device != "cpu" or backend != "flex":  # FlexAttention has a backward pass only on CUDA
             found[f"attention, {name}"] = partial(_attention, case, backend, dtype, device, values)
@@ -97,6 +101,13 @@ def _operands(form: str, rotated: int, head_dim: int, dtype: torch.dtype, device
         operand_cases.check(form, rotated, head_dim, False, dtype, device, 333 if device != "cpu" else 33)
     else:
         operand_cases.operands(form, rotated, head_dim, False, dtype, True, device, 333)
+
+
+def _polar(case: tuple[str, int, int, bool], dtype: torch.dtype, device: str, values: bool) -> None:
+    if values:
+        operand_cases.check_polar(case, 64, 80, False, dtype, device, 333 if device != "cpu" else 33)
+    else:
+        operand_cases.polar_operands(case, 64, 80, False, dtype, True, device, 333)
 
 
 def _attention(case: Case, backend: str, dtype: torch.dtype, device: str, values: bool) -> None:

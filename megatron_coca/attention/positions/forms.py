@@ -244,6 +244,7 @@ def check_range(centre: float, dtype: torch.dtype) -> None:
 Magnitude = Callable[[Tensor], Tensor]
 Operand = Callable[[Tensor, RotaryTables], Tensor]
 Kernel = Literal["rotary", "coca", "coca_strict"]
+Polar = tuple[Literal["softplus", "relu_mean"], int]
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -261,6 +262,7 @@ class ScoreForm:
         query_rest: maps q to Q' on the dimensions beyond `rotary_pct`.
         key_rest: maps k to K' on the dimensions beyond `rotary_pct`.
         kernel: the name of the form in the fused kernel, or None.
+        polar: the magnitude and the query's power of a form that the fused kernel of polar forms computes, or None.
         decay: whether the tables include xPos's exponential factors.
         magnitude: the numbers m of q for which Q' = R_m (m, 0), if the form has no angle that depends on q or k. Only
             such a form can be turned by a constant angle.
@@ -275,6 +277,7 @@ class ScoreForm:
     query_rest: Callable[[Tensor], Tensor] = _identity
     key_rest: Callable[[Tensor], Tensor] = _identity
     kernel: Kernel | None = None
+    polar: Polar | None = None
     decay: bool = False
     magnitude: Magnitude | None = None
     angle: float = 0.0
@@ -285,6 +288,11 @@ class ScoreForm:
     def rotary(self) -> bool:
         """Whether the form rotates its operands."""
         return self.query is not None
+
+    @property
+    def fused(self) -> bool:
+        """Whether a fused kernel computes the operands."""
+        return self.kernel is not None or self.polar is not None
 
     def operand_width(self, head_dim: int, rotated: int) -> int:
         """Return the number of features of Q' and K' for heads with `rotated` of `head_dim` features rotated."""
@@ -461,6 +469,7 @@ def polar(options: Mapping[str, Any]) -> ScoreForm:
         key=along,
         query_rest=query_rest,
         key_rest=key_rest,
+        polar=(magnitude, power),
         magnitude=of_query,
         features=1 if frequencies == "feature" else 2,
         operand_features=1 if (magnitude, frequencies) == ("relu_mean", "pair") else 2,
@@ -486,6 +495,7 @@ SCORE_FORMS: dict[str, ScoreForm] = {
         torch.square,
         torch.relu,
         kernel="coca_strict",
+        polar=("relu_mean", 2),
         magnitude=squared_length,
     ),
     "pope": polar(PAPER),

@@ -113,3 +113,34 @@ def test_learned_frequencies_pass_operands_in_training() -> None:
     model = build(**keys).train()
     model(tokens()[:, :8]).sum().backward()
     assert model.positions.clex.up.grad is not None
+
+
+FUSED = {
+    **{name: keys | {"attention_backend": "merge"} for name, keys in METHODS.items() if name != "partial"},
+    "two segments": METHODS["pope"] | WIDE["two segments"],
+    "an angle": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": 0.7}, "rotary_pct": 0.5},
+    "random angles": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}},
+}
+"""Methods of which `operand_kernel: triton` computes wide operands."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("pope", "an angle") else pytest.mark.slow) for name in FUSED]
+)
+def test_the_operand_kernel_computes_what_pytorch_does(name: str) -> None:
+    """Logits, gradients and a decoded token have at most twice the errors of PyTorch's operations, against float64."""
+    keys = {"backend": FUSED[name].get("attention_backend", "auto")} | FUSED[name]
+    keys.pop("attention_backend", None)
+    plain, fused = (build(**keys, operand_kernel=kernel) for kernel in ("torch", "triton"))
+    exact = build(**keys, operand_kernel="torch").double()
+    found = ([*results(model), decoded(model)] for model in (exact, plain, fused))
+    for true, theirs, ours in zip(*found, strict=True):
+        assert (ours - true).norm() <= 2 * (theirs - true).norm() + 1e-7 * true.norm()
+
+
+def decoded(model: GPT) -> Tensor:
+    """The logits of the last token, after a pass that caches the others."""
+    cache = model.new_cache(length=LENGTH)
+    with torch.no_grad():
+        model(tokens()[:, :-1], cache=cache)
+        return model(tokens()[:, -1:], cache=cache)

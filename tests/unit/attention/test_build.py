@@ -27,6 +27,7 @@ from megatron_coca.attention.build import (
 )
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Backend, Band, Needs, Segment
 from megatron_coca.attention.method import PositionEncoding
+from megatron_coca.attention.positions.forms import SCORE_FORMS
 from megatron_coca.config import load_config
 from megatron_coca.config.position import PositionConfig
 from megatron_coca.model import build_model
@@ -128,12 +129,16 @@ def test_what_is_taken_only_by_name() -> None:
     assert select_backend("reference", needs) == ("reference", BACKENDS["reference"])
 
 
-@pytest.mark.parametrize("angle", [{"pos_emb": "pope"}, {"pos_emb_options": {"initial_angle": 0.3}}], ids=str)
-def test_a_form_without_a_fused_kernel_is_an_error_before_the_first_step(angle: dict[str, Any]) -> None:
-    keys = {"pos_emb": "coca_strict", "operand_kernel": "triton"} | angle
-    config = load_config([], SHAPE | keys)
-    with pytest.raises(BackendError, match="operand_kernel: triton does not support pos_emb .*; set operand_kernel to"):
+def test_a_form_without_a_fused_kernel_is_an_error_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new form has none; all built-in ones have one."""
+    config = load_config([], SHAPE | {"pos_emb": "coca", "operand_kernel": "triton"})
+    assert build_method(config.position, config.model)
+    monkeypatch.setitem(SCORE_FORMS, "coca", replace(SCORE_FORMS["coca"], kernel=None))
+    with pytest.raises(
+        BackendError, match="operand_kernel: triton does not support pos_emb coca; set operand_kernel to"
+    ):
         build_method(config.position, config.model)
+    assert all(form.fused for name, form in SCORE_FORMS.items() if name != "coca")
 
 
 def test_the_fused_kernel_leaves_layers_without_rotation_to_pytorch() -> None:

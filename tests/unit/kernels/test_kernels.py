@@ -26,7 +26,9 @@ from megatron_coca.kernels.launch_constants import (
     row_class,
 )
 from megatron_coca.kernels.operands import FORMS, fused_operands, unsupported
-from tests.parity.operand_cases import check, operands
+from megatron_coca.kernels.polar_operands import Terms, polar_operands
+from tests.parity import operand_cases
+from tests.parity.operand_cases import POLAR, check, check_polar, operands
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -37,6 +39,10 @@ GRID = [(form, *size, own) for form in FORMS for size in SIZES for own in (False
 PAIRWISE = [(form, *SIZES[(i + j) % 4], bool((i + j // 2) % 2)) for i, form in enumerate(FORMS) for j in range(4)]
 """Every form with every size and with both kinds of tables."""
 REST = [pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in PAIRWISE]
+
+
+FAST_POLAR = ((1, 2), (2, 1), (7, 3), (9, 1), (15, 3))
+"""Places in POLAR and SIZES: each magnitude, power and number of frequencies, with and without angles."""
 
 
 @pytest.fixture
@@ -53,6 +59,24 @@ def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_operands_and_their_gradients(form: str, rotated: int, head_dim: int, own_tables: bool) -> None:
     """In float32 as near to float64 as PyTorch is, from strided views, with partial rotation and a table per row."""
     check(form, rotated, head_dim, own_tables, torch.float32, DEVICE, 19)
+
+
+@pytest.mark.fewest
+@pytest.mark.usefixtures("dirty_memory")
+@pytest.mark.parametrize(
+    ("case", "rotated", "head_dim", "own_tables"),
+    [
+        pytest.param(*each, marks=[] if (i, j) in FAST_POLAR else pytest.mark.slow)
+        for i, case in enumerate(POLAR)
+        for j, each in enumerate((case, *SIZES[j], bool((i + j) % 2)) for j in range(4))
+    ],
+    ids=str,
+)
+def test_polar_operands_and_their_gradients(
+    case: tuple[str, int, int, bool], rotated: int, head_dim: int, own_tables: bool
+) -> None:
+    """As above, for two segments, with every magnitude, power and number of frequencies, and gradients of angles."""
+    check_polar(case, rotated, head_dim, own_tables, torch.float32, DEVICE, 19)
 
 
 @pytest.mark.fewest
@@ -89,17 +113,39 @@ def test_operands_keep_a_nan() -> None:
     for form in FORMS:
         for out in fused_operands(q, q, [table] * 4, form):
             assert out.isnan().all(), form
+    for magnitude, power, features, _ in (each for each in POLAR if not each[3]):
+        table = torch.ones(3, 4 // features, device=DEVICE)
+        for out in polar_operands(q, q, [table] * 4, Terms(magnitude, power, features)):  # type: ignore[arg-type]
+            assert out.isnan().all(), (magnitude, power, features)
+
+
+@pytest.mark.parametrize("case", [("softplus", 1, 1, True), ("relu_mean", 1, 2, True)], ids=str)
+def test_polar_operands_round_once(case: tuple[str, int, int, bool]) -> None:
+    """As above, in float16, relative to the magnitude: cos and sin of the turned angles are differences."""
+    exact = operand_cases.polar_operands(case, 12, 16, False, torch.float64, fused=False)
+    fused = operand_cases.polar_operands(case, 12, 16, False, torch.float16, fused=True)
+    for mine, true in zip(fused[:4], exact[:4], strict=True):
+        assert ((mine - true).abs() <= true.abs() * 2**-11 * 1.01 + 1e-5).all()
+
+
+def test_softplus_keeps_its_relative_error_far_below_zero() -> None:
+    """1 + e^x rounds to 1 in float32 from x = -17 on."""
+    x = torch.linspace(-80, 80, 1601, device=DEVICE)[None, None, :, None].expand(1, 1, -1, 2)
+    ones = torch.ones(1601, 2, device=DEVICE)
+    (out, _) = polar_operands(x.contiguous(), x.contiguous(), [ones, 0 * ones] * 2, Terms("softplus", 1, 1))
+    exact = torch.nn.functional.softplus(x.double(), threshold=40.0)
+    assert ((out[..., :2].double() - exact).abs() <= 4e-7 * exact).all()
 
 
 def test_operands_reject_with_the_reason() -> None:
     """Cases for PyTorch's operations: learned tables, float64, tables of another length."""
     q, table = torch.zeros(1, 2, 5, 8), torch.zeros(5, 4)
     tables = (table, table, table, table)
-    assert unsupported(q, q, tables, "coca") is None
-    assert "learned" in (unsupported(q, q, (table.clone().requires_grad_(), *tables[1:]), "coca") or "")
-    assert "float64" in (unsupported(q.double(), q.double(), tables, "coca") or "")
-    assert "row per token" in (unsupported(q, q, (torch.zeros(4, 4), *tables[1:]), "coca") or "")
-    assert "contiguous" in (unsupported(q.mT.contiguous().mT, q, tables, "coca") or "")
+    assert unsupported(q, q, tables) is None
+    assert "learned" in (unsupported(q, q, (table.clone().requires_grad_(), *tables[1:])) or "")
+    assert "float64" in (unsupported(q.double(), q.double(), tables) or "")
+    assert "row per token" in (unsupported(q, q, (torch.zeros(4, 4), *tables[1:])) or "")
+    assert "contiguous" in (unsupported(q.mT.contiguous().mT, q, tables) or "")
     with pytest.raises(ValueError, match="form must be one of rotary, coca, coca_strict, not 'alibi'"):
         fused_operands(q, q, tables, "alibi")  # type: ignore[arg-type]
 
