@@ -5,8 +5,6 @@ The module of a subcommand is imported only when the subcommand runs, so that he
 
 import errno
 import logging
-import os
-import select
 import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -18,7 +16,14 @@ from pathlib import Path
 from megatron_coca import __version__
 from megatron_coca.support.errors import UNUSABLE, InputError, report
 from megatron_coca.support.plain_text import PlainFormatter
-from megatron_coca.support.processes import TOO_MANY_FILES, allow_open_files, safe_path
+from megatron_coca.support.processes import (
+    TOO_MANY_FILES,
+    allow_open_files,
+    drop_closed_streams,
+    drop_output,
+    open_missing_streams,
+    safe_path,
+)
 
 COMMANDS = {
     "train": ("commands.train", "train a model"),
@@ -54,10 +59,29 @@ EPILOG = """for example:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
 
-    The status is 2 for invalid input or a missing library, 69 if an object store does not answer, 130 after Ctrl-C, and
-    141 if nobody reads the rest of the output, as with `| head`.
+    The status is 2 for invalid input, a missing library or a full disk, 69 if an object store does not answer, 130
+    after Ctrl-C, and 141 if nobody reads the rest of the output, as with `| head`.
     """
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    open_missing_streams()
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else list(arguments))
+        finally:
+            sys.stdout.flush()  # also after --help, which ends with SystemExit
+    except BrokenPipeError:
+        if not drop_closed_streams():
+            raise
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        drop_output(sys.stdout)  # or the flush at exit fails again
+        text = "megatron-coca: the output or a file: cannot be written (No space left on device); free some space"
+        print(text, file=sys.stderr)
+        return UNUSABLE
+
+
+def _run(given: Sequence[str]) -> int:
     missing = [name for name in ("torch", "pydantic") if find_spec(name) is None]
     if missing:
         print(outside(missing), file=sys.stderr)
@@ -68,13 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.lastResort.setFormatter(PlainFormatter())
     try:
         with safe_path():
-            status = int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        if not output_is_closed():
-            raise
-        return 128 + signal.SIGPIPE
+            return int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
     except InputError as error:
         report(name, error)
         return error.status
@@ -109,17 +127,6 @@ def command(arguments: Sequence[str]) -> str:
         hint = nearest(arguments[0], COMMANDS) or f"; use one of {', '.join(COMMANDS)}"
         parser.error(f"{arguments[0]!r} is not a command{hint}")
     return str(parser.parse_args(arguments).command)
-
-
-def output_is_closed() -> bool:
-    """Return whether the reader of the output has ended. The rest of the output is then dropped."""
-    output = sys.stdout.fileno()
-    poll = select.poll()
-    poll.register(output, 0)  # errors are always reported
-    if not poll.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    return True
 
 
 def outside(missing: Sequence[str]) -> str:

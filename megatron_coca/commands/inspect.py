@@ -263,6 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             write_file(options.json, json.dumps(result.facts, indent=1) + "\n")
     except OSError as error:
+        if error.filename is None:  # of the output
+            raise
         print(f"megatron-coca inspect: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     return int(result.faulty)

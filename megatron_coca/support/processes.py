@@ -1,12 +1,14 @@
-"""Processes of this program: how a command starts another one, the open-file limit, and the exit of workers."""
+"""Processes of this program: how one starts another, output and messages, the open-file limit, the exit of workers."""
 
 import os
 import resource
+import select
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, parent_process
 from pathlib import Path
+from typing import TextIO
 
 MAIN = str(Path(__file__).parents[1] / "__main__.py")
 """`python MAIN train ...` is `megatron-coca train ...`, installed or in a checkout, from any working folder."""
@@ -31,6 +33,36 @@ def allow_open_files() -> None:
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def open_missing_streams() -> None:
+    """Write output nowhere if the shell closed it (`>&-`), where Python has no stream."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
+
+
+def drop_closed_streams() -> bool:
+    """Return whether a program that reads the output or the messages has ended. The rest is then written nowhere."""
+    closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
+    for stream in closed:
+        drop_output(stream)
+    return bool(closed)
+
+
+def drop_output(stream: TextIO) -> None:
+    """Write the rest of a stream nowhere, unless it has no descriptor, as in a notebook."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _is_closed(stream: TextIO) -> bool:
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), 0)  # errors are always reported
+    except (OSError, ValueError):
+        return False
+    return bool(poll.poll(0))
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Every command shows its help with an example, and answers help, typing errors and invalid configurations at once."""
 
+import errno
+import io
 import json
 import os
 import re
@@ -12,7 +14,7 @@ import pytest
 
 from megatron_coca import __version__, cli
 from megatron_coca.checkpoints.weights import DTYPES
-from megatron_coca.commands import configs
+from megatron_coca.commands import configs, inspect
 from megatron_coca.evaluation import options
 from megatron_coca.evaluation.subcommands import TASKS
 from megatron_coca.model import DYNAMIC_LENGTH, DYNAMIC_LENGTHS
@@ -173,19 +175,65 @@ def test_outside_of_the_environment(program: str, tmp_path: Path) -> None:
     assert "torch, pydantic: not installed" in done.stderr and ".venv" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["estimate", "configs/350M/roformer.yml"], ["configs", "copy", "{0}"]],
-    ids=["one print", "short output"],
-)
-def test_a_closed_pipe_ends_the_output_quietly(arguments: list[str], tmp_path: Path) -> None:
-    """As with `| head`: no traceback, and the status of a program that SIGPIPE ends."""
+def ended(arguments: list[str], output: str, unbuffered: bool = False) -> tuple[int, str]:
+    """The status and the messages of a command. `output` is "closed pipe" (its reader has ended; with "both" that of
+    the messages too), "full disk", or "none" if the shell has closed it.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= {"PYTHONUNBUFFERED": "1"} if unbuffered else {}
+    command = [sys.executable, "-m", "megatron_coca", *arguments]
+    closing = ["sh", "-c", 'exec "$@" >&-', "sh"] if output == "none" else []
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "megatron_coca", *(each.format(tmp_path / "copy") for each in arguments)]
-    with open(writer, "w") as closed:
-        done = subprocess.run(command, check=False, cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (141, "")
+    with open(writer, "w") as pipe, open("/dev/full", "w") as full:
+        stdout = full if output == "full disk" else pipe
+        stderr = subprocess.STDOUT if output == "both" else subprocess.PIPE
+        done = subprocess.run(
+            [*closing, *command], check=False, cwd=ROOT, stdout=stdout, stderr=stderr, text=True, env=environment
+        )
+    return done.returncode, done.stderr or ""
+
+
+ESTIMATE = ["estimate", "configs/350M/roformer.yml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "output", "unbuffered"),
+    [
+        pytest.param(ESTIMATE, "closed pipe", False, id="one print"),
+        pytest.param(["evaluate", "report", "--help"], "closed pipe", False, id="help"),
+        pytest.param(["inspect", "checkpoint", "nowhere"], "both", False, id="messages too"),
+        pytest.param(ESTIMATE, "closed pipe", True, id="unbuffered"),
+    ],
+)
+def test_a_closed_pipe_ends_the_output_quietly(arguments: list[str], output: str, unbuffered: bool) -> None:
+    """As with `| head`: no traceback, and the status of a program that SIGPIPE ends."""
+    assert ended(arguments, output, unbuffered) == (141, "")
+
+
+def test_inspect_leaves_an_error_of_the_output_to_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It handles errors of files, which have names. If the output has no descriptor, the error is not hidden."""
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(inspect, "print", broken, raising=False)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    (tmp_path / "model.yml").write_text("pos_emb: rotary")
+    with pytest.raises(BrokenPipeError):
+        cli.main(["inspect", "method", str(tmp_path / "model.yml"), *SHAPE, "--output", str(tmp_path / "page.html")])
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_full_disk_is_an_error_with_a_remedy(unbuffered: bool) -> None:
+    said = "megatron-coca: the output or a file: cannot be written (No space left on device); free some space\n"
+    assert ended(ESTIMATE, "full disk", unbuffered) == (2, said)
+
+
+def test_output_that_the_shell_closed_is_no_error() -> None:
+    assert ended(ESTIMATE, "none") == (0, "")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
