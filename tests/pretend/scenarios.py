@@ -56,6 +56,7 @@ POSITIONS = {
     "rotary": ("pos_emb=rotary",),
     "coca": ("pos_emb=coca",),
     "coca_strict": ("pos_emb=coca_strict",),
+    "pope": ("pos_emb=pope",),
     "xpos": ("pos_emb=xpos",),
     "learned": ("pos_emb=learned",),
     "sinusoidal": ("pos_emb=sinusoidal",),
@@ -80,6 +81,8 @@ class Scenario(NamedTuple):
 SCENARIOS: dict[str, Scenario] = {
     **{f"step: {name}": Scenario("step", (*MODEL, *keys)) for name, keys in METHODS.items() if name != "none"},
     **{f"layer: {name}": Scenario("layers", (*MODEL, *keys)) for name, keys in METHODS.items()},
+    "layer: pope": Scenario("layers", (*MODEL, "pos_emb=pope")),
+    "layer: pope + rerope": Scenario("layers", (*MODEL, "pos_emb=pope", *METHODS["coca + rerope"])),
     "layer: packed": Scenario("layers", (*MODEL, "reset_attention_mask=true", "attention_backend=triton")),
     "loss head": Scenario("loss_head", MODEL),
     **{f"decode: {name}": Scenario("decode", (*MODEL, *keys)) for name, keys in METHODS.items()},

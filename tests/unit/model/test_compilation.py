@@ -43,6 +43,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "triton": [
         {"pos_emb": "coca", "operand_kernel": "triton"} | MAPS["rerope"],
+        {"pos_emb": "pope", "operand_kernel": "triton"} | MAPS["rerope"],
+        {"pos_emb": "coca_strict", "operand_kernel": "triton", "pos_emb_options": {"initial_angle": "random"}},
         {"pos_emb": "rotary"} | MAPS["lm_infinite"],
         *({"pos_emb": name} for name in ("rotary", "alibi", "kerple_log")),
     ],
