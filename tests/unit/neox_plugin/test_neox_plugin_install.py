@@ -67,7 +67,8 @@ IN_TORCH_2_3 = {
     *("compiler.is_compiling", "cuda.get_device_capability", "cuda.is_available", "distributed.ReduceOp.MAX"),
     *("distributed.all_reduce", "distributed.get_backend"),
     *("distributed.get_rank", "distributed.get_world_size", "distributed.is_initialized", "dtype", "empty"),
-    *("empty_like", "equal", "exp", "finfo", "float16", "float32", "float64", "full_like", "inf", "inference_mode"),
+    *("empty_like", "equal", "exp", "finfo", "float16", "float32", "float64", "full", "full_like", "inf"),
+    "inference_mode",
     *(
         "int32",
         "is_grad_enabled",
