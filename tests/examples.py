@@ -136,6 +136,7 @@ NOT_RUN = {
     "megatron-coca ablate configs/recall/initial_angle.yml": HOURS,
     "megatron-coca ablate configs/recall/polar_cube.yml": HOURS,
     "megatron-coca ablate configs/recall/unrotated.yml": HOURS,
+    "megatron-coca ablate configs/recall/added_angle.yml": HOURS,
     "megatron-coca ablate configs/recall/free_angle.yml": HOURS,
     "megatron-coca ablate configs/recall/large_grid.yml": HOURS,
     "megatron-coca ablate configs/recall/recipe.yml": HOURS,

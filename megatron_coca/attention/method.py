@@ -94,6 +94,8 @@ def with_triton(
             "operand_kernel: triton does not support logit scaling of unrotated features; set operand_kernel to torch"
         )
     flat = [table for pair in pairs for table in pair]
+    if offset is None:
+        offset = form.constant_offset(q.shape[1], pairs[0])
     # Imported here because triton exists only on some platforms, and everything else must work without it.
     if form.kernel is not None and offset is None:
         from megatron_coca.kernels.operands import fused_operands
@@ -102,9 +104,6 @@ def with_triton(
     from megatron_coca.kernels.polar_operands import Terms, polar_operands
 
     assert form.polar is not None
-    if offset is None and form.angle:
-        terms = form.operand_features * form.features * pairs[0].cos.shape[-1] // 2
-        offset = torch.full((q.shape[1], terms), -form.angle, device=q.device)
     return polar_operands(q, k, flat, Terms(*form.polar, form.features), offset)
 
 
@@ -324,6 +323,8 @@ class PositionMethod:
         assert tables.query is not None and tables.key is not None
         query = form.query_magnitudes(q, tables.query, context.query_factor)
         key = form.key_magnitudes(k, tables.key) if seen is None else seen
+        if offset is None:
+            offset = form.constant_offset(q.shape[1], tables.query)
         turns = Turns(magnitude_tables(form, tables.query), magnitude_tables(form, tables.key), offset)
         return (Segment(query, key, tables.band, turns),)
 

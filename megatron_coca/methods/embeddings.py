@@ -1,5 +1,7 @@
 """Values of `pos_emb`: operands of the scores, biases, and vectors that are added to the embedding."""
 
+from dataclasses import replace
+
 from megatron_coca.methods.declaration import Option, PositionEmbedding, declare
 
 _OFFSET = Option(
@@ -9,6 +11,13 @@ _OFFSET = Option(
     " [-2 pi, 0] as in the paper; or free, from zero without limits.",
     default="zero",
     choices=("none", "zero", "uniform", "free"),
+)
+_ANGLE = Option(
+    "initial_angle",
+    "angle",
+    "phi, a constant that is added to the angle of every term: `cos(r theta_j + phi)`, in radians; `random` draws one"
+    " angle per head and term, which stays fixed. It exists to test CoCA's explanation by an intervention.",
+    default=0.0,
 )
 _KERPLE = "GPT-NeoX has no weights for it; use megatron-coca train"
 
@@ -42,16 +51,7 @@ declare(
             description="Collinear Constrained Attention (CoCA), with the constraint on queries too",
             query="`R_m (\\|q\\|^2, 0)`",
             key_operand="`R_n (u, 0)`",
-            options=(
-                Option(
-                    "initial_angle",
-                    "angle",
-                    "phi in `sum_j u_j \\|q_j\\|^2 cos(r theta_j + phi)`, in radians; `random` draws one angle per head"
-                    " and pair, which stays fixed. It exists to test CoCA's explanation by an intervention, not to"
-                    " improve a model.",
-                    default=0.0,
-                ),
-            ),
+            options=(_ANGLE,),
             rotary=True,
         ),
         PositionEmbedding(
@@ -92,6 +92,7 @@ declare(
                     choices=("softplus", "relu_mean"),
                 ),
                 _OFFSET,
+                replace(_ANGLE, default=None),  # not part of the identity of models that were trained before it existed
             ),
             rotary=True,
             frequencies="feature",

@@ -160,7 +160,9 @@ class Case:
         softplus = self.options.get("magnitude", "softplus") == "softplus"
         by_feature = self.frequency_dim == 2 * self.rotary_dim
         terms = self.rotary_dim // (1 if softplus or by_feature else 2)
-        offset = learned.get("offset", torch.zeros(HEADS, terms, dtype=torch.float64))
+        angle = self.options.get("initial_angle", 0.0)
+        fixed = torch.full((HEADS, terms), 0.0 if angle == "random" else -angle, dtype=torch.float64)
+        offset = learned.get("offset", fixed)
         return Polar(softplus, self.options.get("power", 1), by_feature, offset)
 
 
@@ -362,6 +364,8 @@ POLAR = {
         for offset in ("none", "uniform")
     },
     "pope-none": Case("pope", options={"offset": "none"}),
+    "polar-angle": Case("polar", options={"offset": "none", "initial_angle": -0.7}),
+    "polar-random": Case("polar", options={"offset": "none", "initial_angle": "random", "frequencies": "pair"}),
     "pope-free": Case("pope", options={"offset": "free"}),
     "pope-partial": Case("pope", rotary_pct=0.5),
     "polar-partial": Case("polar", rotary_pct=0.5, options={"magnitude": "relu_mean", "power": 2}),

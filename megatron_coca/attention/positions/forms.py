@@ -289,6 +289,11 @@ class ScoreForm:
         """Whether the form rotates its operands."""
         return self.query is not None
 
+    def constant_offset(self, heads: int, tables: RotaryTables) -> Tensor | None:
+        """Return the form's angle as offsets [heads, number of terms], or None if it is 0."""
+        terms = self.operand_features * self.features * tables.cos.shape[-1] // 2
+        return torch.full((heads, terms), -self.angle, device=tables.cos.device) if self.angle else None
+
     @property
     def fused(self) -> bool:
         """Whether a fused kernel computes the operands."""
@@ -471,9 +476,16 @@ def polar(options: Mapping[str, Any]) -> ScoreForm:
         key_rest=key_rest,
         polar=(magnitude, power),
         magnitude=of_query,
+        angle=_constant_angle(options),
         features=1 if frequencies == "feature" else 2,
         operand_features=1 if (magnitude, frequencies) == ("relu_mean", "pair") else 2,
     )
+
+
+def _constant_angle(options: Mapping[str, Any]) -> float:
+    """Return the angle of all terms; random ones are a module of each layer."""
+    angle = options.get("initial_angle") or 0.0
+    return 0.0 if angle == "random" else float(angle)
 
 
 def _along_query(magnitude: Magnitude, q: Tensor, tables: RotaryTables) -> Tensor:
@@ -505,9 +517,8 @@ SCORE_FORMS: dict[str, ScoreForm] = {
 
 
 def _angled(options: Mapping[str, Any]) -> ScoreForm:
-    """CoCA-Strict with a constant initial angle. Random angles are a module of each layer."""
-    angle, strict = options.get("initial_angle") or 0.0, SCORE_FORMS["coca_strict"]
-    return strict if angle == 0.0 else replace(strict, kernel=None, angle=0.0 if angle == "random" else angle)
+    """CoCA-Strict with a constant initial angle."""
+    return replace(SCORE_FORMS["coca_strict"], angle=_constant_angle(options))
 
 
 _WITH_OPTIONS: dict[str, Callable[[Mapping[str, Any]], ScoreForm]] = {"polar": polar, "coca_strict": _angled}

@@ -121,6 +121,14 @@ def _operand_kernel(settings: Settings) -> str | None:
     return None
 
 
+def _angles(settings: Settings) -> str | None:
+    for position in types_of(settings).values():
+        options = position.embedding.resolved(position.embedding_options, 0)
+        if options.get("initial_angle") and options.get("offset", "none") != "none":
+            return f"initial_angle and offset {options['offset']} are two constants in one angle; set offset: none"
+    return None
+
+
 def _buckets(settings: Settings) -> str | None:
     furthest, exact = settings.position.rpe_max_distance, settings.position.rpe_num_buckets // 2
     small = f"{furthest} must exceed {exact}, the number of buckets for single distances; raise it"
@@ -165,6 +173,7 @@ CHECKS = (
     Check("rotary_emb_base", _base),
     *(Check(key, partial(_choice, key)) for key in SELECTORS),
     Check("operand_kernel", _operand_kernel),
+    Check("pos_emb_options", _angles),
     Check("rpe_max_distance", _buckets),
     Check("layer_types", _layer_types),
     *(Check(key, partial(_keys_seen, key)) for key in _KEYS_SEEN),

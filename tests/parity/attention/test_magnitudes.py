@@ -19,6 +19,7 @@ SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_kv_h
 METHODS: dict[str, dict[str, Any]] = {
     "pope": {"pos_emb": "pope", "pos_emb_options": {"offset": "uniform"}},
     "partial": {"pos_emb": "pope", "rotary_pct": 0.5, "logit_scaling": "log_n"},
+    "an angle": {"pos_emb": "polar", "pos_emb_options": {"offset": "none", "initial_angle": -0.7}},
     "shared frequencies": {"pos_emb": "polar", "pos_emb_options": {"frequencies": "pair"}, "logit_scaling": "ssmax"},
     "shared magnitudes": {
         "pos_emb": "polar",
@@ -118,14 +119,14 @@ def test_learned_frequencies_pass_operands_in_training() -> None:
 FUSED = {
     **{name: keys | {"attention_backend": "merge"} for name, keys in METHODS.items() if name != "partial"},
     "two segments": METHODS["pope"] | WIDE["two segments"],
-    "an angle": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": 0.7}, "rotary_pct": 0.5},
+    "another angle": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": 0.7}, "rotary_pct": 0.5},
     "random angles": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}},
 }
 """Methods of which `operand_kernel: triton` computes wide operands."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("pope", "an angle") else pytest.mark.slow) for name in FUSED]
+    "name", [pytest.param(name, marks=[] if name in ("pope", "another angle") else pytest.mark.slow) for name in FUSED]
 )
 def test_the_operand_kernel_computes_what_pytorch_does(name: str) -> None:
     """Logits, gradients and a decoded token have at most twice the errors of PyTorch's operations, against float64."""

@@ -141,6 +141,10 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "pos_emb: polar\npos_emb_options: {delta: 1}",
             "pos_emb_options.delta: unknown key; use one of initial_angle | offset | power | ",
         ),
+        (
+            "pos_emb: polar\npos_emb_options: {initial_angle: -0.7}",
+            "pos_emb_options: initial_angle and offset zero are two constants in one angle; set offset: none",
+        ),
         ("pos_emb: pope\npos_emb_options: {power: 2}", "pos_emb_options: power has no effect with pos_emb pope; it is"),
         (
             "pos_emb: polar\nlayer_types: {a: {pos_emb_options: {power: 2}}}",

@@ -33,6 +33,7 @@ STUDIES = {
     "polar_cube.yml",
     "initial_angle.yml",
     "free_angle.yml",
+    "added_angle.yml",
     "unrotated.yml",
     "large_grid.yml",
     "recipe.yml",
