@@ -15,7 +15,7 @@ from megatron_coca.attention.method import OperandMaker, PositionMethod, operand
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, HeadWeights, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED, Band
-from megatron_coca.attention.positions.forms import ScoreForm, score_form
+from megatron_coca.attention.positions.forms import ScoreForm, score_form, without_kernels
 from megatron_coca.attention.positions.frequencies import FREQUENCIES, Rotary, Scaling
 from megatron_coca.attention.positions.gates import GATES, HeadGates
 from megatron_coca.attention.positions.logit_scalings import LOGIT_SCALINGS
@@ -39,7 +39,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
     embedding, distances, scaling = position.embedding, position.distance_map, position.scaling
     scale = scaling.compute or LOGIT_SCALINGS.get(scaling.name)
     of_embedding = embedding.resolved(options["pos_emb"], model.seq_length)
-    own_form = embedding.compute if embedding.rotary else None
+    own_form = without_kernels(embedding.compute) if embedding.compute and embedding.rotary else None
     form = own_form or score_form(embedding.name, of_embedding)
     rotated = int(model.head_dim * position.rotary_pct)
     magnitudes = form.operand_features * rotated // 2

@@ -78,8 +78,8 @@ def with_torch(
 def with_triton(
     form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None, offset: Tensor | None = None
 ) -> list[Tensor]:
-    """Compute the operands of a rotary form in one fused kernel, in float32 with one rounding. Only q, k and the tables
-    are saved for the backward pass. Other forms have nothing to compute: layers of another type may rotate.
+    """Compute the operands of a rotary form in one fused kernel, in float32 with one rounding. Only the arguments are
+    saved for the backward pass. Other forms have nothing to compute: layers of another type may rotate.
 
     Raises:
         ValueError: the kernel does not support the form or these tensors.
@@ -200,7 +200,7 @@ class PositionMethod:
 
     def with_backend(self, backend: Backend) -> "PositionMethod":
         """Return the method for a model with this backend: polar forms pass magnitudes to backends that expand them."""
-        possible = self.form.by_magnitudes and self.gates is None and self.operands is not with_triton
+        possible = self.form.by_magnitudes and self.gates is None
         single = len(self.bands) == len(self.trained_bands) == 1 and self.head_dim <= WIDEST_MAGNITUDES
         return replace(self, magnitudes=possible and single and getattr(backend, "expands", False))
 

@@ -293,6 +293,8 @@ def launch(
     block share its tables in the cache.
     """
     (batch, heads, query_length, _), (_, kv_heads, key_length, _) = query[0].shape, key[0].shape
+    if batch == 0 or max(query_length, key_length) == 0:
+        return
     # The tables of each segment: cos and sin of the queries, then cos and sin of the keys.
     pairs = [table(*pair, batch) for pair in zip(tables[::2], tables[1::2], strict=True)]
     with torch.cuda.device_of(query[0]):
@@ -310,12 +312,12 @@ def launch(
         )
 
 
-def block_sizes(q: Tensor, k: Tensor, half: int) -> tuple[int, int, int]:
-    """Return the rows per program (about ELEMENTS numbers, but not more than all rows), and the numbers of features in
-    half of the rotary block and after the block, padded to powers of two.
+def block_sizes(q: Tensor, k: Tensor, half: int, elements: int = ELEMENTS) -> tuple[int, int, int]:
+    """Return the rows per program (about `elements` numbers, but not more than all rows), and the numbers of features
+    in half of the rotary block and after the block, padded to powers of two.
     """
     tail = q.shape[-1] - 2 * half
     half_block = triton.next_power_of_2(half)
     tail_block = triton.next_power_of_2(tail) if tail else 0
-    fitting = 1 << ((ELEMENTS // (2 * half_block + tail_block)).bit_length() - 1)
-    return min(fitting, triton.next_power_of_2(max(q.shape[2], k.shape[2]))), half_block, tail_block
+    fitting = 1 << ((elements // (2 * half_block + tail_block)).bit_length() - 1)
+    return min(fitting, triton.next_power_of_2(max(q.shape[2], k.shape[2], 1))), half_block, tail_block

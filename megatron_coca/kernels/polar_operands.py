@@ -46,6 +46,7 @@ class PolarLayout(NamedTuple):
         parts: 1, or 2 if the terms of the first features of all pairs are followed by those of the second features.
         shared: whether both parts have the same angles.
         turned: whether constants are subtracted from the angles of the query.
+        learned: whether the backward pass computes their gradients.
         segments, half, tail, rows, half_block, tail_block: as in `operands.Layout`.
     """
 
@@ -54,6 +55,7 @@ class PolarLayout(NamedTuple):
     parts: int
     shared: bool
     turned: bool
+    learned: bool
     segments: int
     half: int
     tail: int
@@ -131,7 +133,7 @@ def _backward_head(side, tables, angles, turns, head, heads, length, IS_QUERY: t
             by_sin = _load_part(grad, PARTS + part, start, length, LAYOUT)
             of_magnitude += by_cos * cos + by_sin * sin
             across += by_cos * sin - by_sin * cos
-        if IS_QUERY and LAYOUT.turned:
+        if IS_QUERY and LAYOUT.learned:
             m = _magnitude(x1, x2, part, IS_QUERY, LAYOUT)
             _store_turns(tl.sum(m * across, 0), turns, part, head, heads, LAYOUT)
         if LAYOUT.softplus:
@@ -167,8 +169,8 @@ def _magnitude(x1, x2, PART: tl.constexpr, IS_QUERY: tl.constexpr, LAYOUT: tl.co
 @triton.jit
 def _slope(x, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
     """Return the derivative of softplus(x), or of its square."""
-    small = tl.exp(-tl.abs(x))
-    sigmoid = tl.where(x < 0, small, 1.0) / (1.0 + small)
+    small = _exp_of_minus_abs(x)
+    sigmoid = tl.div_rn(tl.where(x < 0, small, 1.0), 1.0 + small)
     return 2 * _softplus(x) * sigmoid if IS_QUERY and LAYOUT.power == 2 else sigmoid
 
 
@@ -216,13 +218,25 @@ def _softplus(x):
     ln(1 + e) = 2 atanh(s) with s = e / (2 + e) <= 1/3, as a series whose rest is below 2e-9 of it. The logarithm of the
     hardware has an absolute error, which would be larger than softplus(x) for very negative x.
     """
-    e = tl.exp(-tl.abs(x))
-    s = e / (2.0 + e)
+    e = _exp_of_minus_abs(x)
+    s = tl.div_rn(e, 2.0 + e)
     square = s * s
     series = 1 / 13 + square * (1 / 15 + square * (1 / 17))
     series = 1 / 7 + square * (1 / 9 + square * (1 / 11 + square * series))
     series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * series))
     return tl.where(x < 0, 0.0, x) + 2 * s * series
+
+
+@triton.jit
+def _exp_of_minus_abs(x):
+    """Return exp(-|x|) as 2^n exp(r) with |r| <= ln(2) / 2 (Cody and Waite 1980). The hardware's exp2 alone would have
+    a relative error that grows with |x|, because its argument is rounded.
+    """
+    a = -tl.abs(x)
+    a = tl.where(a < -150.0, -150.0, a)  # exp is 0 there; keeps NaN
+    n = tl.floor(a * 1.4426950408889634 + 0.5)
+    r = (a - n * 0.693145751953125) - n * 1.428606765330187e-06  # ln(2) in two parts; the first product is exact
+    return tl.exp2(r * 1.4426950408889634) * tl.exp2(n)
 
 
 @triton.jit
@@ -269,6 +283,8 @@ def _store_turns(sums, turns, PART: tl.constexpr, head, heads, LAYOUT: tl.conste
 
 
 Magnitude = Literal["softplus", "relu_mean"]
+ELEMENTS = 2048
+"""Numbers per operand that a program processes: half of `operands.ELEMENTS`, because Q' and K' are twice as wide."""
 
 
 class Terms(NamedTuple):
@@ -295,13 +311,23 @@ def polar_operands(
     Gradients flow to q, k and offset but not to the tables. Only the arguments are saved for the backward pass.
 
     Raises:
-        ValueError: `unsupported` returns a reason.
+        ValueError: `unsupported` returns a reason, or the tables or the offset have another shape.
     """
-    reason = unsupported(q, k, tables)
+    reason = unsupported(q, k, tables) or _misshapen(q, tables, terms, offset)
     if reason is not None:
         raise ValueError(f"polar_operands: {reason}")
     angles = None if offset is None else offset.float()
     return _operands(q, k, angles, list(tables), terms.magnitude, terms.power, terms.features)
+
+
+def _misshapen(q: Tensor, tables: Sequence[Tensor], terms: Terms, offset: Tensor | None) -> str | None:
+    rotated = terms.features * tables[0].shape[-1]
+    if rotated % 2 or rotated > q.shape[-1]:
+        return f"{rotated} features cannot rotate in heads of {q.shape[-1]}"
+    shape = (q.shape[1], _parts(terms) * rotated // 2)
+    if offset is not None and tuple(offset.shape) != shape:
+        return f"offset must have the shape {shape}, not {tuple(offset.shape)}"
+    return None
 
 
 def _parts(terms: Terms) -> int:
@@ -313,7 +339,7 @@ def _make(
 ) -> list[Tensor]:
     terms = Terms(magnitude, power, features)
     made = _empty(q, k, tables, terms)
-    layout = _layout(q, k, tables, terms, offset is not None)
+    layout = _layout(q, k, tables, terms, offset, False)
     launch(polar_forward_kernel, (q, *made[::2]), (k, *made[1::2]), tables, layout, _cos_and_sin(offset))
     return made
 
@@ -328,10 +354,12 @@ def _empty(q: Tensor, k: Tensor, tables: list[Tensor], terms: Terms) -> list[Ten
     return [empty_operand(x, x.shape[-1] + wider) for _ in range(len(tables) // 4) for x in (q, k)]
 
 
-def _layout(q: Tensor, k: Tensor, tables: list[Tensor], terms: Terms, turned: bool) -> PolarLayout:
+def _layout(
+    q: Tensor, k: Tensor, tables: list[Tensor], terms: Terms, offset: Tensor | None, learned: bool
+) -> PolarLayout:
     half = terms.features * tables[0].shape[-1] // 2
-    form = terms.magnitude == "softplus", terms.power, _parts(terms), terms.features == 2, turned
-    return PolarLayout(*form, len(tables) // 4, half, q.shape[-1] - 2 * half, *block_sizes(q, k, half))
+    form = terms.magnitude == "softplus", terms.power, _parts(terms), terms.features == 2, offset is not None, learned
+    return PolarLayout(*form, len(tables) // 4, half, q.shape[-1] - 2 * half, *block_sizes(q, k, half, ELEMENTS))
 
 
 def _cos_and_sin(offset: Tensor | None) -> Tensor | None:
@@ -347,14 +375,17 @@ def _make_gradients(
     magnitude: Any,
     power: int,
     features: int,
+    learned: bool,
 ) -> list[Tensor]:
-    """Compute the gradients of q, k and the constant angles from `made`, the gradients of the operands."""
-    layout = _layout(q, k, tables, Terms(magnitude, power, features), offset is not None)
+    """Compute the gradients of q, k and, if they are `learned`, the constant angles from `made`, the gradients of the
+    operands.
+    """
+    layout = _layout(q, k, tables, Terms(magnitude, power, features), offset, learned)
     grads = torch.empty_like(q), torch.empty_like(k)
     turns = None
-    if offset is not None:
+    if learned and offset is not None:
         blocks = triton.cdiv(max(q.shape[2], k.shape[2]), layout.rows)
-        turns = torch.empty((q.shape[0], blocks, *offset.shape), device=q.device)
+        turns = torch.empty((q.shape[0], blocks, *offset.shape), dtype=torch.float32, device=q.device)
     of_queries, of_keys = ([unit_stride(grad) for grad in made[first::2]] for first in (0, 1))
     query, key = (q, grads[0], *of_queries), (k, grads[1], *of_keys)
     launch(polar_backward_kernel, query, key, tables, layout, _cos_and_sin(offset), turns)
@@ -362,7 +393,7 @@ def _make_gradients(
 
 
 def _fake_gradients(made: list[Tensor], q: Tensor, k: Tensor, offset: Tensor | None, *rest: Any) -> list[Tensor]:
-    return [torch.empty_like(x) for x in (q, k, offset) if x is not None]
+    return [torch.empty_like(x) for x in (q, k, offset if rest[-1] else None) if x is not None]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -372,12 +403,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, made: list[Tensor]) -> tuple[Any, ...]:
     q, k, offset, *tables = ctx.saved_tensors
-    of_q, of_k, *of_offset = _operand_gradients(made, q, k, offset, tables, *ctx.terms)
+    learned = offset is not None and ctx.needs_input_grad[2]
+    of_q, of_k, *of_offset = _operand_gradients(made, q, k, offset, tables, *ctx.terms, learned)
     return of_q, of_k, of_offset[0] if of_offset else None, [None for _ in tables], None, None, None
 
 
 _GIVEN = "Tensor q, Tensor k, Tensor? offset, Tensor[] tables, str magnitude, int power, int features"
 _operands = operation("polar_operands", f"({_GIVEN}) -> Tensor[]", _make, _fake, keep=_keep, backward=_backward)
 _operand_gradients = operation(
-    "polar_operand_gradients", f"(Tensor[] made, {_GIVEN}) -> Tensor[]", _make_gradients, _fake_gradients
+    "polar_operand_gradients",
+    f"(Tensor[] made, {_GIVEN}, bool learned) -> Tensor[]",
+    _make_gradients,
+    _fake_gradients,
 )

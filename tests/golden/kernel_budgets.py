@@ -222,7 +222,8 @@ def _operands(form: Any, rotated: int, head_dim: int, segments: int) -> None:
 def _polar(terms: polar_operands.Terms, rotated: int, head_dim: int, segments: int) -> None:
     q, k = _projected(head_dim)
     tables = [torch.zeros(LENGTH, rotated // terms.features)] * (4 * segments)
-    offset = torch.zeros(4, rotated // terms.features, requires_grad=True)
+    count = rotated // 2 if (terms.magnitude, terms.features) == ("relu_mean", 2) else rotated
+    offset = torch.zeros(4, count, requires_grad=True)
     sum(x.sum() for x in polar_operands.polar_operands(q, k, tables, terms, offset)).backward()  # type: ignore[union-attr]
 
 

@@ -292,7 +292,8 @@ class ScoreForm:
     def constant_offset(self, heads: int, tables: RotaryTables) -> Tensor | None:
         """Return the form's angle as offsets [heads, number of terms], or None if it is 0."""
         terms = self.operand_features * self.features * tables.cos.shape[-1] // 2
-        return torch.full((heads, terms), -self.angle, device=tables.cos.device) if self.angle else None
+        shape, cos = (heads, terms), tables.cos
+        return torch.full(shape, -self.angle, dtype=cos.dtype, device=cos.device) if self.angle else None
 
     @property
     def fused(self) -> bool:
@@ -514,6 +515,13 @@ SCORE_FORMS: dict[str, ScoreForm] = {
     "polar": polar(PAPER),
 }
 """Score forms of the rotary values of `pos_emb`, with their default options; all other values use PLAIN."""
+
+
+def without_kernels(form: ScoreForm) -> ScoreForm:
+    """Return a form of a user, without fused kernels unless it is a built-in form: a form that was derived from one has
+    other functions, and its kernel would ignore them.
+    """
+    return form if form in SCORE_FORMS.values() else replace(form, kernel=None, polar=None)
 
 
 def _angled(options: Mapping[str, Any]) -> ScoreForm:

@@ -116,6 +116,15 @@ def test_learned_frequencies_pass_operands_in_training() -> None:
     assert model.positions.clex.up.grad is not None
 
 
+def test_the_operand_kernel_leaves_magnitudes_to_attention() -> None:
+    """With `operand_kernel: triton` too, the cache has the size of RoPE's."""
+    models = [build(**METHODS["pope"], operand_kernel=kernel) for kernel in ("torch", "triton")]
+    sizes = [cache_bytes(model.methods.values(), 100, torch.float32) for model in models]
+    assert sizes[0] == sizes[1]
+    for one, other in zip(*map(results, models), strict=True):
+        assert torch.equal(one, other)
+
+
 FUSED = {
     **{name: keys | {"attention_backend": "merge"} for name, keys in METHODS.items() if name != "partial"},
     "two segments": METHODS["pope"] | WIDE["two segments"],

@@ -27,7 +27,7 @@ from megatron_coca.attention.build import (
 )
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Backend, Band, Needs, Segment
 from megatron_coca.attention.method import PositionEncoding
-from megatron_coca.attention.positions.forms import SCORE_FORMS
+from megatron_coca.attention.positions.forms import SCORE_FORMS, without_kernels
 from megatron_coca.config import load_config
 from megatron_coca.config.position import PositionConfig
 from megatron_coca.model import build_model
@@ -139,6 +139,14 @@ def test_a_form_without_a_fused_kernel_is_an_error_before_the_first_step(monkeyp
     ):
         build_method(config.position, config.model)
     assert all(form.fused for name, form in SCORE_FORMS.items() if name != "coca")
+
+
+def test_a_form_that_was_derived_from_another_loses_its_kernels() -> None:
+    """They would compute the built-in form on a GPU, and its own functions on the CPU."""
+    for name in ("coca", "pope", "coca_strict"):
+        built_in = SCORE_FORMS[name]
+        assert without_kernels(built_in) is built_in and built_in.fused
+        assert not without_kernels(replace(built_in, kept=torch.relu)).fused
 
 
 def test_the_fused_kernel_leaves_layers_without_rotation_to_pytorch() -> None:

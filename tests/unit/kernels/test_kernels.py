@@ -128,6 +128,34 @@ def test_polar_operands_round_once(case: tuple[str, int, int, bool]) -> None:
         assert ((mine - true).abs() <= true.abs() * 2**-11 * 1.01 + 1e-5).all()
 
 
+def test_polar_operands_reject_other_shapes() -> None:
+    """Tables that rotate an odd number of features or too many, and offsets that PyTorch would broadcast."""
+    q, table = torch.zeros(1, 2, 5, 8), torch.zeros(5, 8)
+    terms = Terms("softplus", 1, 1)
+    with pytest.raises(ValueError, match="7 features cannot rotate in heads of 8"):
+        polar_operands(q, q, [table[:, :7]] * 4, terms)
+    with pytest.raises(ValueError, match="16 features cannot rotate in heads of 8"):
+        polar_operands(q, q, [table] * 4, terms._replace(features=2))
+    with pytest.raises(ValueError, match=r"offset must have the shape \(2, 8\), not \(1, 8\)"):
+        polar_operands(q, q, [table] * 4, terms, torch.zeros(1, 8))
+
+
+def test_no_tokens_are_no_operands() -> None:
+    q = torch.zeros(2, 3, 0, 8, device=DEVICE, requires_grad=True)
+    tables = [torch.zeros(0, 4, device=DEVICE)] * 4
+    for out in (fused_operands(q, q, tables, "coca"), polar_operands(q, q, tables, Terms("softplus", 1, 2))):
+        assert [x.shape[2] for x in out] == [0, 0]
+        assert torch.autograd.grad(out[0].sum(), q)[0].shape == q.shape
+
+
+def test_fixed_angles_have_no_gradient() -> None:
+    q = torch.ones(1, 2, 5, 8, device=DEVICE, requires_grad=True)
+    tables, angles = [torch.ones(5, 4, device=DEVICE)] * 4, torch.ones(2, 8, device=DEVICE)
+    out = polar_operands(q, q, tables, Terms("softplus", 1, 2), angles)
+    learned = polar_operands(q, q, tables, Terms("softplus", 1, 2), angles.requires_grad_())
+    assert torch.equal(*(torch.autograd.grad(sum(x.sum() for x in each), q)[0] for each in (out, learned)))  # type: ignore[union-attr]
+
+
 def test_softplus_keeps_its_relative_error_far_below_zero() -> None:
     """1 + e^x rounds to 1 in float32 from x = -17 on."""
     x = torch.linspace(-80, 80, 1601, device=DEVICE)[None, None, :, None].expand(1, 1, -1, 2)
