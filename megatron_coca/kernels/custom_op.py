@@ -26,7 +26,7 @@ def operation(
     mode it is an autograd.Function, because a custom operation needs several times as much host time.
 
     PyTorch's cache of compiled code identifies an operation by its name, so if the shapes, dtypes or strides of the
-    results change, the operation needs a new name.
+    results change, or the arguments of an operation that its backward pass calls, the operation needs a new name.
 
     Args:
         schema: schema of the arguments and results, in PyTorch's notation.

@@ -409,9 +409,9 @@ def _backward(ctx: Any, made: list[Tensor]) -> tuple[Any, ...]:
 
 
 _GIVEN = "Tensor q, Tensor k, Tensor? offset, Tensor[] tables, str magnitude, int power, int features"
-_operands = operation("polar_operands", f"({_GIVEN}) -> Tensor[]", _make, _fake, keep=_keep, backward=_backward)
+_operands = operation("polar_terms", f"({_GIVEN}) -> Tensor[]", _make, _fake, keep=_keep, backward=_backward)
 _operand_gradients = operation(
-    "polar_gradients",
+    "polar_term_gradients",
     f"(Tensor[] made, {_GIVEN}, bool learned) -> Tensor[]",
     _make_gradients,
     _fake_gradients,
