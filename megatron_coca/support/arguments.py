@@ -1,13 +1,15 @@
-"""Command-line arguments of several commands: paths, and keys of config.json to ignore."""
+"""Command-line arguments of several commands: paths, configurations, values of chat templates, and keys of config.json
+to ignore.
+"""
 
 import json
 import os
 import re
-from argparse import ArgumentParser, Namespace, _SubParsersAction
-from collections.abc import Iterator
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 GGUF = ".gguf"
 """End of the name of a file that contains a model in the format of llama.cpp."""
@@ -38,7 +40,7 @@ class HintingParser(ArgumentParser):
             near = get_close_matches(name, known, n=1, cutoff=0.7)
             if successor := SUCCESSORS.get(f"{command} {name}"):
                 message += f"; {name} was removed: {successor}"
-            elif near:
+            elif near and near[0] != name:  # another subcommand may have the option
                 message += f"; did you mean `{near[0]}`?"
         super().error(message)
 
@@ -62,6 +64,37 @@ def expanded(text: str) -> str:
 def local_path(text: str) -> Path:
     """Return a path with its leading `~` replaced by the home folder, as a Path."""
     return Path(expanded(text))
+
+
+def add_configurations(parser: ArgumentParser, text: str, dest: str = "inputs", nargs: str = "+") -> None:
+    """Declare configurations as positional arguments, and `add_conf_dir`.
+
+    `config.split_inputs(options.inputs, options.conf_dir)` reads both.
+    """
+    parser.add_argument(dest, type=expanded, nargs=nargs, metavar="CONFIG.yml | key=value", help=text)
+    add_conf_dir(parser)
+
+
+def add_conf_dir(parser: ArgumentParser) -> None:
+    """Declare the folder of the configurations that a command line names, as in GPT-NeoX."""
+    text = "folder of the YAML files, which can then be named without .yml"
+    parser.add_argument("-d", "--conf_dir", type=expanded, metavar="DIR", help=text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ArgumentTypeError(f'{text!r} is not a JSON object, such as {{"enable_thinking": false}}')
+    return found
+
+
+def add_chat_variables(add: Callable[..., Any], when: str = "") -> None:
+    """Declare `--chat-template-kwargs` with `add_argument`, by default None. The help text begins with `when`."""
+    text = f"{when}variables that the chat template reads, such as '{{\"enable_thinking\": false}}'"
+    add("--chat-template-kwargs", "--chat_template_kwargs", type=json_object, metavar="JSON", help=text)
 
 
 def add_ignore_option(parser: ArgumentParser) -> None:

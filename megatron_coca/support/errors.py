@@ -1,5 +1,7 @@
 """The error for invalid input, and the exit statuses of commands."""
 
+import errno
+import os
 import sys
 
 from megatron_coca.support.plain_text import plain
@@ -7,6 +9,25 @@ from megatron_coca.support.plain_text import plain
 FAILED = 1  # exit status: an error of the program or of the machine; a repetition may succeed
 UNUSABLE = 2  # exit status: input that cannot be used, or files that cannot be written
 UNAVAILABLE = 69  # exit status: the input is valid, but a service is not available; EX_UNAVAILABLE of sysexits.h
+
+NO_SPACE = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "your quota is used up: remove files, or ask for a larger quota",
+    errno.EFBIG: "the file is larger than the limit of this shell (`ulimit -f`) or of the file system: raise it",
+}
+"""Errors of a disk that takes no more, and what the user can do."""
+
+
+def why_not_written(error: Exception, elsewhere: str) -> str:
+    """Return the end of a message about a file that cannot be written: the reason, and a remedy.
+
+    `error` is an OSError, or a library's error that quotes one. `elsewhere` is the remedy that uses another place, such
+    as "name another folder".
+    """
+    number = getattr(error, "errno", None)
+    number = number or next((number for number in NO_SPACE if os.strerror(number) in str(error)), None)
+    remedies = [NO_SPACE[number], elsewhere] if number in NO_SPACE else [elsewhere]
+    return f"cannot be written ({getattr(error, 'strerror', None) or error}); {', or '.join(remedies)}"
 
 
 class InputError(Exception):

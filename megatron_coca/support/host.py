@@ -27,7 +27,7 @@ def keep_freed_memory() -> bool:
 def processor_name() -> str:
     """Return the model name of the processor, or its architecture if the system does not report a name."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -29,8 +29,10 @@ def percent(share: float | None) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape plain text for one line of Markdown. HTML becomes entities."""
-    return _MARKUP.sub(lambda found: f"\\{found[0]}", escape(_LINE_ENDS.sub(" ", text), quote=False))
+    """Escape plain text for one line of Markdown. HTML becomes entities, and control characters become escapes, because
+    files are shown on terminals too.
+    """
+    return _MARKUP.sub(lambda found: f"\\{found[0]}", escape(plain(_LINE_ENDS.sub(" ", text)), quote=False))
 
 
 def in_cell(text: str) -> str:
@@ -39,8 +41,11 @@ def in_cell(text: str) -> str:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a Markdown table with aligned columns: the first to the left, the others to the right."""
-    lines = [list(header), *([number(value) for value in row] for row in rows)]
+    """Return a Markdown table with aligned columns: the first to the left, the others to the right. A line end in a
+    cell becomes a space, because a name from a file must not look like lines of the program.
+    """
+    rows_of_text = [[number(value) for value in row] for row in rows]
+    lines = [[_LINE_ENDS.sub(" ", text) for text in line] for line in (header, *rows_of_text)]
     widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(header))]
 
     def cells(line: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +28,28 @@ def read_regular(path: str | Path, limit: int = LARGEST) -> bytes:
     """Read a regular file of at most `limit` bytes. Raises OSError like `open_regular`."""
     with open_regular(path, limit) as file:
         return file.read(limit)
+
+
+COPY = "replace it with a copy if that file may be published"
+
+
+def inside(folder: str | Path, name: str, error: Callable[[str], Exception], remedy: str = COPY) -> Path:
+    """Return the path of a file or folder in a folder that may come from somebody else.
+
+    Raises `error`, with the `remedy`, if `name` or a link in its place leads out of the folder, because a private file
+    could then be published or overwritten. In the cache of the Hugging Face Hub, links lead to the folder `blobs`
+    beside `snapshots`.
+    """
+    path = Path(folder, name)
+    own, found = (
+        Path(os.path.realpath(each)) for each in (folder, path)
+    )  # unlike resolve, no error for a loop of links
+    cached = (each.parents[1] for each in (own, *own.parents) if each.parent.name == "snapshots")
+    blobs = [repository / "blobs" for repository in cached if "--" in repository.name]  # models--OWNER--NAME
+    if not any(found.is_relative_to(allowed) for allowed in (own, *blobs)):
+        what = "a link to" if path.is_symlink() else "leads to"
+        raise error(f"{path}: {what} {found}, which is outside the folder; {remedy}")
+    return path
 
 
 def open_to_append(path: Path) -> BinaryIO:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from megatron_coca.support.atomic_write import flush
 from megatron_coca.support.errors import UNAVAILABLE, InputError
-from megatron_coca.support.plain_text import password
+from megatron_coca.support.plain_text import masked, password
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +33,27 @@ TRANSFERS = 8
 """Number of concurrent transfers."""
 WITH_FOLDERS = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "webdav"})
 """Protocols of stores that can contain empty folders."""
+SCHEMES = frozenset(
+    {
+        *("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "tos", "hf", "http", "https"),
+        *("sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "webdav", "dropbox", "gdrive", "file", "local", "memory"),
+    }
+)
+"""Schemes of addresses that are read and written. Other schemes of fsspec, such as reference:// and zip://, read
+further files and addresses that the content of a file names.
+"""
 HUB = "hf://"
 """Prefix of a name on the Hugging Face hub."""
 
 
-def hub_hint(path: str | Path) -> str:
+def hub_hint(path: str | Path, bare: bool = False) -> str:
     """Return a hint if a missing folder has a name like those on the Hugging Face hub, else an empty string.
 
-    There is no hint for a path in an existing folder or in runs/ and models/, because those are local folders.
+    With `bare`, the name may lack its owner, as in gpt2. There is no hint for a path in an existing folder or in runs/
+    and models/, because those are local folders.
     """
+    if bare and re.fullmatch(r"\w[\w.-]*", str(path)):
+        return f"; for a model on the Hugging Face hub, give its whole name, {HUB}OWNER/{path}"
     local = Path(path).parts[:1] in (("runs",), ("models",)) or Path(path).parent.is_dir()
     if local or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return ""
@@ -54,6 +66,14 @@ def hub_hint(path: str | Path) -> str:
 def is_url(path: str | Path) -> bool:
     """Return True if `path` is a URL of an object store (s3://, gs://, memory://, ...)."""
     return "://" in str(path)
+
+
+def not_read(addresses: Sequence[str], remedy: str) -> str:
+    """Return the message about addresses in a file that may come from somebody else."""
+    listed = ", ".join(masked(address)[:80] for address in addresses[:3])
+    return (
+        f"{listed}: not read, because the file with this address may be untrusted; if you trust the address, {remedy}"
+    )
 
 
 def local_folder(url: str, cache: str | Path, error: type[InputError]) -> Path:
@@ -88,13 +108,21 @@ class RemoteFiles:
     unavailable: type[InputError] = UnavailableError
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
-        """Open the file system. Raises `permanent` if no installed library supports the scheme of `url`."""
+        """Open the file system.
+
+        Raises `permanent` if the scheme of `url` is not in `SCHEMES`, or if no installed library supports it.
+        """
         import fsspec
         from fsspec.callbacks import Callback
 
         self.url, self._timeout = url.rstrip("/"), timeout
         self.hurry, self.activity = threading.Event(), 0
         self._progress = Callback(hooks={"activity": lambda *_, **__: self._moved()})
+        if "::" in self.url or self.url.partition("://")[0] not in SCHEMES:
+            raise self.permanent(
+                f"{url}: this kind of address cannot be opened; name a file or folder with one of the schemes "
+                f"{', '.join(sorted(SCHEMES))}, without `::`"
+            )
         # The local file system of fsspec creates a file's folders only on request.
         options = {"auto_mkdir": True} if self.url.partition("://")[0] in ("file", "local") else {}
         try:

@@ -19,6 +19,8 @@ NOT_IN_TEXT = re.compile("[\0\ud800-\udfff]")
 them.
 """
 
+_STRING, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
 _TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB; check that it is the right file"
 
 
@@ -77,11 +79,30 @@ class LimitedLoader(yaml.SafeLoader):
             kind = node.tag.removeprefix("tag:yaml.org,2002:")
             raise _error(f"{node.value!r:.40} cannot be read as {kind}", node.start_mark) from error
 
+    def construct_yaml_int(self, node: Any) -> int:
+        """Read an integer. A leading zero would make it octal, so that 0123 would be 83."""
+        value = self.construct_scalar(node)
+        digits = value.lstrip("+-0_")
+        if _OCTAL.fullmatch(value) and digits:
+            raise _error(
+                f"{value!r:.40} begins with 0, which makes it octal in YAML 1.1; write {digits:.40}, or quote a text",
+                node.start_mark,
+            )
+        return super().construct_yaml_int(node)
+
+
+LimitedLoader.add_constructor("tag:yaml.org,2002:int", LimitedLoader.construct_yaml_int)
+
 
 class _UniqueKeys(LimitedLoader):
-    """Loader that reports duplicate keys, which PyYAML accepts (the last one wins), and characters in `NOT_IN_TEXT`."""
+    """Loader that reports duplicate keys, which PyYAML accepts (the last one wins), and characters in `NOT_IN_TEXT`.
+
+    Every key is read as text, as in a configuration, even keys such as `no` and `2024`.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if isinstance(node, yaml.MappingNode):
+            node.value = [(_as_text(key), value) for key, value in node.value]
         seen: dict[tuple[str, Any], Any] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and seen.setdefault((key.tag, key.value), key) is not key:
@@ -133,6 +154,13 @@ def fault(error: yaml.YAMLError, text: str) -> YamlFault:
     if reason.startswith("but ") and context:  # the sentence begins in the context
         reason = f"{context}, {reason}"
     return YamlFault(None if mark is None else mark.line + 1, reason)
+
+
+def _as_text(key: yaml.Node) -> yaml.Node:
+    """Return the node of a key as a text, except the merge key `<<`."""
+    if not isinstance(key, yaml.ScalarNode) or key.tag in (_STRING, _MERGE):
+        return key
+    return yaml.ScalarNode(_STRING, key.value, key.start_mark, key.end_mark, key.style)
 
 
 def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:

@@ -15,10 +15,10 @@ def test_freed_memory_is_kept_if_the_c_library_can() -> None:
 
 def test_the_processor_has_its_name_or_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Path, "read_text", lambda _: "flags\t: avx2\nmodel name\t: AMD EPYC: 9005\nmodel name\t: other\n"
+        Path, "read_text", lambda *_, **__: "flags\t: avx2\nmodel name\t: AMD EPYC: 9005\nmodel name\t: other\n"
     )
     assert processor_name() == "AMD EPYC: 9005"
-    monkeypatch.setattr(Path, "read_text", lambda _: "CPU part\t: 0xd40\n")
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "CPU part\t: 0xd40\n")
     assert processor_name() == platform.machine()
 
 

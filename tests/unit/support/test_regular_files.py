@@ -108,7 +108,9 @@ def test_in_the_place_of_a_tokenizers_file(put: Callable[[Path], None], tmp_path
     vocabulary.touch()
     put(vocabulary)
     for kind, path in (("HFTokenizer", vocabulary), ("HFTokenizer", tmp_path), ("SPMTokenizer", vocabulary)):
-        with pytest.raises(DataError, match=r"cannot be read \((not a regular|Too many levels|No such)"):
+        with pytest.raises(
+            DataError, match=r"cannot be read \((not a regular|Too many levels|No such)|is outside the fol"
+        ):
             load_tokenizer(kind, path)
     BYTES.save(folder)
     put(folder / "tokenizer_type.json")

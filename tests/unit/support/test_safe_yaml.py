@@ -100,3 +100,34 @@ def test_characters_that_no_name_may_hold_are_an_error(tmp_path: Path, text: str
     path.write_text(text)
     with pytest.raises(safe_yaml.YamlFault, match=r"the character U\+[0-9A-F]{4} is not allowed"):
         read_yaml(path)
+
+
+@pytest.mark.parametrize("text", ["a: 0123", "a: -0123", "a: [1, 00_17]"])
+def test_a_leading_zero_is_an_error(tmp_path: Path, text: str) -> None:
+    """In YAML 1.1, 0123 is 83."""
+    path = tmp_path / "a.yml"
+    path.write_text(f"b: 1\n{text}\n")
+    with pytest.raises(safe_yaml.YamlFault, match="begins with 0, which makes it octal") as raised:
+        read_yaml(path)
+    assert raised.value.line == 2
+    with pytest.raises(ConfigError, match=r"command line: seed: not valid YAML: '0123' begins with 0.*write 123"):
+        load_config({"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}, ["seed=0123"])
+
+
+def test_zero_and_other_numbers_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.yml"
+    path.write_text("[0, 00, -0, 10, 0x1F, '0123', 0.5, 089]")
+    assert read_yaml(path) == [0, 0, 0, 10, 31, "0123", 0.5, "089"]
+
+
+def test_every_key_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.yml"
+    path.write_text("{no: 1, 2024: 2, 1.5: 3, ~: 4, 2024-01-31: 5, x: &x {y: 6}, z: {<<: *x}}")
+    wanted = {"no": 1, "2024": 2, "1.5": 3, "~": 4, "2024-01-31": 5, "x": {"y": 6}, "z": {"y": 6}}
+    assert read_yaml(path) == wanted
+    path.write_text("a: 1\n2024: 1\n'2024': 2\n")
+    with pytest.raises(safe_yaml.YamlFault, match="the key '2024' is given twice") as raised:
+        read_yaml(path)
+    assert raised.value.line == 3
+    path.write_text("tokenizer_type: CharLevelTokenizer\nsources:\n  no: {paths: [a.txt]}\n  2024: {paths: [b.txt]}\n")
+    assert [source.spec.name for source in read_recipe(path).sources] == ["no", "2024"]

@@ -8,9 +8,10 @@ from typing import Any
 
 from datatrove.executor import SlurmPipelineExecutor
 
-from megatron_coca.cluster.settings import EngineSettings
-from megatron_coca.cluster.tasks import FINAL, CommandTask, TaskFailed
-from megatron_coca.support.processes import MAIN
+from megatron_coca.work.processes import MAIN
+from megatron_coca.work.settings import EngineSettings
+from megatron_coca.work.statuses import FINAL
+from megatron_coca.work.tasks import CommandTask, TaskFailed
 
 REQUEUES = 20
 """Number of times that Slurm starts a task again."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_coca.cluster import part_of
+from megatron_coca.work.parts import part_of
 
 ROOT = Path(__file__).parents[3]
 

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_coca.support.errors import InputError
-from megatron_coca.support.regular_files import read_regular
+from megatron_coca.support.safe_yaml import YamlFault, read_yaml
 
 EngineName = Literal["local", "slurm", "ray"]
 NAMES: tuple[str, ...] = get_args(EngineName)
@@ -108,8 +107,10 @@ def engine_of(options: Namespace) -> EngineSettings | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(read_regular(path))
-    except (OSError, yaml.YAMLError, ValueError) as error:
+        values = read_yaml(path)
+    except YamlFault as error:
+        raise ClusterError(f"{error.at(str(path))}; give the YAML file of an engine") from error
+    except (OSError, ValueError) as error:
         raise ClusterError(f"{path}: cannot be read ({error}); give the YAML file of an engine") from error
     if not isinstance(values, dict):
         raise ClusterError(f"{path}: has no keys; set at least engine: {' or '.join(NAMES)}")

@@ -11,19 +11,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron_coca.cluster import (
-    ClusterError,
-    CommandTask,
-    EngineSettings,
-    Failure,
-    engines,
-    is_temporary,
-    run,
-    status_of,
-    tasks,
-)
-from megatron_coca.cluster.tasks import TaskFailed
-from megatron_coca.training.exit_status import EXIT_STATUSES, FAILED
+from megatron_coca.work import engines, tasks
+from megatron_coca.work.engines import run
+from megatron_coca.work.settings import ClusterError, EngineSettings
+from megatron_coca.work.statuses import EXIT_STATUSES, FAILED, FINAL, TEMPORARY, Failure, is_temporary, status_of
+from megatron_coca.work.tasks import CommandTask, TaskFailed
 
 PROGRAM = """
 import os, signal, sys, time
@@ -86,7 +78,7 @@ def test_a_command_s_status_says_whether_to_repeat_it(statuses: list[int], expec
 
 
 def test_every_exit_status_is_final_temporary_or_a_failure() -> None:
-    assert sorted((*tasks.FINAL, *tasks.TEMPORARY, FAILED)) == sorted(EXIT_STATUSES)
+    assert sorted((*FINAL, *TEMPORARY, FAILED)) == sorted(EXIT_STATUSES)
 
 
 def test_a_second_step_runs_after_the_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.cluster import ClusterError, EngineSettings, add_engine_options, engine_of, without_engine
+from megatron_coca.work.settings import ClusterError, EngineSettings, add_engine_options, engine_of, without_engine
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,6 +38,8 @@ def test_shipped_files(file: Path) -> None:
         ("engine: slurm\nqueue: gpu", [], "queue: .*known keys: engine, tasks"),
         ("engine: moab", [], "engine: .*known keys"),
         ("engine: local\npartition: gpu", [], "partition: not supported by the engine local; remove it, or use one of"),
+        ("engine: " + "[" * 3000, [], r"engine.yml:1: not valid YAML: nested deeper than 64 levels"),
+        ("engine: local\nengine: ray", [], r"engine.yml:2: not valid YAML: the key 'engine' is given twice"),
         ("- a", [], "has no keys; set at least engine"),
         (None, ["--engine", "ray", "--time", "1:00"], "--engine: time: not supported by the engine ray"),
         (None, ["--gpus", "1"], "--gpus: has no effect without --engine; add --engine"),

@@ -1,59 +1,19 @@
 """A task: a command of this program as a child process, which is started again if it is killed."""
 
-import ctypes
 import shlex
-import signal
-import subprocess
-import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from typing import Any, Self
 
-from megatron_coca.support.errors import FAILED, UNUSABLE
-from megatron_coca.support.processes import PROGRAM, exit_status
-from megatron_coca.support.regular_files import open_to_append
+from megatron_coca.work.processes import PROGRAM, start
+from megatron_coca.work.signals import PREEMPTION, handled
+from megatron_coca.work.statuses import FINAL, PREEMPTED, exit_status
 
 ATTEMPTS = 3
 """Number of times that a task starts its command before it fails."""
-FINAL = (0, 2, 77, 78, 130)
-"""Exit statuses after which the same command would end in the same way (docs/faults.md), and Ctrl-C."""
-TEMPORARY = (69, 75, 76, 79)
-"""Exit statuses of a child process after which a repetition may succeed (docs/faults.md), besides signals.
-
-1 is not: it is the status of every traceback, and most of them would come again.
-"""
-STOPPED = 75
-"""Exit status of a command that a scheduler's signal has stopped."""
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals of a scheduler. The command gets SIGTERM, saves, and is not started again by this task."""
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A piece of a command's work that is missing.
-
-    Attributes:
-        reason: one line.
-        temporary: whether a repetition may succeed.
-    """
-
-    reason: str
-    temporary: bool = False
-
-
-def is_temporary(status: int) -> bool:
-    """Return True if a repetition may succeed after this status of a child process; -n or 128 + n is signal n."""
-    status = exit_status(status)
-    return status in TEMPORARY or (status > 128 and status not in FINAL)
-
-
-def status_of(failures: Collection[Failure]) -> int:
-    """Return the exit status of a command with these failures: FAILED if a scheduler should start it again."""
-    if any(failure.temporary for failure in failures):
-        return FAILED
-    return UNUSABLE if failures else 0
 
 
 class TaskFailed(RuntimeError):
@@ -118,35 +78,30 @@ def status_of_task(task: CommandTask, rank: int = 0, commands: "Commands | None"
     return 0
 
 
-class Commands:
+class Commands(ExitStack):
     """The running commands of a process, perhaps in several threads.
 
-    Inside the block, a scheduler's signal sends SIGTERM to all of them, so that they save, and no other command is
+    Inside the block, a signal of `PREEMPTION` sends SIGTERM to all of them, so that they save, and no other command is
     started. Signals are only received if the block is in the main thread, because Python allows handlers only there.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.stopped = False
-        self._running = set[subprocess.Popen[bytes]]()
-        self._before: dict[signal.Signals, Any] = {}
+        self._running = set[Popen[bytes]]()
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._stop) for number in FORWARDED}
+        self.callback(self._terminate)  # after an exception, such as Ctrl-C
+        self.enter_context(handled(PREEMPTION, self._stop))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._terminate()  # after an exception, such as Ctrl-C
 
     def run(self, command: Sequence[str], folder: Path, log: Path | None) -> int:
         """Run a command up to ATTEMPTS times. Return its exit status, which is 128 + n after signal n."""
-        status = STOPPED
+        status = PREEMPTED
         for _ in range(ATTEMPTS):
             if self.stopped:
                 break
-            process = _start(command, folder, log)
+            process = start(command, log, cwd=folder, stdin=DEVNULL)
             self._running.add(process)
             try:
                 if self.stopped:  # the signal came before `_running` had this process
@@ -169,24 +124,3 @@ class Commands:
     def _terminate(self) -> None:
         for process in tuple(self._running):
             process.terminate()
-
-
-def _start(command: Sequence[str], folder: Path, log: Path | None) -> "subprocess.Popen[bytes]":
-    prctl = ctypes.CDLL(None).prctl
-
-    def die_with_parent() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    output = None if log is None else open_to_append(log)
-    try:
-        return subprocess.Popen(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=None if output is None else subprocess.STDOUT,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - it takes no lock that another thread could hold
-        )
-    finally:
-        if output is not None:
-            output.close()

@@ -11,19 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.cluster.settings import ClusterError, EngineSettings
-from megatron_coca.cluster.tasks import (
-    STOPPED,
-    Commands,
-    CommandTask,
-    Failure,
-    is_temporary,
-    status_of,
-    status_of_task,
-)
 from megatron_coca.support.console import write
 from megatron_coca.support.errors import FAILED
 from megatron_coca.support.plain_text import plain
+from megatron_coca.work.settings import ClusterError, EngineSettings
+from megatron_coca.work.statuses import PREEMPTED, Failure, is_temporary, status_of
+from megatron_coca.work.tasks import Commands, CommandTask, status_of_task
 
 KILLS = 20
 """Number of times that Ray starts a task again after its worker or its node died."""
@@ -72,7 +65,7 @@ def _local(settings: EngineSettings, steps: Sequence[CommandTask], finish: Comma
                     raise
             if commands.stopped:
                 write("stopped by a signal; run the same command again to resume")
-                return STOPPED
+                return PREEMPTED
             failures += _report(step, [FAILED if future.exception() else future.result() for future in futures])
         return status_of(failures) if finish is None else status_of_task(finish, commands=commands)
 
@@ -97,7 +90,7 @@ def _ray(settings: EngineSettings, steps: Sequence[CommandTask], finish: Command
         except ray.exceptions.RayError as error:
             write(f"the last task failed: {plain(str(error))}")
         if last.log is not None and last.log.is_file():
-            print(last.log.read_text(errors="replace"), end="", flush=True)
+            print(last.log.read_text(errors="replace", encoding="utf-8"), end="", flush=True)
         return int(status)
     finally:
         ray.shutdown()
@@ -138,7 +131,7 @@ def _report(step: CommandTask, statuses: Sequence[int]) -> list[Failure]:
 def _slurm(settings: EngineSettings, steps: Sequence[CommandTask], finish: CommandTask | None, logs: Path) -> int:
     from datatrove.utils.logging import logger
 
-    from megatron_coca.cluster.slurm import SlurmTasks
+    from megatron_coca.work.slurm import SlurmTasks
 
     logger.remove()
     jobs = dict[str, SlurmTasks]()
