@@ -4,8 +4,9 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.files import ServiceError, UnreadableError
 from megatron_coca.config import Config
-from megatron_coca.support.atomic_write import exclusive_lock
+from megatron_coca.support.errors import why_not_written
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.sinks import UNSAVED, run_folder, unsaved_folder
+from megatron_coca.training.sinks import UNSAVED, metric_folders, run_folder, unsaved_folder
+from megatron_coca.work.locks import Busy, HeldLock, exclusive_lock
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +97,12 @@ def require_writable(config: Config) -> None:
     failure = attempt(probe_folders, OSError, main_only=True)
     if failure is not None:
         raise CheckpointError(
-            f"{' or '.join(folders)}: cannot be written ({failure}); choose another folder"
+            f"{' or '.join(folders)}: {why_not_written(failure, 'choose another folder')}"
         ) from failure
+
+
+LOOK = 1.0
+"""Seconds between two looks at the folders of a run."""
 
 
 class FolderLock(ExitStack):
@@ -109,7 +115,8 @@ class FolderLock(ExitStack):
     def __init__(self, folder: str | None) -> None:
         super().__init__()
         self._unlocked, self._is_first_call = folder, True
-        self._held: set[str] = set()
+        self._held: dict[str, HeldLock] = {}
+        self._next_look = 0.0
 
     def choose_log_dir(self, config: Config) -> Config:
         """If the configuration names no folder for metrics, return a copy with a `log_dir` that no other run uses."""
@@ -118,25 +125,21 @@ class FolderLock(ExitStack):
         folder = from_main(self._take_unsaved)
         return config if folder == str(UNSAVED) else config.override({"log_dir": folder})
 
-    def take_figures(self, config: Config) -> None:
-        """Lock `log_dir` and `tensorboard_dir`, because a second run would move or hide the first run's metrics.
+    def take_metric_folders(self, config: Config) -> None:
+        """Lock the folders for metrics, because a second run would move or hide the first run's metrics.
 
         Raises:
             CheckpointError: another run writes to one of the folders, or a folder cannot be locked.
         """
-        keys = config.logging
-        given = {"log_dir": str(run_folder(config)), "tensorboard_dir": keys.tensorboard_dir}
-        from_main(lambda: self._take_others({key: folder for key, folder in given.items() if folder is not None}))
+        given = {"log_dir": str(run_folder(config))} | metric_folders(config)
+        from_main(lambda: self._take_others(given))
 
     def _take_unsaved(self) -> str:
         for number in count(1):
             folder = str(unsaved_folder(number))
-            try:
-                self._hold(folder, "")
+            with suppress(Busy):
+                self._hold(folder, Busy())
                 break
-            except CheckpointError as failure:
-                if str(failure):  # the failure is not a busy lock
-                    raise
         if number > 1:
             logger.warning(
                 "another run without `save` writes to %s; this run writes its metrics to %s", UNSAVED, folder
@@ -149,13 +152,41 @@ class FolderLock(ExitStack):
                 busy = f"{folder}: in use by another run; choose another folder, such as {key}={folder}/NAME"
                 self._hold(folder, f"{key}: {busy}")
 
-    def _hold(self, folder: str, busy: str) -> None:
+    def _hold(self, folder: str, busy: str | Busy) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as failure:
-            raise CheckpointError(f"{folder}: cannot be written ({failure}); choose another folder") from failure
-        self.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
-        self._held.add(os.path.realpath(folder))
+            raise CheckpointError(f"{folder}: {why_not_written(failure, 'choose another folder')}") from failure
+        held = self.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
+        self._held[os.path.realpath(folder)] = held
+
+    def is_lost(self) -> bool:
+        """Return whether a locked folder was deleted or replaced, so that another run can lock it. The folders are
+        looked at once a second, by the rank that holds the locks. This method needs no other rank.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK
+        return any(not held.intact() for held in self._held.values())
+
+    def retake(self) -> str:
+        """If folders were deleted, create and lock them again, and return a message about them.
+
+        Raises:
+            CheckpointError: another run has locked one of them since, or has saved to it.
+        """
+        return str(from_main(self._retake))
+
+    def _retake(self) -> str:
+        lost = [folder for folder, held in self._held.items() if not held.intact()]
+        for folder in lost:
+            begun = (Path(folder) / native.LOCK).exists()  # by another run, and this one has the lock if that has ended
+            busy = f"{folder}: was deleted while this run was using it, and another run has begun there"
+            self._hold(folder, f"{busy}; give each run its own folder")
+            if begun and native.begun_steps(Path(folder)):
+                raise CheckpointError(f"{busy} and saved checkpoints; give each run its own folder")
+        return f"{', '.join(lost)}: deleted while this run was using it; created again, without what was in it"
 
     def take(self) -> None:
         """Lock the `save` folder if it exists. Call this before reading anything in the folder, so that no other run

@@ -1,6 +1,7 @@
 """The data of a run: shards, tokenizer, validation data, and the identity by which a resumed run checks its data."""
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -8,8 +9,10 @@ from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
+from megatron_coca.checkpoints.tokenizer import fits
 from megatron_coca.config import BatchSizes, Config, ConfigError, split_shares
 from megatron_coca.config.data import SyntheticConfig, window_tokens
+from megatron_coca.config.model import ASSUMED_VOCABULARY
 from megatron_coca.data import (
     Blend,
     DataError,
@@ -26,13 +29,16 @@ from megatron_coca.data import (
     load_saved_tokenizer,
     load_tokenizer,
 )
+from megatron_coca.data.builtin import VOCAB_SIZE, builtin_folder
 from megatron_coca.data.inspection import shard_entry
 from megatron_coca.data.preparation.preparation_plan import SPLITS
 from megatron_coca.data.remote_shards import local_prefix
-from megatron_coca.data.shards import read_header, sampled_digest
+from megatron_coca.data.shards import read_header, sampled_digest, shard_paths
 from megatron_coca.data.tokenizers import needs_files
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
 from megatron_coca.support.markdown_tables import format_table
+from megatron_coca.support.plain_text import masked
+from megatron_coca.support.remote_files import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +115,8 @@ def open_corpus(config: Config) -> Corpus:
 
     Raises:
         DataError: a shard is missing, damaged or too short, or the shards have different tokenizers.
-        ConfigError: the tokenizer has more tokens than the model's vocabulary, or `eod_mask_loss` is set without a
-            known tokenizer.
+        ConfigError: the tokenizer has more tokens than the model's vocabulary, apart from tokens that were added later
+            and do not occur, or `eod_mask_loss` is set without a known tokenizer.
     """
     task, config = config.data.synthetic, with_task_vocabulary(config)
     if task is not None and not task.text:
@@ -127,11 +133,13 @@ def open_corpus(config: Config) -> Corpus:
         )
     if tokenizer is not None and vocab_size is None:
         config = config.override({"vocab_size": tokenizer.vocab_size})
-    elif tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
+    elif tokenizer is not None and vocab_size is not None and not fits(tokenizer, vocab_size):
         raise ConfigError(
             f"vocab_size: {vocab_size}, but the data's tokenizer has {tokenizer.vocab_size} tokens; "
             f"set vocab_size={tokenizer.vocab_size} or larger, or leave it out"
         )
+    if tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        _check_added_tokens([*train, *valid], tokenizer, vocab_size)
     data = config.data
     if data.eod_mask_loss and tokenizer is None:
         raise ConfigError(
@@ -151,6 +159,38 @@ def open_corpus(config: Config) -> Corpus:
         ),
         left_out,
     )
+
+
+def _check_added_tokens(shards: Sequence[Shard], tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise DataError if a manifest records that a shard contains a token beyond the vocabulary.
+
+    Without this check, the run would end later, when it reads such a token.
+    """
+    for shard in shards:
+        largest = shard_entry(shard.prefix).largest_id
+        if isinstance(largest, int) and largest >= vocab_size:
+            raise DataError(
+                f"{shard.name}: contains token {tokenizer.piece(largest)!r} with id {largest}, but the model has only "
+                f"{vocab_size} tokens; prepare texts without this token, or use a model with a row for it"
+            )
+
+
+def data_not_here(config: Config) -> list[str]:
+    """Return a line for each part of the configured data that would have to be prepared, fetched or corrected.
+
+    If the list is empty, `open_corpus` needs none of this. The function only looks for files.
+    """
+    task = config.data.synthetic
+    labels = (label for split in SPLITS for label in getattr(config.data, f"{split}_label_data_paths") or () if label)
+    named = list(dict.fromkeys((*_prefixes(config), *labels)))
+    if task is not None and not task.text:
+        return []
+    if not named:
+        folder = builtin_folder(Path(config.data.data_root))
+        return [] if folder.exists() else [f"{folder}: the built-in corpus, which a run prepares"]
+    remote = [f"{masked(prefix)}: on a store, from which a run copies the index" for prefix in named if is_url(prefix)]
+    missing = [each for each in named if not is_url(each) and not shard_paths(Path(each))[1].is_file()]
+    return [*remote, *(f"{prefix}: no such shard; prepare it before the run" for prefix in missing)]
 
 
 def task_settings(task: SyntheticConfig) -> TaskSettings:
@@ -178,6 +218,35 @@ def with_task_vocabulary(config: Config) -> Config:
             f"vocab_size: {vocab_size}, but the synthetic task has {task.vocab_size} token ids; leave vocab_size out"
         )
     return config if vocab_size is not None else config.override({"vocab_size": task.vocab_size})
+
+
+def with_vocabulary(config: Config) -> tuple[Config, str | None]:
+    """Return the configuration with the vocabulary size that training would set, and a note on where it comes from.
+
+    Nothing is prepared or downloaded. Without the data, the size comes from the configured tokenizer, and without its
+    files it is `ASSUMED_VOCABULARY`. There is no note if the configuration or its synthetic task sets the size.
+
+    Raises:
+        ConfigError: the size is too small for the synthetic task.
+        DataError: a tokenizer is damaged, or the tokenizers differ.
+    """
+    config = with_task_vocabulary(config)
+    if config.model.vocab_size is not None:
+        return config, None
+    data, absent, named = config.data, data_not_here(config), _prefixes(config)
+    if not absent:
+        tokenizer = _common_tokenizer(_with_paths(config))
+    else:
+        tokenizer = _configured_tokenizer(config) if data.vocab_file and os.path.exists(data.vocab_file) else None
+    builtin = "that of the built-in corpus, because no data path is set"
+    if tokenizer is not None:
+        size, source = tokenizer.vocab_size, "that of the tokenizer" if named else builtin
+    elif not named:
+        size, source = VOCAB_SIZE, builtin
+    else:
+        size, source = ASSUMED_VOCABULARY, f"assumed, because {data.vocab_file or masked(named[0])} is not here"
+    remedy = "" if named and tokenizer is not None else "; set vocab_size to change it"
+    return config.override({"vocab_size": size}), f"vocab_size: not set; it is {size:,}, {source}{remedy}"
 
 
 def _samples(config: Config, split: str, blend: Blend) -> Samples:
@@ -354,14 +423,21 @@ def _common_tokenizer(config: Config) -> Tokenizer | None:
     data = config.data
     folders = dict.fromkeys(Path(_local(config, prefix)).parent for prefix in _prefixes(config))
     tokenizers = {str(folder): load_saved_tokenizer(folder) for folder in folders if (folder / DESCRIPTION).is_file()}
-    if data.vocab_file or not needs_files(data.tokenizer_type):
-        named = load_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+    if (named := _configured_tokenizer(config)) is not None:
         tokenizers[data.vocab_file or f"tokenizer_type {data.tokenizer_type}"] = named
     if not all(agree(one, other) for one, other in pairwise(tokenizers.values())):
         raise DataError(
             f"{', '.join(tokenizers)}: the tokenizers differ; prepare all shards of a run with the same tokenizer"
         )
     return next(iter(tokenizers.values()), None)
+
+
+def _configured_tokenizer(config: Config) -> Tokenizer | None:
+    """Return the tokenizer that the configuration names, or None if it names no file and its type needs one."""
+    data = config.data
+    if not data.vocab_file and needs_files(data.tokenizer_type):
+        return None
+    return load_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
 
 
 def data_identity(blend: Samples) -> dict[str, Any]:
@@ -441,7 +517,9 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
 
 
 def joined(earlier: Sequence[SourceShare], later: Sequence[SourceShare]) -> list[SourceShare]:
-    """Add up how much two parts of a run read of each source; `weight` is the weight in the later part."""
+    """Add up, for each source, how much two parts of a run read of it. `weight` is the source's weight in the later
+    part.
+    """
     if not earlier:
         return list(later)
     total = sum(share.tokens for share in (*earlier, *later))

@@ -158,7 +158,7 @@ def _stage_numbers(
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """The estimate for a run on `topology.world_size` GPUs. Times are in seconds, or None if train_iters is not set.
     `backends` are the attention backends of the layer types.
     """
@@ -175,7 +175,7 @@ class Estimate:
     seconds: float | None
 
 
-def estimate(config: Config, gpus: int, peak: float, mfu: float) -> Estimate:
+def estimate(config: Config, gpus: int, peak: float, mfu: float) -> RunEstimate:
     """Estimate the run on `gpus` GPUs with `peak` FLOP/s each and a model FLOP utilization of `mfu`.
 
     Raises:
@@ -188,7 +188,7 @@ def estimate(config: Config, gpus: int, peak: float, mfu: float) -> Estimate:
     flops = flops_per_token(config, backends=backends)
     rate = gpus * peak * mfu / flops.model
     steps, tokens = config.schedule.train_iters, sizes.total * config.model.seq_length
-    return Estimate(
+    return RunEstimate(
         backends=backends,
         parameters=parameter_count(config),
         flops=flops,

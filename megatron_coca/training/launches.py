@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import signal
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,16 +19,7 @@ from typing import Any, NamedTuple, Self
 from megatron_coca.support.errors import UNAVAILABLE, UNUSABLE
 from megatron_coca.support.plain_text import masked
 from megatron_coca.support.regular_files import open_to_append, read_regular
-from megatron_coca.training.exit_status import (
-    DIVERGED,
-    DONE,
-    FAILED,
-    HUNG,
-    INTERRUPTED,
-    PREEMPTED,
-    UNJOINED,
-    UNSAVED,
-)
+from megatron_coca.work.statuses import DONE, FAILED, FINAL, HUNG, INTERRUPTED, PREEMPTED, UNJOINED, meaning
 
 logger = logging.getLogger(__name__)
 
@@ -37,22 +27,8 @@ LAUNCHES = "launches.jsonl"
 START, END, REQUEUED, GAVE_UP = "start", "end", "requeued", "gave up"
 """Events: a start of training, an end that the main rank recorded, and the two decisions of a batch script."""
 
-FINAL = (DONE, UNUSABLE, DIVERGED, UNSAVED, INTERRUPTED)
-"""Exit statuses after which a restart does not help: the same command would end in the same way, or a user ended it."""
 UNBLAMED = (UNAVAILABLE, PREEMPTED, HUNG, UNJOINED)
 """Exit statuses that say nothing about the node of the process: the cause is elsewhere, or all processes end alike."""
-MEANINGS = {
-    DONE: "finished",
-    FAILED: "an error",
-    UNUSABLE: "invalid input, or files cannot be written",
-    UNAVAILABLE: "an object store did not answer",
-    PREEMPTED: "preempted",
-    HUNG: "no progress",
-    DIVERGED: "too many bad steps",
-    UNSAVED: "preempted, nothing saved",
-    UNJOINED: "some processes did not join",
-    INTERRUPTED: "Ctrl-C",
-}
 NO_RECORD = "killed, or its host was lost"
 FAILURES_OF_A_NODE = 2
 """Number of failures after which a job no longer uses a node."""
@@ -63,14 +39,6 @@ _KILLS = ("srun: First task exited", "srun: Terminating", "srun: Job step aborte
 _RUNNING = re.compile(r"^srun: StepId=\S+ (tasks? [\d,-]+): running", re.MULTILINE)
 """A task that did not end within srun's `--wait` after another one had failed."""
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
-
-
-def meaning(status: int) -> str:
-    """Return the meaning of an exit status in a few words, such as "status 137, SIGKILL"."""
-    if status in MEANINGS:
-        return f"status {status}, {MEANINGS[status]}"
-    names = {number.value: number.name for number in signal.Signals}
-    return f"status {status}" + (f", {names[status - 128]}" if status - 128 in names else "")
 
 
 def read_launches(folder: Path) -> list[dict[str, Any]]:
@@ -152,29 +120,31 @@ class LaunchRecord:
             logger.warning("%s: cannot be written (%s); the run continues", self._folder / LAUNCHES, error)
 
 
-class Failure(NamedTuple):
-    """The end of a Slurm step: the first error that srun reported, and the node on which it happened, if it was one."""
+class StepFailure(NamedTuple):
+    """The end of a Slurm step: the first error that srun reported, and the node of the error if it happened on a single
+    node.
+    """
 
     text: str
     node: str | None
 
 
-def first_failure(errors: str) -> Failure | None:
+def first_failure(errors: str) -> StepFailure | None:
     """Return the failure that ended a step, from the messages of srun.
 
-    It is the first end by a signal, else the first error of a task: the others may report their errors earlier than
-    Slurm reports a kill. Ends after srun began to kill the remaining tasks are left out.
+    This is the first task that a signal ended, or the first error of a task if no signal ended one: other tasks may
+    report their errors before Slurm reports a kill. Ends after srun began to kill the remaining tasks are left out.
 
-    If a task did not end by itself, its host may be lost, and the errors of the others may be due to that. So an exit
-    code then does not count against the node.
+    If a task did not end by itself, its host may be lost, which may have caused the errors of the other tasks. In this
+    case an exit code does not count against the node.
     """
     running = _RUNNING.search(errors)
-    found: list[tuple[bool, Failure]] = []
+    found: list[tuple[bool, StepFailure]] = []
     for line in errors.splitlines():
         if line.startswith(_KILLS):
             break
         if (lost := _NODE_FAILURE.match(line)) is not None:
-            found.append((False, Failure(f"node failure on {lost['node']}", lost["node"])))
+            found.append((False, StepFailure(f"node failure on {lost['node']}", lost["node"])))
         elif (task := _SRUN.match(line)) is not None:
             code = _EXIT_CODE.match(task["end"])
             blamed = code is None or int(code[1]) not in (*FINAL, *UNBLAMED)
@@ -183,11 +153,11 @@ def first_failure(errors: str) -> Failure | None:
             text = f"{task['nodes']}: {task['end']}"
             if code is not None and running is not None:
                 node, text = None, f"{text}; {running[1]} did not end"
-            found.append((code is not None, Failure(text, node)))
+            found.append((code is not None, StepFailure(text, node)))
     return min(found, key=lambda each: each[0])[1] if found else None
 
 
-class Decision(NamedTuple):
+class RequeueDecision(NamedTuple):
     """Whether a job is requeued, why, and the nodes that it must not use any more."""
 
     requeue: bool
@@ -196,17 +166,19 @@ class Decision(NamedTuple):
 
 
 def decide(
-    lines: Sequence[Mapping[str, Any]], status: int, step: int, job: str, failure: Failure | None, limit: int
-) -> Decision:
+    lines: Sequence[Mapping[str, Any]], status: int, step: int, job: str, failure: StepFailure | None, limit: int
+) -> RequeueDecision:
     """Decide what happens after a step of `job` ended with `status`, and with a checkpoint of `step` (0: none)."""
     why = meaning(status) + (f" ({failure.text})" if failure is not None else "")
     if status in FINAL:
-        return Decision(False, why)
+        return RequeueDecision(False, why)
     own = [line for line in lines if line["event"] == REQUEUED and str(line.get("job")) == job]
     failures = Counter(str(line["node"]) for line in own if line.get("node"))
     failures.update([failure.node] if failure is not None and failure.node is not None else [])
     excluded = tuple(sorted(node for node, number in failures.items() if number >= FAILURES_OF_A_NODE))
     without_progress = sum(line.get("step") == step for line in own)
     if without_progress >= limit:
-        return Decision(False, f"{why}; requeued {without_progress} times without a checkpoint after step {step}")
-    return Decision(True, why, excluded)
+        return RequeueDecision(
+            False, f"{why}; requeued {without_progress} times without a checkpoint after step {step}"
+        )
+    return RequeueDecision(True, why, excluded)

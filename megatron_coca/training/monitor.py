@@ -10,6 +10,7 @@ import torch
 
 from megatron_coca.config import Config
 from megatron_coca.model.cost import flops_per_token, peak_flops
+from megatron_coca.support.output import losses
 from megatron_coca.training.profiling import Trace, peak_memory
 from megatron_coca.training.sinks import open_sinks
 
@@ -27,8 +28,8 @@ class IntervalMean:
         self._interval, self._sum, self._count = interval, 0.0, 0
 
     def add(self, step: int, loss: float | None, skipped: bool) -> float | None:
-        """Add the loss of step `step`, counted from 1 (None if the step had no labels). Return the mean or, if no step
-        has counted yet, this loss.
+        """Add the loss of step `step`, counted from 1 (None if the step had no labels). Return the mean, or this loss
+        if no step has counted yet.
         """
         if (step - 1) % self._interval == 0:
             self._sum, self._count = 0.0, 0
@@ -164,3 +165,5 @@ class Monitor:
             "eta_seconds": pace * max(0, self._last - step),
         }
         self.report(step, {**figures, **measured})
+        for loss in losses():
+            self.note(step, loss)

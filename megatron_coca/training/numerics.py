@@ -16,7 +16,7 @@ def numerics(device: torch.device) -> dict[str, str]:
 
 
 def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Describe the entries that differ. Entries that a checkpoint of an older version lacks are not compared."""
+    """Describe the entries that differ. Entries that are missing in checkpoints of older versions are not compared."""
     return [
         f"{name} (saved {saved[name]!r}, now {value!r})"
         for name, value in now.items()

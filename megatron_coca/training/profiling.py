@@ -7,6 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from megatron_coca.config import Config, ConfigError
+from megatron_coca.support.errors import why_not_written
+from megatron_coca.support.regular_files import inside
 from megatron_coca.training.sinks import run_folder
 
 logger = logging.getLogger(__name__)
@@ -29,10 +31,13 @@ class Trace:
         """Start the profiler; `start` is the number of steps completed before this launch.
 
         Raises:
-            ConfigError: the folder for traces cannot be created.
+            ConfigError: the folder for traces cannot be created, or a link to another folder is in its place, which
+                may have come with a downloaded run.
         """
         self._first, self._last = config.logging.profile_step_start, config.logging.profile_step_stop
-        self._folder, self._start, self._rank, self._done = run_folder(config) / FOLDER, start, rank, 0
+        self._start, self._rank, self._done = start, rank, 0
+        elsewhere = "remove the link, or choose another log_dir"
+        self._folder = inside(run_folder(config), FOLDER, lambda text: ConfigError(f"profile: {text}"), elsewhere)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -61,5 +66,9 @@ class Trace:
     def _write(self, recorded: profile) -> None:
         first, last = self._start + self._first + 1, self._start + min(self._done, self._last)
         path = self._folder / f"trace_steps_{first}-{last}_rank_{self._rank}.json"
-        recorded.export_chrome_trace(str(path))
-        logger.info("profile: %s", path)
+        try:
+            path.unlink(missing_ok=True)  # a link would be followed
+            recorded.export_chrome_trace(str(path))
+            logger.info("profile: %s", path)
+        except (OSError, RuntimeError) as error:  # a trace is not worth a run
+            logger.warning("profile: %s: %s", path, why_not_written(error, "choose another log_dir"))

@@ -19,10 +19,10 @@ from megatron_coca.support.errors import InputError
 from megatron_coca.support.host import keep_freed_memory
 from megatron_coca.training import launch
 from megatron_coca.training.checkpointing.initial_model import initial_model
-from megatron_coca.training.checkpointing.neox_resume import starts_from_neox, take_over
+from megatron_coca.training.checkpointing.neox_resume import convert_from_neox, starts_from_neox
 from megatron_coca.training.checkpointing.remote_checkpoints import use_local_folders
 from megatron_coca.training.checkpointing.resume import (
-    Continuation,
+    StageStart,
     candidates,
     check_same_run,
     continuation,
@@ -36,17 +36,19 @@ from megatron_coca.training.corpus import Corpus, mixture_table, repeated_source
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.engine.state import ADDED_AT
-from megatron_coca.training.exit_status import CaughtSignals, Stopped
 from megatron_coca.training.launches import LaunchRecord
 from megatron_coca.training.opened_stages import OpenedStage, open_stages
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.randomness import compute_deterministically, seed_everything
 from megatron_coca.training.run_context import RunContext
 from megatron_coca.training.sinks import run_folder
+from megatron_coca.training.starting_rate import with_starting_rate
 from megatron_coca.training.topology import Topology, rounded_sum
 from megatron_coca.training.trainer import Trainer
 from megatron_coca.training.validation import check_validation
 from megatron_coca.training.watchdog import Watchdog
+from megatron_coca.work.signals import CaughtSignals
+from megatron_coca.work.statuses import Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -70,17 +72,20 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
     orderly = False
     try:
         set_up_logging(dist.is_main())
+        config, rate = with_starting_rate(config)
         _log_devices(config, without_effect)
+        if rate is not None:
+            logger.info(rate)
         config, remotes = use_local_folders(config)
         lock = FolderLock(config.checkpoint.save)
         config = lock.choose_log_dir(config)
         watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
         answer = "stopping after this step, with a checkpoint if `save` is set; a second Ctrl-C ends the run at once"
         record = LaunchRecord(run_folder(config), dist.is_main())
-        with CaughtSignals(answer=answer if dist.is_main() else None) as preemption, watchdog, lock, record:
+        with CaughtSignals(answer=answer if dist.is_main() else None, last=True) as preemption, watchdog, lock, record:
             remotes.attend(watchdog.beat, lambda: preemption.requested is not None)
             topology = Topology.of(config.parallel, dist.world_size())
-            _train_stages(config, lock, RunContext(topology, remotes, preemption, watchdog), record)
+            _train_stages(config, lock, RunContext(topology, remotes, preemption, watchdog, lock), record)
         orderly = True
     except Exception as error:
         orderly = isinstance(error, Stopped)
@@ -140,7 +145,7 @@ def _open_run(config: Config, lock: FolderLock, context: RunContext) -> tuple[li
     if not folders and starts_from_neox(keys):
         require_writable(stages[0].corpus.config)
         lock.take()
-        folders = [Path(from_main(lambda: str(take_over(stages))))]
+        folders = [Path(from_main(lambda: str(convert_from_neox(stages))))]
     chosen, number = first_valid(folders, context.watchdog.beat), 0
     if chosen.folder is not None:
         meta = native.read_meta(chosen.folder, resumable=True)
@@ -151,7 +156,7 @@ def _open_run(config: Config, lock: FolderLock, context: RunContext) -> tuple[li
         number += finished and number + 1 < len(stages)
     require_writable(stages[number].corpus.config)
     lock.take()  # if the folder was just created
-    lock.take_figures(stages[number].corpus.config)
+    lock.take_metric_folders(stages[number].corpus.config)
     context.watchdog.beat("data and checkpoint are checked")
     quarantine_newer(keys, chosen)
     return stages[number:], chosen.folder
@@ -199,9 +204,9 @@ def _train_stage(opened: OpenedStage, folder: Path | None, context: RunContext) 
     return trainer.step
 
 
-def _build_engine(opened: OpenedStage, how: Continuation | None, context: RunContext) -> tuple[Engine, str | None]:
-    """Build the engine; `how` tells how a resumed run continues. Also return the identity of the checkpoint from which
-    a new run gets its weights, if any.
+def _build_engine(opened: OpenedStage, how: StageStart | None, context: RunContext) -> tuple[Engine, str | None]:
+    """Build the engine, and return it with the identity of the checkpoint from which a new run gets its weights, if
+    any. `how` tells how a resumed run continues.
     """
     config, keys, device = opened.corpus.config, opened.corpus.config.checkpoint, dist.local_device()
     if how is not None:  # the weights are restored later

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from megatron_coca.training.checkpointing.remote_checkpoints import RemoteCheckpoints
-from megatron_coca.training.exit_status import CaughtSignals
+from megatron_coca.training.collectives import FolderLock
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.watchdog import Watchdog
+from megatron_coca.work.signals import CaughtSignals
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,11 @@ class RunContext:
         remotes: uploads and downloads checkpoints if `save` is on an object store.
         preemption: records the signal that asked this process to stop.
         watchdog: ends the run if no progress is reported to it.
+        lock: keeps other runs out of the folders of this run.
     """
 
     topology: Topology
     remotes: RemoteCheckpoints
     preemption: CaughtSignals
     watchdog: Watchdog
+    lock: FolderLock

@@ -123,8 +123,9 @@ def zero_section(config: Config, ranks: int, cuda: bool) -> dict[str, Any]:
     explicit values for the keys that determine how communication overlaps with computation.
 
     On CUDA, ZeRO 1 and 2 reduce gradients on a separate stream during the backward pass, in two alternating buffers.
-    This is off with pipeline stages (DeepSpeed does not support it) and with offloading (gradients are copied to the
-    host between reductions). The CPU has no streams. ZeRO 3 always gathers and reduces on separate streams.
+    This is off with pipeline stages, because DeepSpeed does not support it, and with offloading, because gradients are
+    copied to the host between reductions. The CPU has no streams. ZeRO 3 always gathers and reduces on separate
+    streams.
 
     One rank reduces nothing, so its gradients are not copied to a buffer first (docs/speed.md, "On an H100").
     """

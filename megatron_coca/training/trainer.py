@@ -8,19 +8,20 @@ from typing import NoReturn
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import ServiceError
 from megatron_coca.data import Batch, Loader
-from megatron_coca.training.checkpointing.resume import Continuation
+from megatron_coca.sinks.json_lines import is_validated
+from megatron_coca.training.checkpointing.resume import StageStart
 from megatron_coca.training.checkpointing.saving import Checkpoints, is_due
 from megatron_coca.training.collectives import from_main
 from megatron_coca.training.corpus import mixture_figures, open_loader
 from megatron_coca.training.engine import Engine, HeldOutLoss, StepResult
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.exit_status import Diverged, Interrupted, Preempted, Unsaved
 from megatron_coca.training.loss_guard import LossGuard, Verdict
 from megatron_coca.training.monitor import IntervalMean, Monitor
 from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.run_context import RunContext
-from megatron_coca.training.sinks import is_validated, run_folder
+from megatron_coca.training.sinks import run_folder
 from megatron_coca.training.validation import validate
+from megatron_coca.work.statuses import Diverged, Interrupted, Preempted, Unsaved
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,12 @@ class Trainer:
         data_rank = context.topology.coordinates(dist.rank()).data
         self._layout = (self._sizes.total, self._sizes.micro, data_rank, context.topology.data)
         self._preemption, self._watchdog = context.preemption, context.watchdog
+        self._lock = context.lock
         self._guard, self._skipped, self._unvalidated = LossGuard(self._config.faults), 0, False
         self._losses = IntervalMean(self._config.logging.log_interval)
         self.step, self._saved = 0, -1 if is_due(0, self._config.checkpoint) else 0
 
-    def restore(self, how: Continuation) -> None:
+    def restore(self, how: StageStart) -> None:
         """Resume from a checkpoint. Raises CheckpointError like `Checkpoints.restore`."""
         meta = self._checkpoints.restore(how)
         progress = meta["progress"]
@@ -128,9 +130,12 @@ class Trainer:
 
     def _validate_and_save(self, monitor: Monitor) -> None:
         """Validate and save if due; after a signal, save and end the run."""
-        preempted, failed = dist.anyone((self._asked_to_stop(), self._checkpoints.failed))
+        lost = self._lock.is_lost()
+        preempted, failed, lost = dist.anyone((self._asked_to_stop(), self._checkpoints.failed, lost))
         if failed:
             self._checkpoints.wait(hurry=True)  # raises the error
+        if lost:
+            monitor.note(self.step, self._lock.retake())
 
         if self._unvalidated and not preempted:
             try:

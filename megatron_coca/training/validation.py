@@ -29,7 +29,7 @@ def check_validation(corpus: Corpus) -> None:
     """Check that the data and the position method support `eval_windows`.
 
     Raises:
-        ConfigError, DataError: they do not; the message describes the problem.
+        ConfigError, DataError: the data or the method does not support them; the message describes the problem.
     """
     config, windows = corpus.config, _windows(corpus.config)
     longest = max(windows.values(), default=0)

@@ -1,36 +1,30 @@
-"""The watchdog, which ends a hanging process, and the report of an error that ends a process.
-
-Ranks started by this project's launcher write their error to a file, and the launcher prints the first error
-(`launch/processes.py`). The file has the name (TORCHELASTIC_ERROR_FILE) and format that torchrun uses, so that torchrun
-finds the first error, too. All other processes print their errors.
+"""The watchdog, which ends a hanging process.
 
 This module imports only the standard library, because importing another library may cause the error to report.
 """
 
 import faulthandler
-import json
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NamedTuple, Self
 
-from megatron_coca.support.plain_text import plain
-from megatron_coca.training.exit_status import HUNG
+from megatron_coca.support.output import STDERR, put
+from megatron_coca.training.outside_watch import OutsideWatch
+from megatron_coca.work.error_report import communicates
+from megatron_coca.work.statuses import HUNG
 
 GRACE = 10.0
 """Seconds between a rank's report and its exit. Ranks do not detect a hang at the same moment, and when the first rank
 exits, the launcher stops the others, so all ranks must have written their reports by then.
 """
 LONGEST_POLL = 1.0
-COMMUNICATION = ("distributed_c10d.py", f"{os.sep}deepspeed{os.sep}comm{os.sep}")
-"""Parts of the paths of files whose code waits for other ranks."""
-STDERR = 2
 
 
 class Heartbeat(NamedTuple):
@@ -46,14 +40,15 @@ class Watchdog:
     `follow`, makes no progress for that long.
 
     First, the stacks of all threads are written to standard error and to `hang_rank_<rank>.txt` in `report_folder`,
-    with the host, the last heartbeat and the innermost function of the main thread. They show whether a rank waits in a
-    collective or is the rank for which the others wait. If the process makes progress within `GRACE` seconds, it
-    continues.
+    with the host, the last heartbeat and the innermost function of the main thread. The stacks show whether a rank
+    waits in a collective, or whether the other ranks wait for it. If the process makes progress within `GRACE` seconds,
+    it continues.
 
     The watchdog is a daemon thread, which needs the GIL. C code that never releases the GIL blocks it, too; in this
-    case, 3 times GRACE later, a thread of faulthandler writes the stacks to standard error and exits with status 1.
-    This also happens if the process was suspended (SIGSTOP) for that long; shorter suspensions do not count.
-    faulthandler has only one such timer per process, so only one watchdog may run at a time.
+    case, 3 times GRACE later, a child process (`OutsideWatch`) ends this process by SIGALRM, and faulthandler writes
+    the stacks to standard error.
+
+    The time in which the process is suspended (SIGSTOP, Ctrl-Z, Slurm's suspend) does not count.
     """
 
     def __init__(
@@ -71,10 +66,12 @@ class Watchdog:
         self._beats: dict[str, Heartbeat | None] = {"main": Heartbeat(0, "start", time.monotonic()), "job": None}
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._outside: OutsideWatch | None = None
 
     def __enter__(self) -> Self:
         self.beat("start")
         if self._timeout is not None:
+            self._outside = OutsideWatch(self._timeout + 3 * self._grace, self._grace, self._rank)
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
@@ -83,7 +80,8 @@ class Watchdog:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
-            faulthandler.cancel_dump_traceback_later()
+        if self._outside is not None:
+            self._outside.close()
 
     def beat(self, reached: str) -> None:
         """Record that the run has reached a point, such as "step 12" or "saving". This takes about a microsecond."""
@@ -101,10 +99,10 @@ class Watchdog:
         self._beats[kind] = Heartbeat(before.number + 1 if before is not None else 1, reached, time.monotonic())
 
     def _watch(self) -> None:
-        assert self._timeout is not None
+        assert self._timeout is not None and self._outside is not None
         before, last, silent = time.monotonic(), dict(self._beats), dict.fromkeys(self._beats, 0.0)
         while not self._over.is_set():
-            faulthandler.dump_traceback_later(self._timeout + 3 * self._grace, exit=True, file=STDERR)
+            self._outside.beat()
             self._over.wait(self._poll)
             now = time.monotonic()
             # A suspended process has not hung, so a long gap counts as at most two polls.
@@ -140,9 +138,7 @@ class Watchdog:
         )
 
     def _to_stderr(self, text: str) -> None:
-        rest = text.encode()
-        while rest:
-            rest = rest[os.write(STDERR, rest) :]
+        put(STDERR, text.encode())
 
     def _to_folder(self, text: str) -> None:
         if self._folder is None:
@@ -151,7 +147,7 @@ class Watchdog:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)  # in a downloaded folder, this may be a link
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         except OSError as error:
             self._to_stderr(f"rank {self._rank}: {path}: cannot be written ({error})\n")
 
@@ -160,100 +156,15 @@ def _doing(frame: FrameType | None) -> str:
     """Describe the innermost function of a thread, and whether the thread waits for other ranks."""
     if frame is None:
         return "has ended"
-    waits = "waits for other ranks" if _communicates(traceback.walk_stack(frame)) else "is"
+    waits = "waits for other ranks" if communicates(traceback.walk_stack(frame)) else "is"
     return f"{waits} in {frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
-
-
-def _communicates(frames: Iterable[tuple[FrameType, int]]) -> bool:
-    return any(name in frame.f_code.co_filename for frame, _ in frames for name in COMMUNICATION)
 
 
 def _all_stacks() -> str:
     """Return the stacks of all threads. They are first written to memory, because faulthandler holds the GIL while it
     writes, so it must not write to anything that could block.
     """
-    with open(os.memfd_create("stacks"), "w+", errors="replace") as file:
+    with open(os.memfd_create("stacks"), "w+", encoding="utf-8", errors="replace") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
         return file.read()
-
-
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_TORCHRUN = "TORCHELASTIC_RUN_ID"
-
-
-class ErrorReport(NamedTuple):
-    """The error that ended a process.
-
-    Attributes:
-        summary: the error in one line.
-        text: the error message or, for an unexpected error, the traceback.
-        traceback: whether `text` is a traceback.
-        communication: whether the process was waiting for other ranks; an error of theirs is then the likely cause.
-        time: time of the error in seconds, from `time.time`.
-    """
-
-    summary: str
-    text: str
-    traceback: bool
-    communication: bool
-    time: float
-
-    @classmethod
-    def read(cls, file: Path) -> Self | None:
-        """Return the report in an error file, or None if there is none."""
-        try:
-            message = json.loads(file.read_text())["message"]
-            extra = message["extraInfo"]
-            text = extra.get("py_callstack")
-            return cls(
-                message["message"].partition("\n")[0],
-                text or message["message"],
-                text is not None,
-                bool(extra["communication"]),
-                float(extra["time"]),
-            )
-        except (OSError, ValueError, KeyError, TypeError):  # missing, or incomplete after a kill
-            return None
-
-    def write(self, file: Path) -> None:
-        """Write the error file in torchrun's format."""
-        extra = {"timestamp": str(int(self.time)), "time": self.time, "communication": self.communication}
-        extra |= {"py_callstack": self.text} if self.traceback else {}
-        file.write_text(
-            json.dumps({"message": {"message": self.summary if self.traceback else self.text, "extraInfo": extra}})
-        )
-
-
-def install() -> None:
-    """Report uncaught exceptions from now on."""
-    sys.excepthook = _report
-
-
-def tell(message: object) -> None:
-    """Report why the process exits, for an expected exit that needs no traceback."""
-    text = plain(str(message))
-    if not _wrote(ErrorReport(text.partition("\n")[0], text, False, False, time.time())):
-        print(text, file=sys.stderr)
-
-
-def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    text = plain("".join(traceback.format_exception(kind, error, trace)))
-    summary = "".join(traceback.format_exception_only(kind, error)[:1]).strip().partition("\n")[0]
-    if not _wrote(ErrorReport(summary, text, True, _communicates(traceback.walk_tb(trace)), time.time())):
-        print(text, end="", file=sys.stderr)
-
-
-def _wrote(report: ErrorReport) -> bool:
-    """Write the error file, and return whether the launcher will print it. Under torchrun, the process itself must
-    print the error.
-    """
-    file = os.environ.get(ERROR_FILE)
-    if not file:
-        return False
-    try:
-        report.write(Path(file))
-    except OSError as error:
-        print(f"{file}: cannot be written ({error})", file=sys.stderr)
-        return False
-    return _TORCHRUN not in os.environ

@@ -146,6 +146,8 @@ def check_same_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokeniz
         remedy = (
             f"set make_vocab_size_divisible_by={rows}"
             if wanted.vocab_size is not None and wanted.vocab_size <= rows
+            else f"set vocab_size={rows}, because the last tokens were added later and have no row"
+            if theirs is not None and theirs.rows is not None and wanted.vocab_size == theirs.vocab_size
             else "prepare the data with the checkpoint's tokenizer, or start from another checkpoint"
         )
         raise CheckpointError(f"{source.folder}: the embedding sizes differ: {sides}; {remedy}")

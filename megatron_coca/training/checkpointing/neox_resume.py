@@ -1,7 +1,7 @@
 """Resuming from a GPT-NeoX checkpoint: its weights, optimizer, step and schedule become a checkpoint of this run."""
 
 import io
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -15,8 +15,8 @@ from megatron_coca.checkpoints.compare import check_same_architecture, differing
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
 from megatron_coca.checkpoints.neox.optimizer import STEP, NeoxOptimizer
 from megatron_coca.checkpoints.neox.read import NeoxFiles, configure, find_step
-from megatron_coca.checkpoints.opened import check_fit
-from megatron_coca.checkpoints.weights import write_safetensors
+from megatron_coca.checkpoints.opened import OpenedCheckpoint, check_fit
+from megatron_coca.checkpoints.weights import Weights, write_safetensors
 from megatron_coca.config import (
     COMPUTE_KEYS,
     KEYS,
@@ -28,9 +28,10 @@ from megatron_coca.config import (
     weight_changes,
 )
 from megatron_coca.model import initial_norms
-from megatron_coca.support.plain_text import masked
+from megatron_coca.support.errors import why_not_written
 from megatron_coca.training.checkpointing.initial_model import check_same_tokenizer
 from megatron_coca.training.checkpointing.saving import DTYPES
+from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine.state import ADDED_AT, MOMENTS
 from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.optimizer import OPTIMIZERS
@@ -45,7 +46,7 @@ def starts_from_neox(keys: CheckpointConfig) -> bool:
     return keys.load is not None and not keys.finetune and find_step(Path(keys.load)) is not None
 
 
-def take_over(stages: Sequence[OpenedStage]) -> Path:
+def convert_from_neox(stages: Sequence[OpenedStage]) -> Path:
     """Convert the GPT-NeoX checkpoint in `load` to a checkpoint of this run in `save`, and return the new folder.
 
     From then on, it is a checkpoint like any other. With `no_load_optim`, the moments are 0. Random generator states
@@ -55,26 +56,43 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
         CheckpointError: the model or optimizer differs, the optimizer state is missing, or the new checkpoint cannot be
             written.
     """
-    keys, optimizer = stages[0].corpus.config.checkpoint, None
+    keys = stages[0].corpus.config.checkpoint
     if keys.save is None:
         raise CheckpointError(
-            f"load: {keys.load} is a GPT-NeoX checkpoint, which must first be converted to a checkpoint of this run; "
+            f"load: {keys.load} is a GPT-NeoX checkpoint, but the run has no folder in which to save a converted copy; "
             "set save=FOLDER, or finetune=true to start from its weights"
         )
     own = {"imports": stages[0].corpus.config.position.imports}
     source, save = open_checkpoint(str(keys.load), step=keys.iteration, overrides=own), Path(keys.save)
-    step = source.step or 0
-    opened = stages[stage_at([each.stage for each in stages], max(0, step - 1))]
-    corpus, config = opened.corpus, opened.corpus.config
+    opened = stages[stage_at([each.stage for each in stages], max(0, (source.step or 0) - 1))]
+    config = opened.corpus.config
     check_same_architecture(source.folder, source.trained, config)
-    check_same_tokenizer(source, config, corpus.tokenizer)
+    check_same_tokenizer(source, config, opened.corpus.tokenizer)
     norms = initial_norms(config.model) if adds_norms(source.trained.model, config.model) else {}
     weights = source.weights().adding(norms)
+    optimizer = _same_run(source, config, weights, own)
+    meta = _meta(source, opened, optimizer, adds=bool(norms))
+    try:
+        return _save(save, weights, optimizer, opened.corpus, norms.keys(), meta)
+    except BaseException as error:
+        native.abandon(save, meta["step"])
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{save}: the state of {source.folder} {why_not_written(error, 'choose another save folder')}"
+            ) from error
+        raise
+
+
+def _same_run(
+    source: OpenedCheckpoint, config: Config, weights: Weights, own: Mapping[str, Any]
+) -> NeoxOptimizer | None:
+    """Return the saved optimizer, or None with `no_load_optim`. Raises CheckpointError if the saved run differs."""
     differing = differing_keys(source.trained, config, frozenset(KEYS) - COMPARED | form_keys(source.trained, config))
     differing += [f"{key} ({reason})" for key, reason in weight_changes(source.trained, config)]
     if not differing:
         check_fit(config, weights)
-    if not keys.no_load_optim:
+    optimizer = None
+    if not config.checkpoint.no_load_optim:
         optimizer = NeoxOptimizer(source.folder, *configure(source.folder, NeoxFiles(source.folder), own))
         differing += _differing_options(optimizer, config)
     if differing:
@@ -82,35 +100,42 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
             f"{source.folder}: cannot be resumed with a different {', '.join(differing)}; "
             "restore these values, or start a new run from its weights with finetune=true"
         )
-    count = optimizer.step if optimizer is not None else 0.0
-    meta = {
+    return optimizer
+
+
+def _meta(source: OpenedCheckpoint, opened: OpenedStage, optimizer: NeoxOptimizer | None, adds: bool) -> dict[str, Any]:
+    """Return the content of meta.json. `adds`: whether norms of queries and keys begin with this checkpoint."""
+    step, count = source.step or 0, optimizer.step if optimizer is not None else 0.0
+    return {
         "step": step,
         "run": uuid4().hex,
         "origin": source.identity,
-        "data": corpus.identity,
+        "data": opened.corpus.identity,
         **opened.shared,
         "topology": {},  # matches no run, so that every rank draws new dropout masks
-        "counters": {STEP: count} | ({ADDED_AT: count} if norms else {}),
+        "counters": {STEP: count} | ({ADDED_AT: count} if adds else {}),
         "progress": {},
-        "mixture": [asdict(share) for share in corpus.mixture(step, opened.sizes.total)],
+        "mixture": [asdict(share) for share in opened.corpus.mixture(step, opened.sizes.total)],
         "versions": native.code_versions(),
     }
-    try:
-        partial = native.begin(save, step)
-        _write_state(partial, weights, optimizer, config, norms.keys())
-        write_safetensors(partial / native.WEIGHTS, weights.to(DTYPES[config.precision.dtype]))
-        (partial / native.CONFIG).write_text(masked(config.to_yaml()))
-        native.write_json(partial / native.META, meta)
-        if corpus.tokenizer is not None:
-            corpus.tokenizer.save(partial / native.TOKENIZER)
-        return native.commit(save, step)
-    except BaseException as error:
-        native.abandon(save, step)
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                f"{save}: the state of {source.folder} cannot be written ({error}); choose another save folder"
-            ) from error
-        raise
+
+
+def _save(
+    save: Path,
+    weights: Weights,
+    optimizer: NeoxOptimizer | None,
+    corpus: Corpus,
+    added: Collection[str],
+    meta: dict[str, Any],
+) -> Path:
+    partial, config = native.begin(save, meta["step"]), corpus.config
+    _write_state(partial, weights, optimizer, config, added)
+    write_safetensors(partial / native.WEIGHTS, weights.to(DTYPES[config.precision.dtype]))
+    (partial / native.CONFIG).write_text(config.record(), encoding="utf-8")
+    native.write_json(partial / native.META, meta)
+    if corpus.tokenizer is not None:
+        corpus.tokenizer.save(partial / native.TOKENIZER)
+    return native.commit(save, meta["step"])
 
 
 def _differing_options(optimizer: NeoxOptimizer, config: Config) -> list[str]:
@@ -128,10 +153,10 @@ def _differing_options(optimizer: NeoxOptimizer, config: Config) -> list[str]:
 
 
 def _write_state(
-    folder: Path, weights: Any, optimizer: NeoxOptimizer | None, config: Config, added: Collection[str]
+    folder: Path, weights: Weights, optimizer: NeoxOptimizer | None, config: Config, added: Collection[str]
 ) -> None:
-    """Write `state/`, with one file per block, and the random state, which every checkpoint must contain. The optimizer
-    has no states of the weights in `added`.
+    """Write `state/`, with one file per block, and the random state, which every checkpoint must contain. The saved
+    optimizer has no states for the weights in `added`.
     """
     (folder / native.STATE).mkdir()
     (folder / native.RNG).mkdir()

@@ -76,7 +76,7 @@ class RemoteCheckpoints:
 
     def attend(self, beat: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         """Set the functions to call while waiting for transfers: `beat` receives their progress, and `stopping` returns
-        whether this rank was asked to stop. Once any rank was, failed transfers are not retried.
+        whether this rank was asked to stop. Once any rank was asked to stop, failed transfers are not retried.
         """
         self._beat, self._stopping = beat, stopping
 

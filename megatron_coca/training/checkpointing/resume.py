@@ -6,6 +6,7 @@ from, `initial_model.py` builds the model.
 """
 
 import logging
+import math
 import os
 import socket
 import time
@@ -28,6 +29,7 @@ from megatron_coca.config import (
     adds_norms,
     form_keys,
     load_saved_config,
+    stage_at,
     weight_changes,
 )
 from megatron_coca.training.collectives import attempt, decode_failure, encode_failure, from_main
@@ -47,6 +49,8 @@ saved state does not depend on the parallel layout.
 """
 ALIASED_KEYS = frozenset({"optimizer.type"})
 """Keys for which several values mean the same; the meanings are compared."""
+UNRECORDED_KEYS = frozenset({"metric_sinks"})
+"""Keys that the configuration of a checkpoint does not contain."""
 AGREE_SECONDS, REPORT_SECONDS = 1.0, 30.0
 """Intervals in seconds at which ranks agree on the progress of a verification, and at which they log it."""
 MOST_THREADS = 16
@@ -121,7 +125,26 @@ def runs_of(folders: Iterable[Path]) -> set[str | None]:
     return runs
 
 
-class Choice(NamedTuple):
+def home_of_copy(meta: Mapping[str, Any], save: str) -> str | None:
+    """Return the folder from which the checkpoint with this `meta.json` was copied to `save`; None if it was not.
+
+    It is a copy if the checkpoint was written to another folder, and that folder still has checkpoints of the same run.
+    If it has none, the run was moved.
+    """
+    home = meta.get("save")
+    if not isinstance(home, str) or _real(home) == _real(save):
+        return None
+    with suppress(OSError):  # one of them does not exist
+        if os.path.samefile(home, save):
+            return None
+    try:
+        folders = [native.step_folder(Path(home), step) for step in native.begun_steps(Path(home))]
+    except OSError:
+        return None
+    return home if meta.get("run") in runs_of(folders) else None
+
+
+class ResumePoint(NamedTuple):
     """The checkpoint from which a run resumes (None to start from step 0), and the preferred checkpoints that could not
     be read. They may be valid, so they must not be moved.
     """
@@ -130,8 +153,9 @@ class Choice(NamedTuple):
     unreadable: tuple[Path, ...] = ()
 
 
-def first_valid(folders: Sequence[Path], beat: Callable[[str], None] = lambda reached: None) -> Choice:
-    """Choose the first of `folders` that is valid and can be resumed, and log why the preferred ones are not.
+def first_valid(folders: Sequence[Path], beat: Callable[[str], None] = lambda reached: None) -> ResumePoint:
+    """Choose the first of `folders` that is valid and can be resumed, and log why any folders before it were not
+    chosen.
 
     Every rank must call this with the same folders. `beat` reports progress to the watchdog.
 
@@ -144,7 +168,7 @@ def first_valid(folders: Sequence[Path], beat: Callable[[str], None] = lambda re
     for folder in folders:
         try:
             verify_distributed(folder, beat, resumable=True)
-            return Choice(folder, tuple(unreadable))
+            return ResumePoint(folder, tuple(unreadable))
         except CheckpointError as failure:
             last = failure
             if isinstance(failure, UnreadableError):
@@ -152,7 +176,7 @@ def first_valid(folders: Sequence[Path], beat: Callable[[str], None] = lambda re
             if dist.is_main() and folder is not folders[-1]:
                 logger.warning("%s; falling back to the previous checkpoint", failure)
     if last is None:
-        return Choice(None)
+        return ResumePoint(None)
     raise next(iter(unreadable.values()), last)
 
 
@@ -222,6 +246,10 @@ def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[
     raise next((failure for failure in failures if isinstance(failure, UnreadableError)), failures[0])
 
 
+RECORDED = {"batch": "train_batch_size", "dtype": "precision"}
+"""Values in meta.json, and the keys that set them."""
+
+
 def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> None:
     """Raise a CheckpointError that lists all differences between the run in `folder` and the configured run.
 
@@ -231,15 +259,17 @@ def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> N
     saved, meta = saved_config(folder, corpus.config), native.read_meta(folder)
     anew, loads = begins_optimizer(corpus.config.checkpoint, folder), is_loaded(corpus.config.checkpoint, folder)
     form = form_keys(saved, corpus.config) if loads else frozenset()
-    problems = differing_run(saved, corpus.config, FREE_GROUPS | {"optimizer"} if anew else FREE_GROUPS, form)
+    recorded = {
+        key: f"{key} (saved {meta.get(name)!r}, now {shared[name]!r})"
+        for name, key in RECORDED.items()
+        if name in shared and meta.get(name) != shared[name]
+    }  # the configuration may set one of these keys only now, so its saved value says less
+    free = FREE_GROUPS | {"optimizer"} if anew else FREE_GROUPS
+    problems = differing_run(saved, corpus.config, free, form | recorded.keys())
     if loads:
         problems += [f"{key} ({reason})" for key, reason in weight_changes(saved, corpus.config)]
     problems += differing_data(meta.get("data") or {}, corpus.identity, corpus.sources)
-    problems += [
-        f"{key} (saved {meta.get(key)!r}, now {value!r})"
-        for key, value in shared.items()
-        if meta.get(key) != value and key != "stages"
-    ]
+    problems += recorded.values()
     problems += differing_stages(meta.get("stages") or [], shared.get("stages", []))
     if problems:
         stage = "" if loads or not changes_form(saved, corpus.config) else "change the position method in a new stage, "
@@ -248,8 +278,20 @@ def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> N
             f"restore these values, {stage}or start a new run from its weights with finetune=true"
         )
     if dist.is_main():
-        for line in differing_keys(saved, corpus.config, ALIASED_KEYS, FREE_GROUPS - {"schedule"}):
+        for line in differing_keys(saved, corpus.config, ALIASED_KEYS | UNRECORDED_KEYS, FREE_GROUPS - {"schedule"}):
             logger.warning("resuming with a different %s", line)
+        step = meta["step"]
+        before, after = (_rate(config, step) for config in (saved, corpus.config))
+        if before is not None and after is not None and not math.isclose(before, after, rel_tol=1e-6):
+            logger.warning("the learning rate of step %d changes from %.4g to %.4g", step + 1, before, after)
+
+
+def _rate(config: Config, step: int) -> float | None:
+    """Return the learning rate after `step` completed steps, or None if the configuration does not say it."""
+    if config.optimizer.lr is None or config.schedule.train_iters is None:
+        return None
+    stages = config.run_stages()
+    return stages[stage_at(stages, step)].learning_rate(step)
 
 
 def saved_config(folder: Path, wanted: Config) -> Config:
@@ -292,14 +334,14 @@ def differing_run(
     return problems
 
 
-class Continuation(NamedTuple):
+class StageStart(NamedTuple):
     """How a stage continues from a checkpoint.
 
     Attributes:
         folder: the checkpoint.
         new_optimizer: whether the optimizer states are reset to those before the first step.
-        new_losses: whether earlier losses are no basis for detecting spikes, because the length, the data or the
-            position method has changed.
+        new_losses: whether spikes cannot be detected from earlier losses, because the length, the data or the position
+            method has changed.
         adds_norms: whether the model has norms of queries and keys that are not in the checkpoint.
         counters: the optimizer's counters, as `Engine.restored` takes them.
     """
@@ -311,7 +353,7 @@ class Continuation(NamedTuple):
     counters: dict[str, float]
 
 
-def continuation(folder: Path, stage: RunStage[Config]) -> Continuation:
+def continuation(folder: Path, stage: RunStage[Config]) -> StageStart:
     """Return how `stage` continues from the checkpoint in `folder`. The result is the same on all ranks."""
     meta, saved = native.read_meta(folder, resumable=True), saved_config(folder, stage.config)
     begins, counters = meta["step"] == stage.first, dict(meta["counters"])
@@ -321,10 +363,10 @@ def continuation(folder: Path, stage: RunStage[Config]) -> Continuation:
         counters = {name: value for name, value in counters.items() if name != ADDED_AT} | {STEP: 0.0}
     elif added:
         counters[ADDED_AT] = counters[STEP]
-    return Continuation(folder, anew, begins or changes_form(saved, stage.config), added, counters)
+    return StageStart(folder, anew, begins or changes_form(saved, stage.config), added, counters)
 
 
-def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
+def quarantine_newer(keys: CheckpointConfig, chosen: ResumePoint) -> None:
     """Move the checkpoints in `save` that a later start would prefer over `chosen` to quarantine/.
 
     They are damaged, or the run does not continue from them. Unreadable checkpoints stay, because they may be valid;

@@ -4,6 +4,7 @@ import hashlib
 import io
 import logging
 import math
+import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +32,10 @@ from megatron_coca.checkpoints.native.state import (
 )
 from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import CheckpointConfig
-from megatron_coca.support.plain_text import masked
+from megatron_coca.support.errors import why_not_written
 from megatron_coca.training.checkpointing.remote_checkpoints import LAST_SECONDS
-from megatron_coca.training.checkpointing.resume import Continuation
-from megatron_coca.training.collectives import attempt
+from megatron_coca.training.checkpointing.resume import StageStart, home_of_copy
+from megatron_coca.training.collectives import attempt, from_main
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.numerics import changes, numerics
@@ -42,6 +43,7 @@ from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.optimizer import QK_NORMS
 from megatron_coca.training.randomness import load_rng_states, rng_states, seed_everything
 from megatron_coca.training.run_context import RunContext
+from megatron_coca.training.sinks import take_over_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class Checkpoints:
         """Whether the last save or an upload failed; `wait` raises the error."""
         return self._error is not None or self._remotes.failure is not None
 
-    def restore(self, how: Continuation) -> dict[str, Any]:
+    def restore(self, how: StageStart) -> dict[str, Any]:
         """Restore the engine and the random state from a checkpoint, and return its `meta.json`. Every rank must call
         this. Norms of queries and keys that are not in the checkpoint keep their initial weights and states.
 
@@ -111,7 +113,7 @@ class Checkpoints:
             CheckpointError: state that this rank needs is missing from the checkpoint or does not match.
         """
         folder, meta = how.folder, native.read_meta(how.folder, resumable=True)
-        self._run, self._origin = meta.get("run", self._run), meta.get("origin")
+        self._run, self._origin = str(from_main(lambda: self._own_id(meta))), meta.get("origin")
         if dist.is_main():
             for line in changes(meta.get("versions") or {}, self._versions):
                 logger.warning("resuming with a different %s: the run may differ in its last bits", line)
@@ -139,6 +141,23 @@ class Checkpoints:
         seed_everything(self._corpus.config.seed + int(meta["step"]), self._topology.random_stream(dist.rank()))
         return meta
 
+    def _own_id(self, meta: Mapping[str, Any]) -> str:
+        """Return the id of the run that continues from a checkpoint. A copy of a run gets a new id, because the metrics
+        of both runs would otherwise be mixed.
+        """
+        known, save = str(meta.get("run", self._run)), self._keys.save
+        if save is None or (home := home_of_copy(meta, save)) is None:
+            return known
+        logger.warning(
+            "%s: continues a copy of the run in %s, which still has its checkpoints; it gets its own id, also at "
+            "Weights & Biases",
+            save,
+            home,
+        )
+        own = uuid4().hex
+        take_over_metrics(Path(save), known, own)
+        return own
+
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
         """Take a snapshot after `step` and start writing it. The result is a complete checkpoint or none. Every rank
         must call this.
@@ -146,8 +165,8 @@ class Checkpoints:
         `progress` is the state of the training loop, as JSON values.
 
         Raises:
-            CheckpointError: this checkpoint could not be written, or the previous one could not and its error has not
-                been raised yet. Earlier checkpoints are unchanged.
+            CheckpointError: this checkpoint could not be written, or the previous one could not be written and its
+                error has not been raised yet. Earlier checkpoints are unchanged.
         """
         if self._keys.save is None:
             return
@@ -203,6 +222,7 @@ class Checkpoints:
         meta = {
             "step": step,
             "run": self._run,
+            "save": None if self._keys.save is None else os.path.realpath(self._keys.save),
             "origin": self._origin,
             "data": self._corpus.identity,
             **self._shared,
@@ -269,8 +289,8 @@ class Checkpoints:
                 native.abandon(root, step)
             newest = native.steps(root)[-1:] or "none"
             raise CheckpointError(
-                f"{root}: the checkpoint of step {step} could not be written ({failure}); "
-                f"earlier checkpoints are intact (newest: {newest})"
+                f"{root}: the checkpoint of step {step} {why_not_written(failure, 'choose another save folder')}; "
+                f"earlier checkpoints are intact (newest: {newest}), and auto_resume=true resumes from the newest one"
             ) from failure
 
     def _complete(
@@ -287,7 +307,7 @@ class Checkpoints:
         native.flush(weights_path)
         weights_entry = {"size": weights_path.stat().st_size, "sha256": digest.hexdigest()}
         config = self._remotes.given_in(self._corpus.config)
-        (folder / native.CONFIG).write_text(masked(config.to_yaml()))  # masked, because checkpoints are shared
+        (folder / native.CONFIG).write_text(config.record(), encoding="utf-8")
         # safetensors creates files that only their owner can read
         for name in (native.WEIGHTS, *(name for name in described if name.endswith(".safetensors"))):
             shutil.copymode(folder / native.CONFIG, folder / name)

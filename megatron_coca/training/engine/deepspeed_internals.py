@@ -268,8 +268,8 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def replica_group(optimizer: Any) -> Any:
-    """Return the group of ranks that each have all weights and share the optimizer states (ZeRO 1 and 2); None for
-    other optimizers.
+    """Return the group of ranks among which ZeRO 1 and 2 divide the optimizer states; every rank has all weights.
+    Return None for other optimizers.
     """
     return optimizer.dp_process_group if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
 

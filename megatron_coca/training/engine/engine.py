@@ -29,7 +29,7 @@ from megatron_coca.checkpoints.native.state import (
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Batch
 from megatron_coca.model import GPT, LanguageModelLoss
-from megatron_coca.model.pipeline import Stage, StageInput, layer_weights
+from megatron_coca.model.pipeline import PipelineStage, StageInput, layer_weights
 from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.engine import state
 from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, world_size
@@ -146,7 +146,7 @@ class Engine:
     """Runs forward pass, backward pass, gradient reduction, clipping and optimizer step, and exposes their state."""
 
     copies: frozenset[str] = frozenset()
-    """Names of the parameters of which another rank of this model has a copy, which that rank saves."""
+    """Names of the parameters that another rank of this model has a copy of and saves."""
 
     def __init__(
         self,
@@ -407,7 +407,9 @@ class PipelineEngine(Engine):
     optimizer changes weights or, after an fp16 overflow (when no rank calls its optimizer), at the end of the step.
     """
 
-    def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
+    def __init__(
+        self, stage: PipelineStage, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes
+    ) -> None:
         """`optimizer` updates the parameters of `stage`. The default process group contains the pipeline's ranks."""
         self._stage, self._shape = stage, torch.Size()
         self.copies = stage.copies
@@ -453,16 +455,16 @@ class PipelineEngine(Engine):
         return mean_over_ranks(mean.to(self.device)) * len(self._stage.spans)
 
 
-def cut(model: GPT, config: Config, index: int) -> Stage:
+def cut(model: GPT, config: Config, index: int) -> PipelineStage:
     """Return pipeline stage `index` of `pipe_parallel_size`. It takes over its layers from `model`; the others are
     dropped.
     """
     weights = layer_weights(model, config.parallel.pipe_partition_method)
     bounds = internals.partition_balanced(weights, config.parallel.pipe_parallel_size)
-    return Stage(model, [int(bound) for bound in bounds], index)
+    return PipelineStage(model, [int(bound) for bound in bounds], index)
 
 
-def _pipeline_module(stage: Stage) -> PipelineModule:
+def _pipeline_module(stage: PipelineStage) -> PipelineModule:
     """Wrap `stage` for DeepSpeed.
 
     For every pipeline stage, the list of layers contains the modules that several stages share (which pass on hidden

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_coca.config import ConfigError
 from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.engine.peers import Peers
-from megatron_coca.training.exit_status import NotJoined
+from megatron_coca.work.statuses import NotJoined
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
 
 @contextmanager
 def _notices(rank: int, awaited: Callable[[], str], limit: str, active: bool) -> Iterator[None]:
-    """While the block waits, say for what. A thread does it, because the lookup of a name may take minutes."""
+    """Log what the block waits for, while it waits. A thread logs it, because the lookup of a name may take minutes."""
     over, started = threading.Event(), time.monotonic()
 
     def tell() -> None:

@@ -1,7 +1,7 @@
 """Detect under any launcher that another rank has ended, and end this process before its collectives time out.
 
-Most launchers stop all other processes when one dies. Without such a launcher (processes started by hand, by mpirun, or
-by srun without `--kill-on-bad-exit`), the others may wait in a collective or for a store entry until a timeout of
+Most launchers stop all other processes when one dies. Processes that are started by hand, by mpirun, or by srun without
+`--kill-on-bad-exit` have no such launcher: they may wait in a collective or for a store entry until a timeout of
 several minutes.
 """
 
@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Protocol
 from uuid import uuid4
 
-from megatron_coca.training.exit_status import FAILED
+from megatron_coca.work.statuses import FAILED
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ FAREWELL = "bye"
 LOST = "lost "
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """The methods of a `torch.distributed` store that this module uses."""
 
     def set(self, key: str, value: str) -> None: ...
@@ -57,7 +57,7 @@ class Peers:
         self._members: dict[socket.socket, str] = {}
         self._watches = False
 
-    def join(self, store: Store, address: str, loopback: bool) -> None:
+    def join(self, store: KeyValueStore, address: str, loopback: bool) -> None:
         """Connect to rank 0, which listens at `address`. Every rank must call this once. A failure is logged as a
         warning; after that, a lost rank is detected only by timeouts.
         """
@@ -69,7 +69,7 @@ class Peers:
         except OSError as error:
             logger.warning("%s: no connection to rank 0 (%s); a lost rank is detected only later", self._name, error)
 
-    def _start(self, store: Store, loopback: bool) -> None:
+    def _start(self, store: KeyValueStore, loopback: bool) -> None:
         try:
             listener = _listen(loopback)
         except OSError:
@@ -79,7 +79,7 @@ class Peers:
         store.set("peers", f"{listener.getsockname()[1]} {secret} {socket.gethostname()}")
         self._watch(lambda: self._serve(listener, secret))
 
-    def _connect(self, store: Store, address: str) -> None:
+    def _connect(self, store: KeyValueStore, address: str) -> None:
         text = store.get("peers").decode()
         if not text:
             raise ConnectionRefusedError("rank 0 does not listen")

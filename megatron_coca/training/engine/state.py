@@ -116,8 +116,8 @@ def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
 
 def _frozen_owners(optimizer: Any, names: Names) -> Iterator[tuple[nn.Parameter, int | None]]:
     """Yield each frozen parameter with the rank, in the optimizer's group, that returns its piece (ZeRO 1 and 2). The
-    rank is None if all ranks return pieces: their own ranges (ZeRO 3), or copies of which only the first is saved
-    (without ZeRO).
+    rank is None if all ranks return pieces. With ZeRO 3 these are their own ranges; without ZeRO they are copies, and
+    only the first copy is saved.
     """
     group = internals.replica_group(optimizer)
     frozen = [parameter for parameter in names if not parameter.requires_grad]

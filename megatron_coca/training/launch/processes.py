@@ -4,30 +4,17 @@ On a signal, DeepSpeed's launcher and torchrun stop their processes and return a
 forwards the signal instead, waits while the processes save, and returns their exit status.
 """
 
-import ctypes
 import math
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from pathlib import Path
 
-from megatron_coca.support.processes import exit_status
-from megatron_coca.support.regular_files import open_to_append
-from megatron_coca.training.exit_status import (
-    DONE,
-    INTERRUPTED,
-    PREEMPTED,
-    SIGNALS,
-    UNSAVED,
-    CaughtSignals,
-)
-from megatron_coca.training.watchdog import ERROR_FILE, ErrorReport
+from megatron_coca.work.error_report import ErrorReport
+from megatron_coca.work.processes import LocalProcess
+from megatron_coca.work.signals import CaughtSignals
+from megatron_coca.work.statuses import DONE, INTERRUPTED, PREEMPTED, UNSAVED, signal_of
 
-FORWARDED = (*SIGNALS, signal.SIGINT)
 SETTLE = 5.0
 """Seconds that the other processes have to end after one process failed: enough to print their own errors."""
 PREEMPTED_SETTLE = 300.0
@@ -35,67 +22,6 @@ PREEMPTED_SETTLE = 300.0
 NAMED = 4
 """Maximum number of ranks that are named if many report the same error."""
 INTERVAL = 0.05
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-class LocalProcess:
-    """A child process in its own session that is killed when this process dies.
-
-    The terminal's Ctrl-C does not reach the child, so it receives every signal exactly once, through `send`. Signals in
-    `translated` are replaced before they are sent, because they have a different meaning for this command. With
-    `reports`, the child can write its error to an in-memory file, which exists as long as this process. Its output is
-    appended to `log`, if set.
-    """
-
-    def __init__(
-        self,
-        label: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        translated: Mapping[int, int] | None = None,
-        reports: bool = False,
-        log: Path | None = None,
-    ) -> None:
-        self.label, self._translated = label, dict(translated or {})
-        prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-        self._error = open(os.memfd_create("error"), "rb") if reports else None  # noqa: SIM115 - open while this exists
-        variables = dict(environment)
-        if self._error is not None:
-            variables[ERROR_FILE] = f"/proc/{parent}/fd/{self._error.fileno()}"
-
-        def die_with_parent() -> None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(INTERRUPTED)
-
-        with nullcontext() if log is None else open_to_append(log) as output:
-            self.process = subprocess.Popen(
-                command,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=None if output is None else subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - it takes no lock that another thread could hold
-            )
-
-    def poll(self) -> int | None:
-        """Return the exit status (128 + n after signal n), or None while the process is running."""
-        status = self.process.poll()
-        return None if status is None else exit_status(status)
-
-    def send(self, number: int) -> None:
-        """Send a signal. SIGKILL is sent to the whole process group."""
-        if self.process.poll() is not None:
-            return
-        if number == signal.SIGKILL:
-            os.killpg(self.process.pid, number)
-        else:
-            self.process.send_signal(self._translated.get(number, number))
-
-    def report(self) -> ErrorReport | None:
-        """Return the error that the process reported, or None."""
-        return None if self._error is None else ErrorReport.read(Path(f"/proc/self/fd/{self._error.fileno()}"))
 
 
 def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle: float = SETTLE) -> int:
@@ -171,9 +97,9 @@ def _show_first_error(reports: Mapping[str, ErrorReport], finished: bool) -> Err
 
 def describe(status: int) -> str:
     """Return a description of an exit status."""
-    if status <= 128 or status - 128 not in {int(number) for number in signal.Signals}:
+    name = signal_of(status)
+    if name is None:
         return f"ended with exit status {status}"
-    name = signal.Signals(status - 128).name
     hint = " (by the kernel, if memory ran out)" if name == "SIGKILL" else ""
     return f"was ended by {name}{hint}, exit status {status}"
 

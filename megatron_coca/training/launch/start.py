@@ -13,7 +13,6 @@ from typing import NamedTuple
 from megatron_coca.config import ConfigError, LaunchConfig
 from megatron_coca.config.base import shown
 from megatron_coca.support.regular_files import read_regular
-from megatron_coca.training.exit_status import CaughtSignals
 from megatron_coca.training.launch.environment import (
     DEFAULT_PORT,
     RankLocation,
@@ -21,7 +20,9 @@ from megatron_coca.training.launch.environment import (
     free_port,
     is_slurm_task,
 )
-from megatron_coca.training.launch.processes import FORWARDED, LocalProcess, supervise
+from megatron_coca.training.launch.processes import supervise
+from megatron_coca.work.processes import LocalProcess
+from megatron_coca.work.signals import FORWARDED, CaughtSignals
 
 
 class Host(NamedTuple):
@@ -93,7 +94,7 @@ def start(launch: LaunchConfig, environment: Mapping[str, str], script: Script) 
     starter = _choose_starter(launch, environment)
     if starter is None:
         return None
-    signals = CaughtSignals(FORWARDED)
+    signals = CaughtSignals(FORWARDED, last=True)
     try:
         with signals:  # entered before the first process exists, so that no process is left running
             return supervise(starter(script), signals)
@@ -212,11 +213,7 @@ def read_hostfile(path: Path) -> list[Host]:
     return list(hosts.values())
 
 
-SIGNALS_OF_SRUN: dict[int, int] = {
-    signal.SIGTERM: signal.SIGUSR1,
-    signal.SIGINT: signal.SIGUSR1,
-    signal.SIGHUP: signal.SIGUSR1,
-}
+SIGNALS_OF_SRUN: dict[int, int] = dict.fromkeys(FORWARDED, signal.SIGUSR1)
 """Replacements for signals that are sent to srun: srun forwards SIGUSR1 to its tasks, but kills them on SIGTERM and
 only prints a report on SIGINT.
 """

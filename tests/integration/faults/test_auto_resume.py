@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_coca.checkpoints import native
-from megatron_coca.training.checkpointing.resume import Choice, first_valid
+from megatron_coca.config import load_config
+from megatron_coca.training.checkpointing.resume import ResumePoint, first_valid
 from tests.checkpoint_files import run_alone
 from tests.integration.hooks import Hook
 
@@ -79,7 +80,7 @@ def test_a_damaged_checkpoint_is_not_chosen(
     newest, before = (native.step_folder(stopped, step) for step in (STOPPED, 4))
     damage(newest)
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
-    assert first_valid([newest, before]) == Choice(before)
+    assert first_valid([newest, before]) == ResumePoint(before)
     assert any(message in line and "falling back to the previous checkpoint" in line for line in caplog.messages)
 
 
@@ -150,6 +151,19 @@ def test_weights_of_another_run_begin_this_one_once(live: Any, whole: Any, open_
     assert open_run(run).weights(STEPS) == open_run(straight).weights(STEPS)
 
 
+def test_the_default_rate_of_such_a_run_is_printed_and_saved(
+    live: Any, whole: Any, open_run: Any, tmp_path: Path
+) -> None:
+    keys = KEYS | {"load": str(whole.folder), "finetune": True, "train_iters": 2}
+    plain, given = (keys | {"save": str(tmp_path / name)} for name in ("plain", "given"))
+    printed = live(plain | {"optimizer.params.lr": None}).output
+    assert "optimizer.params.lr: not set; uses 0.0001, the default" in printed
+    saved = load_config(tmp_path / "plain" / "global_step2" / native.CONFIG)
+    assert saved.optimizer.lr == 1e-4
+    assert "uses 0.0001" not in live(given | {"optimizer.params.lr": 1e-4}).output
+    assert open_run(tmp_path / "plain").weights(2) == open_run(tmp_path / "given").weights(2)
+
+
 def test_clocks_and_host_names_do_not_matter(
     live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
 ) -> None:
@@ -210,5 +224,5 @@ def test_a_disk_that_fills_up_on_the_first_of_two_ranks(live: Any, tmp_path: Pat
     """The other one, which gives its weights to the first, must not wait for ever."""
     keys = KEYS | {"save": str(tmp_path), "zero_stage": 1, "train_batch_size": 8}
     finished = live(keys, [Hook("weights", "full disk", [2], [0])], ranks=2, expected=2)
-    assert "step 4 could not be written ([Errno 28] No space left on device)" in finished.output
+    assert "step 4 cannot be written (No space left on device); free some space" in finished.output
     assert native.steps(tmp_path) == [2] and not list(tmp_path.glob(".*.partial"))

@@ -1,6 +1,6 @@
 """A run resumes with another number of processes or another ZeRO stage: same samples, same losses up to rounding.
 
-`pytest -rP` shows the largest differences. docs/experiment_log.md has a table of them.
+`pytest -rP` shows the largest differences. studies/log.md has a table of them.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 
 STEPS, STOP = 60, 12
 RELATIVE = {"loss": 1e-6, "grad_norm": 2e-5}
-"""Sums in another order, whose rounding grows while training goes on: see the table in docs/experiment_log.md."""
+"""Sums in another order, whose rounding grows while training goes on: see the table in studies/log.md."""
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "train_iters": STEPS, "train_batch_size": 8}
 PLAIN |= {"num_layers": 4, "hidden_size": 64, "seq_length": 64, "eval_interval": 60}
 """Without dropout, whose masks are drawn anew where the division among processes changes."""
@@ -78,4 +78,4 @@ def test_bf16_keeps_its_float32_weights(live: Any, open_run: Any, tmp_path: Path
 def test_a_batch_that_would_change_is_an_error(live: Any, tmp_path: Path) -> None:
     keys = PLAIN | {"save": str(tmp_path), "auto_resume": True, "train_batch_size": None, "train_iters": 2}
     live(keys)
-    assert "batch (saved 2, now 4)" in live(keys | {"train_iters": 4}, ranks=2, expected=2).output
+    assert "train_batch_size (saved 2, now 4)" in live(keys | {"train_iters": 4}, ranks=2, expected=2).output

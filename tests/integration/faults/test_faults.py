@@ -154,7 +154,7 @@ def test_shards(name: str, attempt: Attempt, tmp_path: Path) -> None:
         ),
         ({"train_batch_size": 5}, "train_batch_size: 5 is not a multiple of micro-batch 2"),
         ({"num_attention_heads": 3}, "num_attention_heads: 3 heads do not divide hidden_size 32"),
-        ({"attention_backend": "flex"}, "attention_backend: flex does not support this model"),
+        ({"attention_backend": "flex"}, "attention_backend: flex cannot compute this model"),
         ({"train_iters": "null", "lr_decay_iters": 5}, "train_iters: not set; training needs it"),
         ({"optimizer.params.lr": "null"}, "optimizer.params.lr: not set; training needs it"),
         ({"seq_length": 100000}, "fewer than one sample of seq_length + 1 = 100001"),
@@ -214,8 +214,8 @@ def test_checkpoints(name: str, attempt: Attempt, run_copy: Path, tmp_path: Path
     ("changes", "message"),
     [
         ({"pos_emb": "rotary"}, "pos_emb (saved 'coca', now 'rotary')"),
-        ({"train_batch_size": 8}, "batch (saved 4, now 8)"),
-        ({"precision": "bfloat16"}, "dtype (saved 'fp32', now 'bf16')"),
+        ({"train_batch_size": 8}, "train_batch_size (saved 4, now 8)"),
+        ({"precision": "bfloat16"}, "precision (saved 'fp32', now 'bf16')"),
     ],
 )
 def test_another_run(changes: dict[str, Any], message: str, attempt: Attempt, run_copy: Path) -> None:
@@ -281,7 +281,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(live: Any, small_disk: Path, tmp_path: Path, open_run: Any, whole: Any) -> None:
     run = small_disk / "run"
     finished = live({"save": str(run), "checkpoint_factor": 2}, expected=2)
-    assert_one_message(finished.status, finished.output, "could not be written", "earlier checkpoints are intact")
+    assert_one_message(finished.status, finished.output, "cannot be written", "earlier checkpoints are intact")
     steps = native.steps(run)
     left = [path.name for path in run.glob(".*")]
     assert steps and left == [native.LOCK], "what could not be completed was removed"

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ import pytest
 from megatron_coca.checkpoints import native
 from tests.integration.hooks import HOOKED, Hook
 from tests.integration.killing import left_alive
+from tests.patience import patience
 
 TWO = ("--num_gpus", "2")
 PAIR = {"train_batch_size": 8, "eval_iters": 0}
@@ -103,7 +105,7 @@ def test_ctrl_c_before_there_is_anything_to_save(live: Any, tmp_path: Path) -> N
     keys = {"auto_resume": True, "save": str(tmp_path), "checkpoint_factor": 2, "exit_interval": 2}
     live(keys)
     finished = live(keys | {"exit_interval": 6}, [Hook("restore", "interrupt")], expected=130)
-    assert finished.output.splitlines()[-1].startswith("interrupted; use --auto-resume to resume")
+    assert finished.output.splitlines()[-1].startswith("interrupted; --auto-resume resumes from")
     assert native.steps(tmp_path) == [2]
 
 
@@ -140,7 +142,7 @@ def test_a_signal_before_the_first_checkpoint_saves(
 ) -> None:
     process = _start_without_checkpoints(start, tmp_path, options)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=patience(120))
     assert process.returncode == status and "Traceback" not in output, output
     (last,) = native.steps(tmp_path)
     assert f"; step {last} is saved" in output
@@ -171,3 +173,28 @@ def _start_without_checkpoints(start: Any, save: Path, options: tuple[str, ...],
     while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") >= 30):
         time.sleep(0.01)
     return process
+
+
+@pytest.mark.slow
+def test_a_save_folder_that_is_deleted_keeps_a_second_run_out(start: Any, tmp_path: Path) -> None:
+    """The first run locks the folder again, and saves to it when it is asked to end."""
+    run = tmp_path / "run"
+    keys = {"save": str(run), "train_iters": 1_000_000, "log_interval": 1, "checkpoint_factor": None, "eval_iters": 0}
+    with (tmp_path / "log").open("w") as log:
+        first = start(keys, stdout=log)
+    try:
+        lines, deadline = run / "metrics.jsonl", time.monotonic() + 120
+        for deleted in (False, True):
+            while not (lines.is_file() and "loss" in lines.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            if not deleted:
+                for _ in range(2):  # the run may have added a file meanwhile
+                    shutil.rmtree(run, ignore_errors=True)
+        second = start(keys)
+        output, _ = second.communicate(timeout=120)
+        assert second.returncode == 2 and "another run is saving to this folder" in output
+        first.send_signal(signal.SIGXCPU)
+        assert first.wait(120) == 75, (tmp_path / "log").read_text()
+    finally:
+        first.kill()
+    assert len(native.steps(run)) == 1 and "run: deleted while this run was using it" in lines.read_text()

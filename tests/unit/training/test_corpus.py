@@ -1,5 +1,6 @@
 """From data keys to blends: splits of one shard, the tokenizer beside the shards, the vocabulary."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_coca.config import BatchSizes, Config, ConfigError, load_config
-from megatron_coca.data import Blend, DataError, Loader, Shard, load_tokenizer
+from megatron_coca.data import Blend, CorpusSource, DataError, Loader, Shard, SourceSpec, load_tokenizer, prepare
 from megatron_coca.data.shards import ShardWriter
+from megatron_coca.data.tokenizers.chat import ChatTemplate
 from megatron_coca.training.corpus import (
     document_weights,
     mixture_figures,
@@ -141,6 +143,41 @@ def test_ids_beyond_the_vocabulary_are_errors_when_they_are_read(tmp_path: Path)
     ):
         for step in range(10):
             loader.micro_batches(step)
+
+
+def test_an_added_token_without_a_row_is_an_error_only_where_it_occurs(tmp_path: Path) -> None:
+    """As a padding token that was added to a tokenizer, but not to the embedding of the model."""
+    vocabulary = tmp_path / "tokenizer.json"
+    size = train_bpe(["some text"], 288, vocabulary).vocab_size
+    content = json.loads(vocabulary.read_text())
+    added = content["added_tokens"][0] | {"id": size, "content": "[PAD]"}
+    vocabulary.write_text(json.dumps(content | {"added_tokens": [*content["added_tokens"], added]}))
+    tokenizer = load_tokenizer("HFTokenizer", vocabulary)
+    for name, template in (("without", "{{ messages[0].content }}"), ("with", "{{ messages[0].content }}[PAD]")):
+        tokenizer.chat = ChatTemplate(template, {})
+        lines = [json.dumps({"messages": [{"role": "user", "content": f"one two {n}"}]}) for n in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        spec = SourceSpec("s", [tmp_path / f"{name}.jsonl"], messages="all")
+        prepare([CorpusSource(spec, split="train")], tmp_path / name, tokenizer)
+    keys = {"train_data_paths": [str(tmp_path / "without" / "s_train")], "valid_data_paths": [], "test_data_paths": []}
+    corpus = open_corpus(config(**keys, vocab_size=size))
+    assert corpus.tokenizer is not None and corpus.tokenizer.vocab_size == size + 1
+    with open_loader(corpus, corpus.train, (8, 8, 0, 1)) as loader:
+        assert max(int(batch.tokens.max()) for batch in loader.micro_batches(0)) < size
+    with pytest.raises(ConfigError, match=f"but the data's tokenizer has {size + 1} tokens"):
+        open_corpus(config(**keys, vocab_size=200))
+    keys["train_data_paths"] = [str(tmp_path / "with" / "s_train")]
+    message = rf"with/s_train: contains token '\[PAD\]' with id {size}, but the model has only {size} tokens; prepare"
+    with pytest.raises(DataError, match=message):
+        open_corpus(config(**keys, vocab_size=size))
+    manifest = tmp_path / "with" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"largest_id"', '"older"'))
+    corpus = open_corpus(config(**keys, vocab_size=size))
+    with (
+        open_loader(corpus, corpus.train, (8, 8, 0, 1)) as loader,
+        pytest.raises(DataError, match=f"token id {size} is outside the model's vocabulary, vocab_size={size}; use"),
+    ):
+        loader.micro_batches(0)
 
 
 def test_the_first_id_of_the_padding_is_an_error(tmp_path: Path) -> None:

@@ -6,20 +6,18 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.training.exit_status import EXIT_STATUSES, HUNG, PREEMPTED, Preempted
 from megatron_coca.training.launches import (
     LAUNCHES,
-    MEANINGS,
     NO_RECORD,
     REQUEUED,
-    Failure,
     LaunchRecord,
+    StepFailure,
     append,
     decide,
     first_failure,
-    meaning,
     read_launches,
 )
+from megatron_coca.work.statuses import EXIT_STATUSES, HUNG, MEANINGS, PREEMPTED, Preempted, meaning
 
 
 def launch(folder: Path, step: int, error: BaseException | None = None) -> None:
@@ -96,7 +94,7 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, ca
 )
 def test_the_messages_of_srun_name_the_node(errors: str, text: str | None, node: str | None) -> None:
     found = first_failure(errors)
-    assert found == (None if text is None else Failure(text, node))
+    assert found == (None if text is None else StepFailure(text, node))
 
 
 def requeued(step: int, node: str | None = None, job: str = "7") -> dict[str, Any]:
@@ -104,7 +102,7 @@ def requeued(step: int, node: str | None = None, job: str = "7") -> dict[str, An
 
 
 def test_a_newer_checkpoint_and_another_job_start_the_count_again() -> None:
-    failure = Failure("n1: Killed", "n1")
+    failure = StepFailure("n1: Killed", "n1")
     assert decide([requeued(10)] * 2, 137, 10, "7", failure, 3).requeue
     assert not decide([requeued(10)] * 3, 137, 10, "7", failure, 3).requeue
     assert decide([requeued(10)] * 3, 137, 11, "7", failure, 3).requeue

@@ -10,8 +10,8 @@ import torch
 
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model.cost import flops_per_token
+from megatron_coca.sinks.json_lines import METRICS
 from megatron_coca.training.monitor import IntervalMean, Monitor
-from megatron_coca.training.sinks import METRICS
 from tests.figures import TIMINGS
 
 SHAPE = {
@@ -227,6 +227,30 @@ def test_a_trace_of_the_asked_steps(tmp_path: Path, start: int, steps: int, wind
     assert path.name == name and "aten::mm" in path.read_text()
     unfinished = steps < last
     assert len(traced_steps(path)) == min(last, steps) - first + unfinished
+
+
+def test_a_trace_is_not_written_through_a_link(tmp_path: Path) -> None:
+    """A downloaded run may have a link to another folder or file of the user in the place of its trace."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").symlink_to(own)
+    with pytest.raises(
+        ConfigError, match="profile: .*/profile: a link to .*/own, which is outside .*; remove the link"
+    ):
+        build(tmp_path / "run", profile=True)
+    assert not list(own.iterdir())
+
+    (own / "precious").write_text("text")
+    folder = tmp_path / "other" / "profile"
+    folder.mkdir(parents=True)
+    (folder / "trace_steps_2-2_rank_0.json").symlink_to(own / "precious")
+    monitor = build(tmp_path / "other", profile=True, profile_step_start=1, profile_step_stop=2)
+    for step in (1, 2):
+        monitor.stepped(step, step_figures(step), False)
+    monitor.close()
+    assert (own / "precious").read_text() == "text"
+    assert traced_steps(folder / "trace_steps_2-2_rank_0.json")
 
 
 def test_a_run_too_short_for_its_trace_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,9 +1,11 @@
 """Sinks of the figures of a run, and how a resumed run treats those already written."""
 
+import errno
 import io
 import json
 import logging
-import math
+import os
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,23 +14,12 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.sinks import SINKS, MetricSink, RunFacts, declaration
+from megatron_coca.sinks.console import COLUMNS, Console, shown
+from megatron_coca.sinks.json_lines import METRICS, OLDER, UNSAVED, is_validated
 from megatron_coca.support.console import Handler, set_up_logging
-from megatron_coca.training import sinks
-from megatron_coca.training.sinks import (
-    COLUMNS,
-    METRICS,
-    OLDER,
-    UNSAVED,
-    Console,
-    JsonLines,
-    Sink,
-    Unneeded,
-    is_validated,
-    open_sinks,
-    shown,
-)
+from megatron_coca.training.sinks import NonFatal, open_sinks, take_over_metrics
 
 SHAPE = {
     "num_layers": 1,
@@ -48,115 +39,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
 
-def write(folder: Path, start: int, stop: int) -> None:
-    sink = JsonLines(folder, start)
-    for step in range(start + 1, stop + 1):
-        sink.report(step, {"loss": 1.0 / step, "grad_norm": None})
-    sink.close()
-
-
-def test_a_resumed_run_drops_the_lines_that_it_repeats(tmp_path: Path) -> None:
-    write(tmp_path, 0, 7)
-    write(tmp_path, 5, 9)
-    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 10))
-    assert lines(tmp_path)[0] == {"step": 1, "loss": 1.0, "grad_norm": None}
-
-
-def test_a_fresh_run_begins_an_empty_file(tmp_path: Path) -> None:
-    write(tmp_path, 0, 7)
-    write(tmp_path, 0, 2)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
-    write(tmp_path, 0, 1)
-    assert (tmp_path / OLDER).read_text().count("\n") == 7 + 2, "an older run's lines are set aside, not lost"
-
-
-def test_a_link_in_a_downloaded_folder_is_not_followed(tmp_path: Path) -> None:
-    """The lines would be appended to another file of the user, such as one that a shell runs."""
-    folder, own = tmp_path / "run", tmp_path / "own"
-    write(folder, 0, 2)
-    own.write_text("mine")
-    (folder / OLDER).symlink_to(own)
-    with pytest.raises(OSError, match=OLDER):
-        JsonLines(folder, 0)
-    assert own.read_text() == "mine" and lines(folder)
-
-
-def test_a_crash_loop_leaves_few_files_and_loses_no_line(tmp_path: Path) -> None:
-    for run in range(1, 31):
-        sink = JsonLines(tmp_path, 0)
-        sink.report(run, {"loss": 1.0})
-        sink.close()
-        if run in (10, 20):
-            with (tmp_path / METRICS).open("a") as file:
-                file.write('{"step": 5, "los')  # a kill in the middle of a line
-        for _ in range(3):
-            JsonLines(tmp_path, 0).close()  # and some before the first report
-    assert {path.name for path in tmp_path.iterdir()} == {METRICS, OLDER}
-    kept = (tmp_path / OLDER).read_text().splitlines()
-    half = '{"step": 5, "los'
-    assert kept.count(half) == 2 and [json.loads(line)["step"] for line in kept if line != half] == list(range(1, 31))
-
-
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     return caplog
-
-
-@pytest.mark.parametrize("text", [b'{"loss": 1}', b"\xff", b"[" * 100_000, b'{"step": 1e999}', b""])
-def test_a_damaged_line_is_left_out_and_told(tmp_path: Path, warnings: Any, text: bytes) -> None:
-    write(tmp_path, 0, 2)
-    with (tmp_path / METRICS).open("ab") as file:
-        file.write(text + b'\n{"step": 3}\n')
-    write(tmp_path, 3, 4)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
-    assert warnings.text.count("metrics.jsonl: line 3 cannot be read") == warnings.text.count("WARNING") == 1
-
-
-def test_half_a_line_is_dropped(tmp_path: Path, warnings: Any) -> None:
-    write(tmp_path, 0, 4)
-    with (tmp_path / METRICS).open("a") as file:
-        file.write('{"step": 5, "los')
-    write(tmp_path, 4, 6)
-    assert not warnings.text, "a kill leaves it: nothing is wrong"
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
-
-
-def test_metrics_that_no_memory_holds_are_named(tmp_path: Path) -> None:
-    with (tmp_path / "metrics.jsonl").open("wb") as file:
-        file.truncate(1 << 36)
-    with pytest.raises(OSError, match="68,719,476,736 bytes, more than"):
-        JsonLines(tmp_path, 3)
-
-
-def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path, 0)
-    sink.report(1, {"loss": 2.0})
-    assert lines(tmp_path) == [{"step": 1, "loss": 2.0}]
-    sink.close()
-
-
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path, 0)
-    sink._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
-    with pytest.raises(CheckpointError, match=r"metrics.jsonl: cannot be written .*No space left"):
-        sink.report(1, {"loss": 1.0})
-    sink.close()
-
-
-def test_lines_wait_while_the_disk_of_the_logs_is_full(tmp_path: Path, warnings: Any) -> None:
-    """The checkpoints are in another folder: training continues, and no line is lost once there is space."""
-    sink = JsonLines(tmp_path, 0, may_fail=True)
-    sink.report(1, {"loss": 1.0})
-    own = sink._file
-    with Path("/dev/full").open("wb", buffering=0) as sink._file:
-        sink.report(2, {"loss": 2.0})
-        sink.note(2, "odd")
-    sink._file = own
-    assert warnings.text.count("log_dir: ") == 1 and "No space left" in warnings.text
-    sink.report(3, {"loss": 3.0})
-    sink.close()
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2, 3]
 
 
 def test_another_run_in_the_same_folder_is_not_continued(tmp_path: Path) -> None:
@@ -173,29 +59,18 @@ def test_another_run_in_the_same_folder_is_not_continued(tmp_path: Path) -> None
     assert not is_validated(tmp_path / "logs", 9, "second")
 
 
-def test_nan_and_infinity_are_null_in_json(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path, 0)
-    sink.report(1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
-    sink.note(1, "the loss is nan")
-    sink.close()
-    assert lines(tmp_path) == [
-        {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5},
-        {"step": 1, "event": "the loss is nan"},
-    ]
-
-
-def report(sinks: list[Sink], step: int, figures: dict[str, float | None]) -> None:
+def report(sinks: list[MetricSink], step: int, figures: dict[str, float | None]) -> None:
     for sink in sinks:
         sink.report(step, figures)
 
 
-def close(sinks: list[Sink]) -> None:
+def close(sinks: list[MetricSink]) -> None:
     for sink in sinks:
         sink.close()
 
 
-def report_all(config: Config, start: int = 0, stop: int = 10) -> None:
-    sinks = open_sinks(config, start)
+def report_all(config: Config, start: int = 0, stop: int = 10, run: str | None = None) -> None:
+    sinks = open_sinks(config, start, run)
     for step in range(start + 1, stop + 1):
         report(sinks, step, {"loss": 3.5, "lr": 0.1, "tokens_per_second": 12345.0, "eta_seconds": 3661.0})
         for sink in sinks:
@@ -278,7 +153,7 @@ def test_sources_are_on_the_line_of_a_validation(tmp_path: Path, capsys: pytest.
 
 def test_log_lines_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    bar = Console(configured(), 0)
+    bar = Console(RunFacts(Path(), 0, 0, None, configured().flat()))
     Handler().emit(logging.makeLogRecord({"msg": "saved %d", "args": (5,), "levelname": "INFO"}))
     bar.close()
     before, _, after = stream.getvalue().partition("saved 5\n")
@@ -286,15 +161,15 @@ def test_log_lines_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "keys"), [("TensorBoard", {"tensorboard_dir": "logs"}), ("WandB", {"use_wandb": True})]
+    ("name", "keys"), [("tensorboard", {"tensorboard_dir": "logs"}), ("wandb", {"use_wandb": True})]
 )
 def test_a_missing_extra_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, keys: dict[str, Any]
 ) -> None:
-    def missing(*arguments: object) -> None:
+    def missing(self: MetricSink, run: RunFacts, **options: object) -> None:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(sinks, name, missing)
+    monkeypatch.setattr(SINKS[name], "__init__", missing)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rf"{next(iter(keys))}: No module .*pip install 'megatron-coca\[logging\]'"):
         open_sinks(configured(**keys), 0)
@@ -368,6 +243,39 @@ def test_a_resumed_run_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pyt
     assert Counter(fake.logged) == Counter([("run1", step) for step in range(1, 11)] + [("run3", 1), ("run3", 2)])
 
 
+def test_the_metrics_of_a_copied_run_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy keeps its lines, and starts another run at Weights & Biases. A folder of a third run stays as it is."""
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandB())  # type: ignore[arg-type]
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    report_all(configured(save=str(first), use_wandb=True), 0, 5, run="one")
+    shutil.copytree(first, copy)
+    take_over_metrics(copy, "one", "two")
+    take_over_metrics(first, "three", "two")
+    for folder, run in ((copy, "two"), (first, "one")):
+        report_all(configured(save=str(folder), use_wandb=True), 5, 7, run=run)
+        assert sorted({line["step"] for line in lines(folder)}) == [1, 2, 3, 4, 5, 6, 7]
+    assert [each["id"] for each in fake.inits] == [None, None, "run1"]
+    assert Counter(fake.logged) == Counter(
+        [("run1", step) for step in range(1, 8)] + [("run2", step) for step in (6, 7)]
+    )
+
+
+def test_a_full_disk_does_not_end_the_reports_to_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Any
+) -> None:
+    def fail(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandB())  # type: ignore[arg-type]
+    made = open_sinks(configured(save=str(tmp_path), use_wandb=True), 0)
+    monkeypatch.setattr(declaration, "write_file", fail)
+    for step in (1, 2):
+        for sink in made:
+            sink.report(step, {"loss": 1.0})
+    assert fake.logged == [("run1", 1), ("run1", 2)]
+    assert warnings.text.count("wandb.json: cannot be written (Disk quota exceeded); your quota is used up") == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "start", "stops"),
     [
@@ -405,7 +313,7 @@ def test_a_host_that_is_no_address_is_one_message(tmp_path: Path, monkeypatch: p
         open_sinks(config, 0)
 
 
-class Broken(Sink):
+class Broken(MetricSink):
     """A sink with a library that fails."""
 
     calls = 0
@@ -419,7 +327,7 @@ class Broken(Sink):
 
 
 def test_a_sink_that_fails_is_left_out(warnings: Any) -> None:
-    sink = Unneeded(broken := Broken(), "tensorboard_dir")
+    sink = NonFatal(broken := Broken(), "tensorboard_dir")
     for step in (1, 2):
         sink.report(step, {"loss": 1.0})
     sink.close()
@@ -431,6 +339,6 @@ def test_a_sink_that_fails_is_left_out(warnings: Any) -> None:
 
 def test_a_file_that_names_no_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandB())  # type: ignore[arg-type]
-    (tmp_path / sinks.WANDB_RUN).write_text("{}")
+    (tmp_path / "wandb.json").write_text("{}")
     with pytest.raises(ConfigError, match="wandb.json does not contain a run id"):
         open_sinks(configured(save=str(tmp_path), use_wandb=True), 5)

@@ -1,5 +1,6 @@
 """The steps after which a run is saved, and the checkpoints that it writes."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, write_pieces
 from megatron_coca.config import CheckpointConfig
-from megatron_coca.training.checkpointing.resume import Continuation
+from megatron_coca.training.checkpointing.resume import StageStart
 from megatron_coca.training.checkpointing.saving import Checkpoints, is_due
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.numerics import changes
@@ -70,8 +71,8 @@ def engine_of(weight: torch.Tensor) -> Any:
     )
 
 
-def plainly(folder: Path) -> Continuation:
-    return Continuation(folder, new_optimizer=False, new_losses=False, adds_norms=False, counters={"step": 1.0})
+def plainly(folder: Path) -> StageStart:
+    return StageStart(folder, new_optimizer=False, new_losses=False, adds_norms=False, counters={"step": 1.0})
 
 
 def checkpoints_of(corpus: Corpus, engine: Any, **values: Any) -> Checkpoints:
@@ -152,7 +153,7 @@ def test_a_disk_that_fills_up_under_the_random_state_is_named(
     monkeypatch.setattr(native, "begin", begin_on_a_full_disk)
     run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"))
     run.save(1, {})
-    with pytest.raises(CheckpointError, match="step 1 could not be written .*No space left on device"):
+    with pytest.raises(CheckpointError, match="step 1 cannot be written .*No space left on device"):
         run.wait()
 
 
@@ -169,7 +170,7 @@ def test_a_disk_that_fills_up_under_the_weights_leaves_nothing_half_written(
     monkeypatch.setattr("megatron_coca.training.checkpointing.saving.write_safetensors", full)
     run.save(3, {})
     with pytest.raises(
-        CheckpointError, match="step 3 could not be written .*No space left.*earlier checkpoints are intact"
+        CheckpointError, match="step 3 cannot be written .*No space left.*earlier checkpoints are intact"
     ):
         run.wait()
     assert not run.failed, "the error is raised once"
@@ -191,3 +192,31 @@ def test_weights_are_put_together_without_reading_the_state_again(
     folder = native.locate(tmp_path)
     assert load_file(folder / native.WEIGHTS)["w"].tolist() == [0, 1, 2, 3, 4]
     native.verify(folder)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_copied_run_has_an_id_of_its_own(opened: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder that was moved or linked stays the same run. Of a folder and its copy, the one at the old path does."""
+
+    def resumed(name: str, load: str | None = None) -> Checkpoints:
+        run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / name))
+        run.restore(plainly(native.locate(tmp_path / (load or name))))
+        return run
+
+    first = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / "first"))
+    first.save(1, {})
+    first.wait()
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    (tmp_path / "linked").symlink_to(tmp_path / "first")
+    assert resumed("first").run == resumed("linked").run == first.run
+    copy = resumed("copy")
+    assert copy.run != first.run and caplog.text.count("continues a copy of the run in") == 1
+    copy.save(2, {})
+    copy.wait()
+    assert resumed("copy").run == copy.run and caplog.text.count("continues a copy of the run in") == 1
+    assert resumed("branch", load="first").run != first.run, "another save folder is another run"
+    (tmp_path / "copy").rename(tmp_path / "moved")
+    assert resumed("moved").run == copy.run
+    (tmp_path / "first").rename(tmp_path / "old")
+    shutil.copytree(tmp_path / "old", tmp_path / "first")
+    assert resumed("first").run == first.run != resumed("old").run

@@ -13,7 +13,8 @@ from megatron_coca.checkpoints.files import UnreadableError
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.model import build_model
 from megatron_coca.training.checkpointing.resume import (
-    Choice,
+    RECORDED,
+    ResumePoint,
     candidates,
     check_same_run,
     continuation,
@@ -110,11 +111,11 @@ def test_a_start_that_cannot_be_found_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folders = [checkpoint(tmp_path, step) for step in (6, 4, 2)]
-    assert first_valid([]) == Choice(None) and first_valid(folders) == Choice(folders[0])
+    assert first_valid([]) == ResumePoint(None) and first_valid(folders) == ResumePoint(folders[0])
     (folders[0] / native.META).write_text("{}")
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     with caplog.at_level(logging.WARNING):
-        assert first_valid(folders) == Choice(folders[1])
+        assert first_valid(folders) == ResumePoint(folders[1])
     assert "global_step6/meta.json: has 2 bytes" in caplog.text and "falling back" in caplog.text
     with pytest.raises(CheckpointError, match="global_step6/meta.json: has 2 bytes"):
         first_valid(folders[:1])
@@ -123,14 +124,14 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog
 @pytest.mark.usefixtures("one_rank")
 def test_checkpoints_after_the_resumed_one_are_set_aside(tmp_path: Path) -> None:
     folders = {step: checkpoint(tmp_path / "run", step) for step in (2, 4, 6)}
-    quarantine_newer(keys(), Choice(folders[4]))
-    quarantine_newer(keys(save=str(tmp_path / "run")), Choice(None))
+    quarantine_newer(keys(), ResumePoint(folders[4]))
+    quarantine_newer(keys(save=str(tmp_path / "run")), ResumePoint(None))
     assert native.steps(tmp_path / "run") == [2, 4, 6]
-    quarantine_newer(keys(save=str(tmp_path / "run")), Choice(folders[4]))
+    quarantine_newer(keys(save=str(tmp_path / "run")), ResumePoint(folders[4]))
     assert native.steps(tmp_path / "run") == [2, 4] and native.locate(tmp_path / "run") == folders[4]
     assert (tmp_path / "run/quarantine/global_step6" / native.MANIFEST).is_file(), "nothing is lost"
     checkpoint(tmp_path / "run", 6)
-    quarantine_newer(keys(save=str(tmp_path / "run")), Choice(folders[4]))
+    quarantine_newer(keys(save=str(tmp_path / "run")), ResumePoint(folders[4]))
     assert (tmp_path / "run/quarantine/global_step6.1" / native.MANIFEST).is_file()
 
 
@@ -155,6 +156,29 @@ def test_keys_that_may_change_are_logged(saved: Path, opened: Corpus, caplog: py
     with caplog.at_level(logging.WARNING):
         check_same_run(saved, changed(opened, **{"optimizer.params.lr": 1e-5}), LAYOUT)
     assert "resuming with a different optimizer.params.lr (saved 0.003, now 1e-05)" in caplog.text
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_another_dtype_is_named_once(saved: Path, opened: Corpus) -> None:
+    with pytest.raises(CheckpointError, match="with a different precision") as caught:
+        check_same_run(saved, changed(opened, precision="bfloat16"), LAYOUT | {"dtype": "bf16"})
+    assert str(caught.value).count("precision (saved") == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("keys", "changes"), [({"train_iters": 50}, True), ({"log_interval": 7}, False)], ids=str)
+def test_a_rate_that_changes_is_logged(
+    keys: dict[str, Any], changes: bool, saved: Path, opened: Corpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that goes on beyond its length gets the schedule of the new length, so its rate may rise again."""
+    logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
+    with caplog.at_level(logging.WARNING):
+        check_same_run(saved, changed(opened, **keys), LAYOUT)
+    before, after = (
+        config.run_stages()[0].learning_rate(4) for config in (opened.config, changed(opened, **keys).config)
+    )
+    assert (before != after) == changes
+    assert (f"the learning rate of step 5 changes from {before:.4g} to {after:.4g}" in caplog.text) == changes
 
 
 @pytest.mark.parametrize(
@@ -212,7 +236,7 @@ def test_a_loaded_run_may_change_its_form(saved: Path, opened: Corpus, caplog: p
 
 @pytest.mark.parametrize("name", LAYOUT)
 def test_another_batch_or_dtype_is_an_error(saved: Path, opened: Corpus, name: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"{name} \(saved "):
+    with pytest.raises(CheckpointError, match=rf"different {RECORDED[name]} \(saved "):  # the key that sets it
         check_same_run(saved, opened, LAYOUT | {name: "other"})
 
 
@@ -228,7 +252,7 @@ def test_a_loop_of_links_beside_a_checkpoint_stays(tmp_path: Path) -> None:
     folder, loop = checkpoint(tmp_path, 4), native.step_folder(tmp_path, 9)
     loop.symlink_to(loop.name)
     chosen = first_valid([loop, folder])
-    assert chosen == Choice(folder, (loop,))
+    assert chosen == ResumePoint(folder, (loop,))
     quarantine_newer(keys(save=str(tmp_path)), chosen)
     assert loop.is_symlink()
 
@@ -242,7 +266,7 @@ def test_an_unreadable_checkpoint_stays(
     refuse(monkeypatch, folders[0] / name, method, errno.EIO)
     (folders[1] / native.WEIGHTS).write_text("damaged")
     chosen = first_valid(folders)
-    assert chosen == Choice(folders[2], (folders[0],))
+    assert chosen == ResumePoint(folders[2], (folders[0],))
     quarantine_newer(keys(save=str(tmp_path)), chosen)
     assert (folders[0] / name).exists() and [path.name for path in (tmp_path / native.QUARANTINE).iterdir()] == [
         "global_step4"
@@ -258,7 +282,7 @@ def test_a_checkpoint_without_the_state_of_a_run_gives_way(tmp_path: Path) -> No
     content = native.read_json(folders[0] / native.MANIFEST)
     native.write_json(folders[0] / native.MANIFEST, content | {"holds": native.WEIGHTS_ONLY})
     native.verify(folders[0])
-    assert first_valid(folders) == Choice(folders[1])
+    assert first_valid(folders) == ResumePoint(folders[1])
     for chosen in ({"auto_resume": True}, {"load": str(tmp_path)}):
         assert candidates(keys(save=str(tmp_path), **chosen)) == folders
     with pytest.raises(CheckpointError, match="finetune=true"):

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron_coca.config import ConfigError
 from megatron_coca.training.engine import group
 from megatron_coca.training.engine.group import Rendezvous, join
-from megatron_coca.training.exit_status import EXIT_STATUSES, NotJoined
 from megatron_coca.training.launch.environment import free_port
+from megatron_coca.work.statuses import EXIT_STATUSES, NotJoined
 
 LISTEN = "0A"
 ROOT = Path(__file__).parents[4]

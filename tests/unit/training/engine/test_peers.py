@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from megatron_coca.training.engine.peers import Peers
-from megatron_coca.training.exit_status import FAILED
+from megatron_coca.work.statuses import FAILED
+from tests.patience import patience
 
-SOON = 10.0
+SOON = patience(10.0)
 
 
 class Store(dict[str, bytes]):

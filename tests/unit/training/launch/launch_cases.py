@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
+
 ROOT = Path(__file__).parents[4]
 
 LAUNCHER = """
@@ -77,7 +79,7 @@ def alive(number: int) -> bool:
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patience(seconds)
     while not holds() and time.monotonic() < end:
         time.sleep(0.02)
     return holds()
@@ -89,7 +91,7 @@ def all_ready(folder: Path, count: int = 2) -> None:
 
 def finish(process: subprocess.Popen[str], limit: float = 20.0) -> tuple[int, str, float]:
     began = time.monotonic()
-    output, _ = process.communicate(timeout=limit)
+    output, _ = process.communicate(timeout=patience(limit))
     return process.returncode, output, time.monotonic() - began
 
 

@@ -2,12 +2,14 @@
 
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
-from launch_cases import SAVING, Launch, alive, all_ready, eventually, finish, launcher  # noqa: F401
+from launch_cases import ROOT, SAVING, Launch, alive, all_ready, eventually, finish, launcher  # noqa: F401
 
 from megatron_coca.training.launch.processes import SETTLE
 
@@ -80,8 +82,8 @@ def test_the_cause_is_named_not_its_consequences(launch: Launch, tmp_path: Path)
 
 
 REPORTING = """
-from megatron_coca.training import watchdog
-watchdog.install()
+from megatron_coca.work import error_report
+error_report.install()
 def fail_in(file):
     exec(compile("raise RuntimeError('connection closed by peer')", file, "exec"))
 """
@@ -124,7 +126,7 @@ def test_an_error_of_communication_without_another_is_shown_whole(launch: Launch
 
 
 def test_an_input_error_is_told_once(launch: Launch) -> None:
-    body = 'watchdog.tell("hidden_size: must be even\\nheads: must divide it")\nsys.exit(2)'
+    body = 'error_report.tell("hidden_size: must be even\\nheads: must divide it")\nsys.exit(2)'
     status, output, _ = finish(launch(REPORTING + body, "num_gpus=3"))
     assert status == 2 and output.splitlines()[1:] == ["hidden_size: must be even", "heads: must divide it"], output
 
@@ -226,3 +228,10 @@ def test_ignored_signals_stay_ignored(launch: Launch, tmp_path: Path) -> None:
     all_ready(tmp_path)
     process.send_signal(signal.SIGHUP)
     assert finish(process)[0] == 0
+
+
+@pytest.mark.parametrize("module", ["training.watchdog", "training.launch", "work.statuses", "work.engines"])
+def test_the_launcher_loads_no_torch(module: str) -> None:
+    code = f"import sys, megatron_coca.{module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

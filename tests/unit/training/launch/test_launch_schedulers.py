@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from megatron_coca.config import load_config
-from megatron_coca.training.exit_status import EXIT_STATUSES, FAILED, HUNG, PREEMPTED, UNAVAILABLE, UNJOINED
 from megatron_coca.training.launch.environment import find_location
 from megatron_coca.training.launch.start import ranks_of_host
-from megatron_coca.training.launches import FINAL, GAVE_UP, REQUEUED, read_launches
+from megatron_coca.training.launches import GAVE_UP, REQUEUED, read_launches
+from megatron_coca.work.statuses import EXIT_STATUSES, FAILED, FINAL, HUNG, PREEMPTED, UNAVAILABLE, UNJOINED
 
 ROOT = Path(__file__).parents[4]
 BATCH = ROOT / "configs/cluster/slurm.sbatch"

@@ -108,6 +108,14 @@ def test_the_launcher_of_deepspeed(hostfile: str, monkeypatch: pytest.MonkeyPatc
     assert {"--num_nodes=2", "--no_ssh_check", "--no_local_rank"} <= set(command)
 
 
+def test_a_user_of_a_host_is_no_part_of_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hosts").write_text("me@192.168.1.10 slots=2\nyou@192.168.1.7 slots=2\n")
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    keys = configured(hostfile=str(tmp_path / "hosts"))
+    assert chosen_hosts(keys) == [Host("me@192.168.1.10", 2), Host("you@192.168.1.7", 2)]
+    assert "--master_addr=192.168.1.10" in deepspeed_command(keys, chosen_hosts(keys), SCRIPT)
+
+
 @pytest.mark.parametrize("argument", ["save=$(id)", "save=`id`", "save=a;id", "save=a|b", "a=1\nb=2", 'x=" && id "'])
 def test_pdsh_gets_nothing_that_a_shell_would_run(
     hostfile: str, monkeypatch: pytest.MonkeyPatch, argument: str

@@ -1,0 +1,35 @@
+"""Calls of a service's library that must not take long, because the whole run waits for them."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+SECONDS = 30
+"""Seconds to wait for a service at the start of a run, and for the remaining data to be sent at the end."""
+Result = TypeVar("Result")
+
+
+def within(seconds: float, name: str, action: Callable[[], Result]) -> Result:
+    """Return the result of `action`, which a thread with this name runs.
+
+    Raises:
+        TimeoutError: the action takes longer; its thread continues until the process ends.
+        Exception: the error of the action.
+    """
+    results: list[Result] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(action())
+        except Exception as error:  # each library has its own exceptions
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    for error in errors:
+        raise error
+    if not results:
+        raise TimeoutError(f"{name} does not answer within {seconds:g} s")
+    return results[0]
