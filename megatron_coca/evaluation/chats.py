@@ -1,4 +1,4 @@
-"""Chat-formatted prompts: their record in result files, and checks of their options and template."""
+"""Chat-formatted prompts: checks of their options and template."""
 
 import datetime
 import hashlib
@@ -6,26 +6,9 @@ from argparse import Namespace
 from dataclasses import replace
 
 from megatron_coca.data import Tokenizer
-from megatron_coca.evaluation.results import EvaluationError, Record
-
-DIGITS = 12
-"""Number of digits of a template's hash in reports; result files contain the whole hash."""
-
-
-class ChatRecord(Record):
-    """The chat settings of a measurement, which are part of its identity."""
-
-    template_sha256: str
-    symbols: dict[str, str] | None = None  # special tokens that the template can print, by name; None in older files
-    system: str | None = None
-    multiturn: bool | None = None  # whether examples are turns of the chat; None for a task without examples
-    date: str | None = None  # today's date if the template prints it, so that prompts of two days are not mixed
-
-    def __str__(self) -> str:
-        system = "" if self.system is None else f", system message {self.system!r}"
-        turns = {None: "", True: ", examples as turns", False: ", examples in one message"}[self.multiturn]
-        day = "" if self.date is None else f", of {self.date}"
-        return f"template {self.template_sha256[:DIGITS]}{system}{turns}{day}"
+from megatron_coca.data.tokenizers.chat import with_variables
+from megatron_coca.evaluation.chat_settings import ChatRecord
+from megatron_coca.evaluation.results import EvaluationError
 
 
 def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
@@ -33,6 +16,7 @@ def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
     multiturn = getattr(args, "fewshot_as_multiturn", None)
     if not args.apply_chat_template:
         given = {"--system-instruction": args.system_instruction is not None, "--fewshot-as-multiturn": multiturn}
+        given["--chat-template-kwargs"] = args.chat_template_kwargs
         given["--plain-tasks"] = getattr(args, "plain_tasks", ())
         for option in (name for name, used in given.items() if used):
             raise EvaluationError(
@@ -44,6 +28,7 @@ def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
             "--apply-chat-template: the tokenizer has no chat template; put chat_template.jinja next to the model's "
             "tokenizer.json, or train on chats"
         )
+    tokenizer.chat = with_variables(tokenizer.chat, args.chat_template_kwargs)
     tokenizer.turn_ends()  # raises if the tokenizer cannot encode chats or the template has an error
     digest = hashlib.sha256(tokenizer.chat.source.encode()).hexdigest()
     if hasattr(args, "fewshot_as_multiturn") and multiturn is None:
@@ -53,5 +38,10 @@ def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
         tokenizer.chat = replace(tokenizer.chat, now=today)
     named = {name: symbol for name, symbol in sorted(tokenizer.chat.symbols.items()) if name in tokenizer.chat.source}
     return ChatRecord(
-        template_sha256=digest, symbols=named, system=args.system_instruction, multiturn=multiturn, date=today
+        template_sha256=digest,
+        symbols=named,
+        system=args.system_instruction,
+        multiturn=multiturn,
+        variables=dict(tokenizer.chat.variables) or None,
+        date=today,
     )

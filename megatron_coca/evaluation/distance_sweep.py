@@ -55,8 +55,8 @@ def _terms(x: Tensor, method: PositionMethod) -> Tensor:
 def initial_angles(method: PositionMethod, q: Tensor, k: Tensor, offset: Tensor | None = None) -> Tensor:
     """Return the initial angles Theta_j of token pairs, [..., d/2] float64 in (-pi, pi]; NaN if q_j or k_j is zero.
 
-    `q` and `k` are as in `planar`, [..., heads, pairs, head_dim]. Constant angles are included: those of the form, and
-    the layer's `offset` [heads, number of magnitudes].
+    `q` and `k` are as in `planar`, [..., heads, pairs, head_dim]. The angles include the constant angles of the form
+    and the layer's `offset` [heads, number of magnitudes].
     """
     queries, keys = planar(method, q, k)
     product = queries * keys.conj()

@@ -11,34 +11,23 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_coca import data as corpora
-from megatron_coca.config import Config
+from megatron_coca.config.data import DataConfig
+from megatron_coca.config.source import given_values
 from megatron_coca.data import Shard, Tokenizer
+from megatron_coca.data.builtin import FOLDER
 from megatron_coca.data.preparation.manifest import MANIFEST
 from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import SUFFIXES
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, first_difference
 from megatron_coca.data.tokenizers.losses import Sample, passages_of, sampled
-from megatron_coca.evaluation.results import EvaluationError, Record
+from megatron_coca.evaluation.results import DocumentsRecord, EvaluationError
 from megatron_coca.evaluation.subject import Evaluation
 from megatron_coca.support.console import Progress
-from megatron_coca.support.remote_files import is_url
+from megatron_coca.support.remote_files import is_url, not_read
 
 logger = logging.getLogger(__name__)
 
-
-class DocumentsRecord(Record):
-    """The documents of a result file.
-
-    `sha256` covers their lengths and token ids (little-endian int64); `tokens` is their total number of tokens.
-    """
-
-    sha256: str
-    count: int
-    tokens: int
-    max_length: int  # maximum tokens per document
-    repeated: int | None  # length of the prefix that is tiled to max_length; None: documents are not tiled
-    start: int | None = None  # token id put before every document
-    sources: list[str]
+TEST_DATA = "test_data_paths"
 
 
 @dataclass(frozen=True)
@@ -241,7 +230,7 @@ def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int
         raise EvaluationError(f"--max-length {args.max_length}: must be at least {longest}, the longest input")
     trained = evaluation.opened.trained
     documents = collect_documents(
-        args.data or default_data(trained),
+        args.data or default_data(evaluation),
         evaluation.tokenizer,
         trained.model.vocab_size or trained.model.padded_vocab_size,
         args.max_length or longest,
@@ -255,17 +244,41 @@ def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int
     return documents
 
 
-def default_data(config: Config) -> list[str]:
+def default_data(evaluation: Evaluation) -> list[str]:
     """Return the run's test shards, or those of the built-in corpus if the run's config names no data.
 
     Raises EvaluationError if the config names only training data, DataError if the built-in corpus cannot be built.
     """
-    if config.data.test_data_paths:
-        return list(config.data.test_data_paths)
-    if config.data.data_path or config.data.train_data_paths:
+    data = evaluation.opened.trained.data
+    if names := test_data(evaluation):
+        return names
+    if data.data_path or data.train_data_paths:
         raise EvaluationError(
             "test_data_paths: not set in the run's config; name text files or shard prefixes with --data"
         )
-    manifest = corpora.ensure_builtin(Path(config.data.data_root))
+    manifest = corpora.ensure_builtin(builtin_root(data))
     prefixes = [source["test"]["prefix"] for source in corpora.read_manifest(manifest)["sources"]]
     return [str(manifest.parent / prefix) for prefix in prefixes if prefix is not None]
+
+
+def test_data(evaluation: Evaluation) -> list[str]:
+    """Return the prefixes of the test shards in the user's overrides, or else those in the checkpoint's config.
+
+    Raises EvaluationError if the prefixes in the checkpoint's config are URLs, because it may be untrusted.
+    """
+    variant = evaluation.options.variants[0]
+    if TEST_DATA in given_values(variant.overrides, variant.files):
+        return list(evaluation.opened.trained.override(variant.overrides, variant.files).data.test_data_paths or ())
+    names = evaluation.opened.trained.data.test_data_paths or []
+    if addresses := [name for name in names if is_url(name)]:
+        remedy = f"name it with --set '{TEST_DATA}=[URL]'"
+        raise EvaluationError(f"{evaluation.options.checkpoint}: {TEST_DATA}: {not_read(addresses, remedy)}")
+    return list(names)
+
+
+def builtin_root(data: DataConfig) -> Path:
+    """Return the folder of the built-in corpus: the one in the checkpoint's config if the corpus is there, otherwise
+    the default, because a checkpoint may be untrusted and must not choose where files are written.
+    """
+    recorded = Path(data.data_root)
+    return recorded if (recorded / FOLDER).is_dir() else Path(DataConfig.model_fields["data_root"].default)

@@ -17,19 +17,9 @@ from typing import Any
 
 from megatron_coca.evaluation.options import full_label, resolve_device
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.support.processes import exit_with_parent
+from megatron_coca.evaluation.tasks import TASKS
+from megatron_coca.work.workers import begin_worker
 
-DIVIDED_BY = {
-    "longppl": "lengths",
-    "passkey": "lengths",
-    "needle": "lengths",
-    "ruler": "lengths",
-    "analyse": "lengths",
-    "lm-eval": "tasks",
-}
-"""For each task, the option with values that can be measured independently. Other tasks are divided by variant only."""
-BY_DOCUMENT = ("perplexity",)
-"""Tasks that measure a part of the documents themselves."""
 RunTask = Callable[[Namespace], int]
 """A function that runs the command for parsed options; defined at module level, so that processes can import it."""
 
@@ -39,10 +29,10 @@ def shares(args: Namespace, processes: int) -> list[Namespace]:
     if args.output is None:
         option = "--jobs" if args.part is None else "--part"
         raise EvaluationError(f"{option}: needs --output, because the processes share the result files; add --output")
-    if args.task in BY_DOCUMENT:
+    if TASKS[args.task].by_document:
         return [_with(args, part=(part, processes)) for part in range(processes)]
     by_variant = [[variant] for variant in args.variant] or [[]]
-    option = DIVIDED_BY.get(args.task, "")
+    option = TASKS[args.task].divided_by
     values: list[Any] | None = getattr(args, option, None)
     changes = {}
     if values is not None and option != "tasks" and getattr(args, "max_length", 0) is None:
@@ -106,6 +96,6 @@ def _run_shares(waiting: deque[Namespace], device: str, run_task: RunTask) -> No
 
 def _run_share(args: Namespace, run_task: RunTask) -> None:
     """Run a share without printing its tables; the final run of the whole command prints them."""
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    begin_worker()
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         sys.exit(run_task(args))

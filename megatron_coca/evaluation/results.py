@@ -14,16 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from megatron_coca import methods
 from megatron_coca.config.position import ORIGINAL
-from megatron_coca.support.atomic_write import exclusive_lock, write_file
-from megatron_coca.support.errors import InputError
+from megatron_coca.support.atomic_write import write_file
+from megatron_coca.support.errors import InputError, why_not_written
 from megatron_coca.support.regular_files import read_regular
 from megatron_coca.support.safe_yaml import YamlFault, read_yaml
+from megatron_coca.work.locks import exclusive_lock
 
 if TYPE_CHECKING:
     import torch  # not imported at run time: the command line declares its options without PyTorch
@@ -39,13 +40,18 @@ class EvaluationError(InputError, ValueError):
 
 
 class Record(BaseModel):
-    """Base of all records in result files. JSON has no non-finite numbers, so they become "Infinity" and "NaN"."""
+    """Base of all records in result files. JSON cannot represent infinity and NaN, so they become "Infinity" and
+    "NaN".
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 ADDED = frozenset({"checkpoint.network", "protocol.chat.symbols", "protocol.prompts_sha256", "protocol.text_sha256"})
 """Fields that may be missing in files of earlier versions. Comparisons of measurements ignore a missing field."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
+"""A number between 0 and 1, such as an accuracy. NaN is an error in a result file."""
 
 OPEN = ConfigDict(extra="ignore")
 """Configuration of a record that had more fields in earlier versions: extra fields are ignored."""
@@ -63,10 +69,10 @@ class Entry(Record):
 class CheckpointRecord(Record):
     """The checkpoint: `identity` is a digest of its content, `seq_length` the length of its last training.
 
-    `network` is a digest of the keys that decide how the weights are used. Our own checkpoints need it, because their
-    `identity` covers the weights only.
-    `trained_with` lists the frequency extension, distance map and logit scaling used in training, and a rotary base
-    other than 10000. `seed` is the training seed; a measurement is identified by `identity`, not by the seed.
+    `network` is a digest of the keys that determine how the weights are used. Our own checkpoints need it, because
+    their `identity` covers the weights only. `trained_with` lists the frequency extension, distance map and logit
+    scaling used in training, and a rotary base other than 10000. `seed` is the training seed; a measurement is
+    identified by `identity`, not by the seed.
     """
 
     path: str
@@ -134,6 +140,21 @@ class Result(Record):
         return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
 
 
+class DocumentsRecord(Record):
+    """The documents of a result file.
+
+    `sha256` covers their lengths and token ids (little-endian int64); `tokens` is their total number of tokens.
+    """
+
+    sha256: str
+    count: int
+    tokens: int
+    max_length: int  # maximum tokens per document
+    repeated: int | None  # length of the prefix that is tiled to max_length; None: documents are not tiled
+    start: int | None = None  # token id put before every document
+    sources: list[str]
+
+
 class Cost(Record):
     """Cost of one entry, summed over all runs that resumed it."""
 
@@ -178,10 +199,10 @@ def check_writable(path: Path) -> None:
         raise EvaluationError(f"{path}: is not a regular file; name another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise EvaluationError(f"{path}: cannot be written ({error.strerror}); choose another path") from error
+        raise EvaluationError(f"{path}: {why_not_written(error, 'choose another path')}") from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -190,9 +211,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     try:
         write_file(path, content)
     except OSError as error:
-        raise EvaluationError(
-            f"{path}: cannot be written ({error.strerror}); free space, or choose another path"
-        ) from error
+        raise EvaluationError(f"{path}: {why_not_written(error, 'choose another path')}") from error
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -290,7 +309,7 @@ def measured(device: "torch.device") -> Iterator[Meter]:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
             before = resident_memory()
         except OSError:
             pass
@@ -310,7 +329,7 @@ def measured(device: "torch.device") -> Iterator[Meter]:
 def resident_memory(field: str = "VmRSS") -> int | None:
     """Return a memory field of /proc/self/status in bytes, or None if the field is not available."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     values = [int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")]

@@ -18,7 +18,7 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and the ends of its 95% interval, which are NaN if the `count` values determine no interval."""
+    """A mean and the ends of its interval (95% by default), which are NaN if the `count` values determine none."""
 
     mean: float
     low: float
@@ -54,8 +54,8 @@ def _two_sided(angle: float, degrees: int) -> float:
     return 2 / math.pi * (angle + (math.sin(angle) * total if degrees > 1 else 0.0))
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of the values of one or more seeds, with its t interval.
+def estimate(values: Sequence[float], inside: float = 0.95) -> Estimate:
+    """Return the mean of the values of one or more seeds, with its t interval at the confidence `inside`.
 
     There is no interval if a value is infinite or NaN, or if all values are equal up to rounding, as in a task that
     every seed solves: the interval would have zero width.
@@ -65,7 +65,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean = fmean(values)
     if equal(values):
         return Estimate(mean, math.nan, math.nan, len(values))
-    reach = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    reach = t_quantile(len(values) - 1, inside) * stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - reach, mean + reach, len(values))
 
 
@@ -74,12 +74,13 @@ def equal(values: Sequence[float]) -> bool:
     return math.isclose(min(values), max(values), rel_tol=ROUNDING, abs_tol=ROUNDING)
 
 
-def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
-    """Return the 95% interval of a fraction of `count` trials (Wilson 1927), which is within 0 .. 1 and never empty.
+def wilson_interval(fraction: float, count: int, inside: float = 0.95) -> tuple[float, float]:
+    """Return the interval of a fraction of `count` trials (Wilson 1927), which is within 0 .. 1 and never empty.
 
-    If some scores are neither 0 nor 1, the interval is wider than needed: scores of 0 and 1 vary most for a given mean.
+    `inside` is its confidence. If some scores are neither 0 nor 1, the interval is wider than needed: scores of 0 and
+    1 vary most for a given mean.
     """
-    z = 1.959963984540054  # standard normal quantile at 0.975
+    z = 1.959963984540054 if inside == 0.95 else NormalDist().inv_cdf(0.5 + inside / 2)
     centre = fraction + z**2 / (2 * count)
     reach = z * math.sqrt(fraction * (1 - fraction) / count + z**2 / (4 * count**2))
     scale = 1 + z**2 / count
@@ -127,12 +128,28 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
     NaN, of a test that is undefined, stays NaN. It counts as a comparison with p = 1.
     """
+    pairs = zip(holm_factors(p_values), p_values, strict=True)
+    return [math.nan if math.isnan(p) else min(1.0, factor * p) for factor, p in pairs]
+
+
+def holm_factors(p_values: Sequence[float]) -> list[float]:
+    """Return, in order, the numbers by which Holm's method multiplies the p-values before it limits them to 1.
+
+    An interval at a confidence of 1 - 0.05/factor excludes 0 if and only if the corrected p-value is below 0.05.
+    """
     known = [1.0 if math.isnan(p) else p for p in p_values]
-    corrected, largest = [0.0] * len(known), 0.0
+    factors, largest = [0.0] * len(known), 0.0
     for rank, index in enumerate(sorted(range(len(known)), key=known.__getitem__)):
-        largest = max(largest, min(1.0, (len(known) - rank) * known[index]))
-        corrected[index] = math.nan if math.isnan(p_values[index]) else largest
-    return corrected
+        count = len(known) - rank
+        largest = max(largest, count * known[index])  # a corrected p-value is at least that of every smaller p-value
+        factors[index] = largest / known[index] if known[index] > 0 else count
+    return factors
+
+
+def level_text(level: float) -> str:
+    """Return a confidence below 1 in percent, as `95%` or `99.6%`: no digits are rounded to 100%."""
+    texts = (f"{100 * level:.{digits}f}" for digits in range(1, 9))
+    return next(text for text in texts if float(text) < 100).removesuffix(".0") + "%"
 
 
 def difference_interval(one: Estimate, other: Estimate) -> tuple[float, float]:
@@ -155,9 +172,13 @@ def exponential(value: float) -> float:
         return math.inf
 
 
-def geometric_estimate(logarithms: Sequence[float]) -> Estimate:
+def geometric_estimate(logarithms: Sequence[float], inside: float = 0.95) -> Estimate:
     """Return `estimate` with its mean and ends exponentiated; for mean nll values, the results are perplexities."""
-    found = estimate(logarithms)
+    return exponentiated(estimate(logarithms, inside))
+
+
+def exponentiated(found: Estimate) -> Estimate:
+    """Return the exponentials of a mean of logarithms and of its interval's ends."""
     return Estimate(exponential(found.mean), exponential(found.low), exponential(found.high), found.count)
 
 
@@ -171,9 +192,9 @@ def _drawn(documents: int) -> np.ndarray:
 def bootstrap_interval(differences: Sequence[float], inside: float = 0.95) -> tuple[float, float]:
     """Return the interval of the sum of two or more paired differences, by resampling documents (Efron 1979).
 
-    `inside` is its confidence. The percentiles are wider than 2.5% and 97.5% for 95% (expanded percentile interval,
-    Hesterberg 2015, section 5.3): the bootstrap's variance is too small by a factor of (n - 1) / n, and the tail of a
-    normal distribution is too short.
+    `inside` is its confidence. The percentiles of a 95% interval are wider than 2.5% and 97.5% (expanded percentile
+    interval, Hesterberg 2015, section 5.3), because the bootstrap's variance is too small by a factor of (n - 1) / n,
+    and the tail of a normal distribution is too short.
     """
     count = len(differences)
     tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile(count - 1, inside))

@@ -112,7 +112,9 @@ def with_choices(args: Namespace) -> Namespace:
 
 
 def dtype_of(trained: Config, dtype: str, device: str, outputs: Sequence[Path | None]) -> str:
-    """Return the dtype that `--dtype` means. `AUTO` is the dtype of the first result file, or else the faster one."""
+    """Return the dtype that `--dtype` means. `AUTO` means the dtype of the first result file, or else the faster
+    dtype.
+    """
     if dtype != AUTO:
         return dtype
     recorded = next(filter(None, map(results.recorded_dtype, outputs)), None)
@@ -236,7 +238,7 @@ class Evaluation:
 
     def variants(self, kind: type[ResultType], **fields: Any) -> Iterator[tuple[Subject, Store[ResultType]]]:
         """Yield each usable variant with its result store, and print its missing entries to stderr. At the end, show
-        the results of all variants together, also if the evaluation is interrupted.
+        the results of all variants together, even if the evaluation is interrupted.
 
         `kind` is the type of the result files; `fields` are the field values that all of these files share.
         """

@@ -2,10 +2,7 @@
 
 import json
 import shlex
-import signal
-import subprocess
 import sys
-import threading
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,24 +13,20 @@ from typing import Annotated, Any, NoReturn
 from pydantic import BeforeValidator, Field, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.cluster import CommandTask, EngineSettings, Failure, is_temporary, status_of, without_engine
-from megatron_coca.cluster import run as on_engine
 from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.evaluation.multiples import changes_in_tokens, in_tokens, is_multiple
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
 from megatron_coca.evaluation.report import build_report
-from megatron_coca.evaluation.results import (
-    EvaluationError,
-    Record,
-    check_writable,
-    read_yaml_file,
-    validated,
-)
-from megatron_coca.evaluation.subcommands import MEASUREMENTS
+from megatron_coca.evaluation.results import EvaluationError, Record, check_writable, read_yaml_file, validated
+from megatron_coca.evaluation.subcommands import measurements
 from megatron_coca.support.console import write
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.processes import PROGRAM
 from megatron_coca.support.safe_yaml import as_list
+from megatron_coca.work.engines import run as on_engine
+from megatron_coca.work.processes import PROGRAM, run_to_its_end
+from megatron_coca.work.settings import EngineSettings, without_engine
+from megatron_coca.work.statuses import Failure, is_temporary, signal_of, status_of
+from megatron_coca.work.tasks import CommandTask
 
 SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype", "jobs", "part")
 """Options that the tasks of a suite must not set, because the suite sets them."""
@@ -179,8 +172,8 @@ def plan_commands(
     planned: list[Command] = []
     for name, options in suite.tasks.items():
         task, _, word = name.partition(" ")
-        if task not in MEASUREMENTS:
-            raise EvaluationError(f"tasks.{name}: unknown task; known: {', '.join(sorted(MEASUREMENTS))}")
+        if task not in measurements():
+            raise EvaluationError(f"tasks.{name}: unknown task; known: {', '.join(sorted(measurements()))}")
         for key in options or {}:
             if key.replace("_", "-") in SET_BY_SUITE:
                 raise EvaluationError(f"tasks.{name}.{key}: is set by the suite; remove it")
@@ -240,9 +233,9 @@ class TaskParser(ArgumentParser):
 
 @cache
 def task_parser(task: str) -> TaskParser:
-    """Return the parser of a task in `MEASUREMENTS`; cached, because a grid needs it for every model."""
+    """Return the parser of a task that measures a checkpoint; cached, because a grid needs it for every model."""
     parser = TaskParser(allow_abbrev=False)
-    MEASUREMENTS[task].add_arguments(parser)
+    measurements()[task].add_options(parser)
     return parser
 
 
@@ -292,28 +285,9 @@ def run_commands(commands: Sequence[Command]) -> list[Failure]:
     return failures
 
 
-def run_to_its_end(command: Sequence[str]) -> int:
-    """Run a process and return its exit status. If this process is stopped, except by SIGKILL, it stops the child."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, interrupt) if in_main_thread else None
-    process = subprocess.Popen(command)
-    try:
-        return process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-
-
 def describe_exit(status: int) -> str:
-    if status >= 0:
+    """Return a description of an exit status as a shell has it."""
+    name = signal_of(status)
+    if name is None:
         return f"ended with status {status}"
-    name = signal.Signals(-status).name
     return f"killed by {name}" + (" (possibly because the host's memory was exhausted)" if name == "SIGKILL" else "")

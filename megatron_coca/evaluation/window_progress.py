@@ -1,4 +1,4 @@
-"""Progress of evaluations that read texts in windows: it counts windows and tokens, also if all windows are in one
+"""Progress of evaluations that read texts in windows: it counts windows and tokens, even if all windows are in one
 document.
 """
 

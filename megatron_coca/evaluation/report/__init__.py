@@ -10,22 +10,17 @@ from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import notebook
 from megatron_coca.evaluation.report.charts import FILES, images
 from megatron_coca.evaluation.report.curves import Curve, find_curves
-from megatron_coca.evaluation.report.document import (
-    ReportDocument,
-    console_text,
-    csv_table,
-    html_page,
-    markdown,
-)
-from megatron_coca.evaluation.report.lm_eval_section import limit_text
+from megatron_coca.evaluation.report.document import ReportDocument, console_text, csv_table, html_page, markdown
 from megatron_coca.evaluation.report.reading import LoadedResult, read_results
 from megatron_coca.evaluation.report.records import json_text
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document, tidy
-from megatron_coca.evaluation.report.tidy import Row, csv_text
-from megatron_coca.evaluation.results import Result, check_writable, write_atomically
-from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
+from megatron_coca.evaluation.report.tidy import TidyRow, csv_text
+from megatron_coca.evaluation.results import EvaluationError, Result, check_writable, write_atomically
+from megatron_coca.evaluation.tasks.lm_eval.section import limit_text
+from megatron_coca.evaluation.tasks.lm_eval.task import HarnessResult
 from megatron_coca.support.plain_text import plain
+from megatron_coca.support.regular_files import inside, read_regular
 
 PAGE = "report.html"
 
@@ -83,6 +78,8 @@ def build_report(
         **{f"figures/{name}{end}": image for name, found in drawings.items() for end, image in found.items()},
         **_table_files(document),
     }
+    for kind in ("figures", "tables"):  # the folder may come from somebody else
+        inside(folder, kind, EvaluationError, "remove the link, or name another folder with --output")
     _remove_earlier(folder, files)
     for name, content in files.items():
         write_atomically(folder / name, content)
@@ -99,10 +96,10 @@ def _remove_earlier(folder: Path, files: Collection[str]) -> None:
     """
     (folder / PAGE).unlink(missing_ok=True)
     try:
-        earlier = json.loads((folder / "results.json").read_bytes())
+        earlier = json.loads(read_regular(folder / "results.json"))
         tables = {"headline", *(table["name"] for table in earlier["tables"])}
         figures = {figure["name"] for figure in earlier["figures"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
     ends = {"tables": TABLE_ENDS, "figures": [end for kinds in FILES.values() for end in kinds.values()]}
     for kind, names in (("tables", tables), ("figures", figures)):
@@ -123,7 +120,7 @@ def _table_files(document: ReportDocument) -> dict[str, bytes]:
     return files | {f"tables/{table.name}.tex": latex_table(table).encode() for table in tables}
 
 
-def _notebook(document: ReportDocument, rows: Sequence[Row], folder: Path) -> str:
+def _notebook(document: ReportDocument, rows: Sequence[TidyRow], folder: Path) -> str:
     from megatron_coca.evaluation.report.redrawn import measured
 
     claim = "" if document.headline is None else document.headline.sentence

@@ -5,7 +5,7 @@ Every plot is drawn in two layouts: `COLUMN`, for a column of a paper and for ph
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import fill
 from typing import Any, cast
@@ -21,8 +21,10 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import ScaledTranslation
 
+from megatron_coca.evaluation.numbers import Number
 from megatron_coca.evaluation.options import plot_text
 from megatron_coca.evaluation.report.fonts import set_fonts
+from megatron_coca.evaluation.report.labels import Box, Covered, place_name
 from megatron_coca.evaluation.report.log_axes import label_log_axis, spread_apart
 from megatron_coca.evaluation.report.looks import Look, Member, apart, numbered
 
@@ -89,6 +91,11 @@ def _style(background: str, points: float) -> dict[str, Any]:
 
 
 BACKGROUNDS = {"print": "white", "light": "none"}
+
+
+def axis_of(number: Number) -> dict[str, Any]:
+    """Return the fields of `Panel` that scale the axis of a declared number."""
+    return {"y_range": SHARES} if number.share else {"log_y": number.logarithm is not None}
 
 
 @dataclass(frozen=True)
@@ -187,7 +194,8 @@ class Panel:
     """One pair of axes with lines. `marks` are named vertical lines at x values.
 
     `level` is the y of a horizontal line, and `level_name` its name. `context` are lines of other panels, in grey.
-    x is a length on a logarithmic axis, unless `linear_x` is set.
+    x is a length on a logarithmic axis, unless `linear_x` is set. `side_by_side`: whether the points of several lines
+    at the same length stand beside each other, with bars for their intervals instead of bands that would overlap.
     """
 
     lines: tuple[Line, ...]
@@ -200,6 +208,7 @@ class Panel:
     level: float | None = None
     level_name: str = ""
     linear_x: bool = False
+    side_by_side: bool = False
     context: tuple[Line, ...] = ()
 
     @property
@@ -279,21 +288,37 @@ def panels(given: Sequence[Panel], in_pairs: bool = False, common_y: bool = True
         shown = all_axes[: len(given)]
         ticks = _length_ticks({x for panel in given for line in panel.lines for x in line.x})
         room = _room(given, layout, columns)
-        for index, (axes, panel) in enumerate(zip(shown, given, strict=True)):
+        moved = [_side_by_side(panel) if panel.side_by_side else panel for panel in given]
+        for index, (axes, panel) in enumerate(zip(shown, moved, strict=True)):
             _draw_panel(axes, panel, layout, columns, ticks, room)
             axes.tick_params(labelbottom=index + columns >= len(given))
             if (ends := _axis_ends(given if common_y else [panel])) is not None:
                 label_log_axis(axes.yaxis, *ends)
-        for index, (axes, panel) in enumerate(zip(shown, given, strict=True)):  # the common y axis is known now
+        for axes, panel in zip(shown, moved, strict=True):  # the common y axis is known now
             axes.autoscale_view()
             if panel.named:
                 _name_lines(axes, panel, layout, INSIDE * panel_height(layout) * 72)
-            _name_marks(axes, panel, first=index == 0)
+            _draw_marks(axes, panel)
         for axes in all_axes[len(given) :]:
             axes.set_visible(False)
         _name_axes(canvas, shown, given, columns if common_y else 1)
+        named: set[str] = set()
+        for axes, panel in zip(shown, moved, strict=True):  # every name once, in the first panel that has it
+            if names := {panel.level_name, *panel.marks.values()} - {"", *named}:
+                if not named:
+                    canvas.draw_without_rendering()  # the places of names follow from the layout
+                _name_marks(axes, panel, layout, names)
+                named |= names
 
     return draw, height
+
+
+def _side_by_side(panel: Panel) -> Panel:
+    """Return the panel with its lines moved to the sides, by at most a sixth of a doubling of the length."""
+    last = max(1, len(panel.lines) - 1)
+    steps = [(number / last - 0.5) / 3 for number in range(len(panel.lines))]
+    lines = zip(panel.lines, steps, strict=True)
+    return replace(panel, lines=tuple(replace(line, x=tuple(x * 2**step for x in line.x)) for line, step in lines))
 
 
 def _names(panel: Panel, layout: Layout) -> list[str]:
@@ -302,7 +327,9 @@ def _names(panel: Panel, layout: Layout) -> list[str]:
 
 
 def _axis_ends(given: Sequence[Panel]) -> tuple[float, float] | None:
-    """Return the ends of a common logarithmic y axis: of the lines, and of their intervals up to MOST_BEYOND."""
+    """Return the ends of a common logarithmic y axis for the lines and, up to a factor of MOST_BEYOND, their
+    intervals.
+    """
     if not given[0].log_y:
         return None
     lines = [line for panel in given for line in (*panel.lines, *panel.context)]
@@ -316,7 +343,7 @@ def _axis_ends(given: Sequence[Panel]) -> tuple[float, float] | None:
 
 
 def _room(given: Sequence[Panel], layout: Layout, columns: int) -> float:
-    """Return the width of a panel's axes in units of the text's size, about: without the names at the right."""
+    """Return the approximate width of a panel's axes, without the names at the right, in units of the text's size."""
     named = [name for panel in given if panel.named for name in _names(panel, layout)]
     names = CHARACTER * max(map(len, named), default=0)
     return max(1.0, layout.width / columns * 72 / layout.points - names - 2.5)
@@ -329,7 +356,7 @@ def _draw_panel(axes: Axes, panel: Panel, layout: Layout, columns: int, ticks: S
     for line in panel.context:
         axes.plot(line.x, _finite(line.y), color=FAINT, alpha=0.45, linewidth=0.8, zorder=1.5)
     for index, line in enumerate(panel.lines):
-        _draw_line(axes, line, line.look or numbered(index), bounds)
+        _draw_line(axes, line, line.look or numbered(index), bounds, panel.side_by_side)
     if not panel.linear_x:
         axes.set_xscale("log", base=2)
         texts = [short_length(tick) for tick in ticks]
@@ -360,8 +387,8 @@ def _finite(values: Sequence[float], bounds: tuple[float, float] = (-math.inf, m
     return [min(max(y, bounds[0]), bounds[1]) if math.isfinite(y) else math.nan for y in values]
 
 
-def _draw_line(axes: Axes, line: Line, look: Look, bounds: tuple[float, float]) -> None:
-    """Draw a line, with its intervals clipped to `bounds`."""
+def _draw_line(axes: Axes, line: Line, look: Look, bounds: tuple[float, float], bars: bool) -> None:
+    """Draw a line, with its intervals clipped to `bounds`: as a band, or as bars."""
     many = len(line.x) > FEW_POINTS
     shape: dict[str, Any] = {"linewidth": 1.1} if many else {"marker": look.marker, "markeredgewidth": 0}
     dashes = (0, look.dashes) if look.dashes else "-"
@@ -371,7 +398,7 @@ def _draw_line(axes: Axes, line: Line, look: Look, bounds: tuple[float, float]) 
     if not line.low:
         return
     low, high = _finite(line.low, bounds), _finite(line.high, bounds)
-    if len(line.x) == 1:
+    if bars or len(line.x) == 1:
         axes.vlines(line.x, low, high, color=look.colour, linewidth=1.2, zorder=2)
     else:
         axes.fill_between(line.x, low, high, color=look.colour, alpha=0.16, linewidth=0, zorder=2)
@@ -392,7 +419,7 @@ def _name_lines(axes: Axes, panel: Panel, layout: Layout, points: float) -> None
     ended.sort(key=lambda each: each[0])
     halves = [0.58 * layout.points * (text.count("\n") + 1) / points for _, _, text, _ in ended]
     places = spread_apart([share for share, *_ in ended], halves)
-    beside = axes.transAxes + ScaledTranslation(0.1, 0, cast(Canvas, axes.figure).dpi_scale_trans)
+    beside = axes.transAxes + ScaledTranslation(0.14, 0, cast(Canvas, axes.figure).dpi_scale_trans)
     for place, (share, end, text, look) in zip(places, ended, strict=True):
         colour = tuple(DARKER * part for part in to_rgb(look.colour))
         moved = abs(place - share) > 0.015 or end[0] < max(x for line in panel.lines for x in line.x)
@@ -405,7 +432,15 @@ def _name_lines(axes: Axes, panel: Panel, layout: Layout, points: float) -> None
             va="center",
             linespacing=0.95,
             fontsize=layout.points,
-            arrowprops={"arrowstyle": "-", "color": look.colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3}
+            # The leader ends at the left edge of the name, so it crosses no name: names stand beside the axes.
+            arrowprops={
+                "arrowstyle": "-",
+                "color": look.colour,
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 3,
+            }
             if moved
             else None,
             annotation_clip=False,
@@ -420,39 +455,38 @@ def _share(axis: Axis, value: float) -> float:
     return (value - low) / (high - low) if high > low else 0.5
 
 
-def _name_marks(axes: Axes, panel: Panel, first: bool) -> None:
-    """Draw the marks and the level; the first panel names them, in the emptier half."""
-    starts = [_share(axes.yaxis, line.y[0]) for line in panel.lines if line.y and math.isfinite(line.y[0])]
-    low = not starts or sum(starts) / len(starts) > 0.5
-    lowest = 0.04
-    if panel.level is not None:  # the name of the mark stands above that of the level
-        lowest += _share(axes.yaxis, panel.level) + (0.13 if low and panel.level_name else 0.0)
-    for number, (x, name) in enumerate(panel.marks.items()):
+def _draw_marks(axes: Axes, panel: Panel) -> None:
+    """Draw the dotted lines of the marks and of the level."""
+    for x, name in panel.marks.items():
         axes.axvline(x, color=FOREGROUND, linestyle=(0, (1, 1.5)), linewidth=0.9, label=plot_text(name), zorder=1)
-        if first and name:
-            step, left = 0.13 * number, _share(axes.xaxis, x) < 0.6
-            axes.annotate(
-                plot_text(name),
-                xy=(x, lowest + step if low else 0.96 - step),
-                xycoords=("data", "axes fraction"),
-                xytext=(3 if left else -3, 0),
-                textcoords="offset points",
-                ha="left" if left else "right",
-                va="bottom" if low else "top",
-                color=QUIET,
-            )
     if panel.level is not None:
         axes.axhline(panel.level, color=FOREGROUND, linestyle=(0, (1, 1.5)), linewidth=0.7, zorder=1)
-        if first and panel.level_name:
-            axes.annotate(
-                plot_text(panel.level_name),
-                xy=(0.0 if low else 1.0, panel.level),
-                xycoords=("axes fraction", "data"),
-                xytext=(10 if low else -2, 2),
-                textcoords="offset points",
-                ha="left" if low else "right",
-                color=QUIET,
-            )
+
+
+def _name_marks(axes: Axes, panel: Panel, layout: Layout, names: Collection[str]) -> None:
+    """Write the names of marks and of the level, if they are in `names`, where they cover no curve.
+
+    The canvas must have its final layout.
+    """
+    lines = [*panel.lines, *panel.context]
+    bands = [((line.x, line.low), (line.x, line.high)) for line in panel.lines if line.low]
+    covered = Covered.of(axes, [(line.x, line.y) for line in lines], bands)
+    pixels = cast(Canvas, axes.figure).dpi / 72
+    area, thin = axes.bbox, 0.5 * pixels
+    for x in panel.marks:
+        at = axes.transData.transform((x, 1.0))[0]
+        covered.boxes.append(Box(at - thin, area.y0, at + thin, area.y1))
+    if panel.level is not None:
+        at = axes.transData.transform((1.0, panel.level))[1]
+        covered.boxes.append(Box(area.x0, at - thin, area.x1, at + thin))
+    gap = 0.4 * layout.points * pixels
+    starts = [_share(axes.yaxis, line.y[0]) for line in panel.lines if line.y and math.isfinite(line.y[0])]
+    high = bool(starts) and sum(starts) / len(starts) <= 0.5  # most curves begin low
+    if panel.level is not None and panel.level_name in names:
+        place_name(covered, plot_text(panel.level_name), "y", panel.level, gap, QUIET, last=high)
+    for x, name in panel.marks.items():
+        if name in names:
+            place_name(covered, plot_text(name), "x", x, gap, QUIET, last=high)
 
 
 def _name_axes(canvas: Canvas, shown: Sequence[Axes], given: Sequence[Panel], columns: int) -> None:
@@ -482,7 +516,7 @@ def heat_maps(
 ) -> Drawing:
     """Return functions that draw heat maps and return the height: accuracies as coloured cells with their numbers.
 
-    `name` is that of the numbers.
+    `name` is the name of the numbers.
     """
 
     def columns_in(layout: Layout) -> int:

@@ -11,19 +11,17 @@ from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import MARK, decimal
 from megatron_coca.evaluation.report.names import explained
 from megatron_coca.evaluation.report.result_tables import ReportOptions, differ_significantly, mark_best, testable
-from megatron_coca.evaluation.statistics import FEWEST_DOCUMENTS
+from megatron_coca.evaluation.statistics import FEWEST_DOCUMENTS, level_text
 
-ORDER = ("recall", "passkey", "needle", "ruler", "benchmarks", "perplexity", "longppl", "short")
-"""The sections with a sentence. A report has the sentence of the first of them that a label has learned."""
 MOST_ROWS = 8
 """Largest number of rows of the small table. Labels in the sentence have a row in any case."""
 
 
 def headline(sections: Sequence[Section], options: ReportOptions) -> Headline | None:
     """Return the top of a report, or None if no table has numbers for a sentence."""
-    blocks = {section.name: section.blocks for section in sections}
+    ordered = sorted(sections, key=lambda section: section.sentence)
     known = []
-    for block in (block for name in ORDER for block in blocks.get(name, ()) if block.tables):
+    for block in (block for section in ordered for block in section.blocks if block.tables):
         measure = block.tables[0].measure
         if measure is not None and _measured(table := _ours(block.tables[0], measure)):
             known.append((measure, table, block))
@@ -38,7 +36,7 @@ def headline(sections: Sequence[Section], options: ReportOptions) -> Headline | 
         basis = f"{block.heading}. {basis}".strip()
     sentence, basis = (options.claim, "") if options.claim else (sentence, basis)
     small = _small(table, columns, measure, sentence, options.members)
-    names = explained(options.members[row.name] for row in table.rows)
+    names = explained((options.members[row.name] for row in table.rows), sentence)
     return Headline(sentence, basis, small, next(iter(block.figures), None), names)
 
 
@@ -118,8 +116,12 @@ def _basis(cells: Mapping[str, TableCell], pairs: Sequence[tuple[TableCell, Tabl
     if untested == len(pairs):
         return f"Not tested: {needed}."
     count = len(pairs)
-    corrected = f", corrected for {count} comparisons with the best number (Bonferroni)" if count > 1 else ""
-    basis = f"Tested with 95% intervals{corrected}."
+    basis = "Tested with 95% intervals."
+    if count > 1:
+        basis = (
+            f"Tested with {level_text(1 - 0.05 / count)} intervals: 5% for {count} comparisons with the best number "
+            "together (Bonferroni). The intervals in tables and plots are not corrected (95%)."
+        )
     if untested:
         basis += f" Not tested: {untested} of them, because {needed}."
     single = [label for label, cell in cells.items() if (cell.seeds or 1) == 1]
@@ -130,7 +132,7 @@ def _basis(cells: Mapping[str, TableCell], pairs: Sequence[tuple[TableCell, Tabl
 
 
 def _single(table: Table, column: int, label: str, measure: Measure) -> tuple[str, str]:
-    """Return the sentence on a single label, its first against its last length, and how it was tested."""
+    """Return the sentence on a single label, which compares its first and last length, and how it was tested."""
     cells = next(row.cells for row in table.rows if row.name == label)
     first, end = next((at for at, cell in enumerate(cells) if _finite(cell)), column), cells[column]
     start, place = cells[first], _place(table, column, measure)
@@ -183,7 +185,9 @@ def _pairs(cells: Mapping[str, TableCell], measure: Measure) -> list[tuple[Table
 def _comparison(
     cells: Mapping[str, TableCell], measure: Measure, members: Mapping[str, Member], baseline: str | None
 ) -> str:
-    """Return the statement on several labels: the best, those that do not differ from it, and one that does."""
+    """Return the statement on several labels: the best label, the labels that do not differ from it, and one that
+    does.
+    """
     best, *others = order = _order(cells, measure)
     if not others:
         return f"{in_sentence(best)} has a {measure.quantity} of {_number(cells[best], measure)}"

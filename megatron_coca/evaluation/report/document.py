@@ -1,19 +1,19 @@
 """The content of a report (tables, figures and sections), and its output as Markdown, HTML and CSV."""
 
-import csv
-import io
 import math
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
 
+from megatron_coca.evaluation.declaration import LAST
 from megatron_coca.evaluation.report.charts import COLUMN, PAGE, Figure
 from megatron_coca.support.markdown_tables import escaped, format_table, in_cell
+from megatron_coca.support.plain_text import plain
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Measure:
         least: the number that one label must reach somewhere; otherwise, no model has learned the task.
         digits, unit: digits after the decimal point, and a unit after the number.
         column: the only column that the sentence is about; by default all columns, which are lengths.
-        trained: the training lengths of the models, also of those not measured at their training length.
+        trained: the training lengths of all models, even of models that were not measured at their training length.
     """
 
     quantity: str
@@ -126,12 +126,16 @@ class ReportBlock:
 
 @dataclass(frozen=True)
 class Section:
-    """One section of the report. `printed`: whether the console shows it too."""
+    """One section of the report. `printed`: whether the console shows it too.
+
+    `sentence` is its place among the sections that can have the sentence at the top.
+    """
 
     name: str
     title: str
     blocks: tuple[ReportBlock, ...]
     printed: bool = True
+    sentence: int = LAST
 
 
 @dataclass(frozen=True)
@@ -225,20 +229,33 @@ def csv_table(table: Table) -> str:
 
     Extra columns contain interval ends, numbers of seeds, and notes.
     """
-    columns = [[table.header[0], *(row.name for row in table.rows)], ["source", *(row.published for row in table.rows)]]
-    columns = [[in_spreadsheet(text) for text in column] for column in columns]
+    columns: list[list[str | float | None]] = [
+        [table.header[0], *(row.name for row in table.rows)],
+        ["source", *(row.published for row in table.rows)],
+    ]
     for head, *cells in zip(table.header[1:], *(row.cells for row in table.rows), strict=True):
-        texts = (in_spreadsheet(cell.text) if cell.value is None else _number(cell.value) for cell in cells)
-        columns.append([in_spreadsheet(head), *texts])
+        columns.append([head, *(cell.text if cell.value is None else cell.value for cell in cells)])
         for name in ("low", "high", "seeds"):
             values = [getattr(cell, name) for cell in cells]
             if any(value is not None and (name != "seeds" or value > 1) for value in values):
-                columns.append([in_spreadsheet(f"{head} {name}"), *map(_number, values)])
+                columns.append([f"{head} {name}", *values])
         if any(cell.note and cell.value is not None for cell in cells):
-            columns.append([in_spreadsheet(f"{head} note"), *(in_spreadsheet(cell.note) for cell in cells)])
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(zip(*columns, strict=True))
-    return text.getvalue()
+            columns.append([f"{head} note", *(cell.note for cell in cells)])
+    return csv_lines(zip(*columns, strict=True), digits=8)
+
+
+def csv_lines(rows: Iterable[Iterable[str | float | None]], digits: int) -> str:
+    """Return rows as CSV. Every text is quoted, so that a reader can tell the label "007" from a number.
+
+    Numbers have `digits` digits, and None is an empty field without quotes.
+    """
+    return "".join(f"{','.join(_field(value, digits) for value in row)}\n" for row in rows)
+
+
+def _field(value: str | float | None, digits: int) -> str:
+    if isinstance(value, str):
+        return '"' + in_spreadsheet(plain(value)).replace('"', '""') + '"' if value else ""
+    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.{digits}g}"
 
 
 def in_spreadsheet(text: str) -> str:
@@ -249,10 +266,6 @@ def in_spreadsheet(text: str) -> str:
 def from_spreadsheet(text: str) -> str:
     """Return the text that `in_spreadsheet` was given."""
     return text[1:] if text.startswith("'") and FORMULA.match(text[1:]) else text
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.8g}"
 
 
 Drawings = Mapping[str, Mapping[str, bytes]]

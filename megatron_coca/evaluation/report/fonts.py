@@ -25,7 +25,7 @@ def _letters(path: str) -> frozenset[int]:
 
 @cache
 def families(letters: frozenset[str]) -> tuple[list[str], str]:
-    """Return the names of fonts that together have these letters, matplotlib's own first, and the letters of none.
+    """Return the names of fonts that together have these letters, matplotlib's own first, and the letters no font has.
 
     A warning names the letters that no installed font has, and the remedy.
     """

@@ -6,6 +6,7 @@ import pandas as pd
 
 from megatron_coca.evaluation.report.document import Table, TableCell, TableRow
 from megatron_coca.evaluation.report.metrics import MARK
+from megatron_coca.support.plain_text import plain
 
 GREEK = {"α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "varepsilon", "θ": "theta", "κ": "kappa"}
 GREEK |= {"λ": "lambda", "μ": "mu", "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "varphi", "ω": "omega"}
@@ -69,9 +70,9 @@ def latex(text: str) -> str:
         codes = " ".join(f"U+{ord(letter):04X}" for letter in match[0])
         return rf"\nonlatin{{{match[0]}}}{{{codes}}}"
 
-    parts = re.split(f"({_SYMBOLS.pattern})", " ".join(text.split()))
-    plain = (SYMBOLS[part] if part in SYMBOLS else _SPECIAL.sub(special, part) for part in parts)
-    return _OTHERS.sub(other, "".join(plain))
+    parts = re.split(f"({_SYMBOLS.pattern})", plain(" ".join(text.split())))
+    escaped = (SYMBOLS[part] if part in SYMBOLS else _SPECIAL.sub(special, part) for part in parts)
+    return _OTHERS.sub(other, "".join(escaped))
 
 
 def latex_table(table: Table) -> str:
@@ -109,7 +110,7 @@ def latex_table(table: Table) -> str:
 
 
 def _characters(table: Table) -> float:
-    """Return the width of a table in characters, about: three quarters of a character for one of small print."""
+    """Return the approximate width of a table in characters. A character of small print counts as three quarters."""
     columns = zip(*(row.cells for row in table.rows), strict=True)
     widths = [
         max([_width(head), *(_width(cell.text) + 0.75 * len(cell.detail) for cell in cells)])
@@ -119,12 +120,12 @@ def _characters(table: Table) -> float:
 
 
 def _width(text: str) -> int:
-    """Return the number of characters, of which letters without a font take those of their code points."""
+    """Return the number of printed characters. A letter without a font is printed as its code point."""
     return len(text) + 6 * sum(map(len, _OTHERS.findall(text)))
 
 
 def _with_groups(text: str, header: list[str], table: Table) -> str:
-    """Put in the heads of the columns, and a rule with the source before each group of published rows."""
+    """Insert the heads of the columns, and a rule with the source before each group of published rows."""
     lines = text.splitlines()
     first = lines.index(r"\midrule")
     lines[first - 1] = " & ".join(header) + r" \\"

@@ -158,14 +158,35 @@ def _variant(label: str, base: str) -> str:
 def apart(found: Sequence[Member]) -> list[Member]:
     """Return the members with other dashes and markers for every look that occurs twice; colours stay."""
     taken: set[Look] = set()
+    wanted = {member.look for member in found}
     kept = []
     for member in found:
         look, turn = member.look, 0
-        while look in taken and turn < len(DASHES) * len(MARKERS):
+        avoided = taken | wanted if look in taken else set()
+        while look in avoided and turn < len(DASHES) * len(MARKERS):
             turn += 1
             marker = MARKERS[(MARKERS.index(member.look.marker) + turn) % len(MARKERS)]
-            dashes = DASHES[(DASHES.index(member.look.dashes) + turn) % len(DASHES)]
+            dashes = DASHES[(DASHES.index(member.look.dashes) + turn + turn // len(MARKERS)) % len(DASHES)]
             look = Look(member.look.colour, marker, dashes)
         taken.add(look)
         kept.append(replace(member, look=look))
     return kept
+
+
+def recoloured(found: Sequence[Member]) -> list[Member]:
+    """Return members that are drawn together, each with a different colour as long as there are colours.
+
+    Their markers and dashes also differ. The first member with a colour keeps it, and methods in LOOKS come first, so
+    that they look as in other plots.
+    """
+    own: dict[str, str] = {}
+    by_rank = sorted(found, key=lambda member: member.method not in LOOKS)
+    for member in by_rank:
+        if member.look.colour not in own.values():
+            own[member.label] = member.look.colour
+    free = (colour for colour in COLOURS if colour not in own.values())
+    colours = {member.label: own.get(member.label) or next(free, member.look.colour) for member in found}
+    apart_in_black = apart([replace(member, look=replace(member.look, colour="")) for member in by_rank])
+    shapes = {member.label: member.look for member in apart_in_black}
+    looks = {label: replace(shapes[label], colour=colour) for label, colour in colours.items()}
+    return [replace(member, look=looks[member.label]) for member in found]

@@ -352,7 +352,7 @@ def write_page(document: ReportDocument, page: Path) -> list[Path]:
     drawings = {
         figure.name: {".svg": svg(figure), "-narrow.svg": svg(figure, layout=COLUMN)} for figure in document.figures()
     }
-    page.write_text(html_page(document, drawings))
+    page.write_text(html_page(document, drawings), encoding="utf-8")
     files = {page.with_name(f"{page.stem}_{name}.svg"): found[".svg"] for name, found in drawings.items()}
     for file, image in files.items():
         file.write_bytes(image)

@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
-from megatron_coca.evaluation.report.document import TableCell
+from megatron_coca.evaluation.numbers import Number
+from megatron_coca.evaluation.report.document import Measure, TableCell
 from megatron_coca.evaluation.report.reading import Replicate, Series
 from megatron_coca.evaluation.results import Missing
 from megatron_coca.evaluation.statistics import differ, estimate, geometric_estimate, wilson_interval
-from megatron_coca.evaluation.tasks.retrieval import Tally
+from megatron_coca.evaluation.tasks.retrieval.task import Tally
 
 MISSING_TEXT = {"refused": "not supported", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
 """Cell text for each kind of missing entry."""
@@ -65,11 +67,6 @@ def value_cell(
     reasons_by_seed = [f"seed {seed}: {': '.join(filter(None, (why.kind, why.reason)))}" for seed, why in without]
     note = f"{len(known)} of {len(numbers)} seeds; {'; '.join(reasons_by_seed)}" if without else ""
     return replace(mean_cell(known, show, log), note=note)
-
-
-def whole(entry: Any) -> Any:
-    """Return the entry, for entries that are tallies themselves."""
-    return entry
 
 
 @dataclass(frozen=True)
@@ -135,3 +132,18 @@ class Metric:
         assert self.sums is not None
         sums = [self.sums(replicate.entries[key]) for replicate in series.replicates if key in replicate.entries]
         return tuple(fmean(values) for values in zip(*sums, strict=True))
+
+
+def metric_of(number: Number, at: str = "length {}", key: Callable[[int], tuple[Any, ...]] | None = None) -> Metric:
+    """Return the metric of a declared number; `at` and `key` are as in `Metric`."""
+    metric = Metric(at, show=partial(decimal, digits=number.digits), tally=number.tally, sums=number.sums)
+    read = number.logarithm or number.read
+    metric = metric if read is None else replace(metric, number=read)
+    metric = metric if key is None else replace(metric, key=key)
+    return replace(metric, log=number.logarithm is not None, lowest=number.best == "lowest")
+
+
+def measure_of(number: Number, **changes: Any) -> Measure:
+    """Return the measure of a declared number for the sentence at the top of a report."""
+    measure = Measure(number.shown_as, lowest=number.best == "lowest", least=number.learned, digits=number.digits)
+    return replace(measure, **changes)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from megatron_coca.evaluation.options import in_sentence
 from megatron_coca.evaluation.report.looks import Member
 
 MEANINGS: dict[str, dict[str, str]] = {
@@ -62,13 +63,19 @@ MEANINGS: dict[str, dict[str, str]] = {
 AS_TRAINED = ("as trained", "no change at evaluation")
 
 
-def explained(members: Iterable[Member]) -> tuple[tuple[str, str], ...]:
-    """Return the names of models and variants with an explanation of their methods, each explanation once."""
-    found: dict[str, str] = {}
+def explained(members: Iterable[Member], sentence: str = "") -> tuple[tuple[str, str], ...]:
+    """Return the names of models and variants with an explanation of their methods, each explanation once.
+
+    An explanation has the first name with these methods, and all other such names that `sentence` contains.
+    """
+    found: dict[str, list[str]] = {}
     changed = False
     for member in sorted(members, key=lambda member: bool(member.variant)):
         meanings = [MEANINGS[key].get(name, "") for key, name in member.methods]
         if meanings and all(meanings):
-            found.setdefault("; ".join(meanings), member.variant or member.base)
+            name, names = member.variant or member.base, found.setdefault("; ".join(meanings), [])
+            if not names or (name not in names and in_sentence(member.label) in sentence):
+                names.append(name)
         changed = changed or bool(member.variant)
-    return tuple((name, meaning) for meaning, name in found.items()) + ((AS_TRAINED,) if changed else ())
+    listed = ((" and ".join(map(in_sentence, names)), meaning) for meaning, names in found.items())
+    return tuple(listed) + ((AS_TRAINED,) if changed else ())

@@ -21,11 +21,12 @@ def report_cells(title: str, claim: str, measured: Sequence[tuple[str, str]]) ->
     """Return the cells for a report with these tasks and metrics."""
     about = (
         f"# {escaped(title)}\n\n{escaped(claim)}\n\nThis notebook reads `results.csv` in its folder. "
-        "`pandas.read_csv` reads the same file. Change a cell and run it again to change a figure or a table for a "
-        "paper."
+        "`read_frame` reads the same file as a pandas table. Change a cell and run it again to change a figure "
+        "or a table for a paper."
     )
     start = (
-        "from megatron_coca.evaluation.report.redrawn import figure, frame, latex_table, read_rows, table\n\n"
+        "from megatron_coca.evaluation.report.redrawn import figure, frame, latex_table, read_frame, read_rows, "
+        "table\n\n"
         'rows = read_rows("results.csv")\n'
         'f"{len(rows)} numbers of {len({row.label for row in rows})} labels"'
     )

@@ -3,40 +3,24 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megatron_coca.evaluation import results
+from megatron_coca.evaluation.declaration import Comparable
 from megatron_coca.evaluation.results import Entry, EvaluationError, Missing, Result
-from megatron_coca.evaluation.tasks.attention_analysis import AnalysisResult
-from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
-from megatron_coca.evaluation.tasks.longppl import LongPerplexityResult
-from megatron_coca.evaluation.tasks.perplexity import PerplexityResult
-from megatron_coca.evaluation.tasks.recall import RecallResult
-from megatron_coca.evaluation.tasks.retrieval import NeedleResult, PasskeyResult, RulerResult
-from megatron_coca.evaluation.tasks.speed import SpeedResult
+from megatron_coca.evaluation.tasks import TASKS
 from megatron_coca.support.regular_files import read_regular
 
 logger = logging.getLogger(__name__)
 
-RESULT_TYPES: dict[str, type[Result]] = {
-    "perplexity": PerplexityResult,
-    "longppl": LongPerplexityResult,
-    "passkey": PasskeyResult,
-    "recall": RecallResult,
-    "needle": NeedleResult,
-    "ruler": RulerResult,
-    "lm-eval": HarnessResult,
-    "analyse": AnalysisResult,
-    "speed": SpeedResult,
-}
-"""The type of a result file, by its field `task`."""
-
 KNOWN_FILES = frozenset({"cell.json", "curve.json"})
 """An ablation's records next to results, which are ignored without a warning."""
+LONGEST_LABEL = 10_000
+"""Maximum characters of a label. Readers of CSV files have such a limit too."""
 REMEDY = "measure it again, or remove the file"
 
 
@@ -67,7 +51,7 @@ def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
             elif path.is_dir():
                 ignored.append(str(file))
             else:
-                tasks = ", ".join(RESULT_TYPES)
+                tasks = ", ".join(TASKS)
                 raise EvaluationError(
                     f"{file}: is not a result of `megatron-coca evaluate` (task: {tasks}); name another file"
                 )
@@ -92,19 +76,19 @@ def _task(file: Path) -> str | None:
     except (ValueError, RecursionError) as error:
         raise EvaluationError(f"{file}: is damaged: not JSON ({error}); {REMEDY}") from error
     task = content.get("task") if isinstance(content, dict) else None
-    return task if isinstance(task, str) and task in RESULT_TYPES else None
+    return task if isinstance(task, str) and task in TASKS else None
 
 
 def _load(file: Path, task: str) -> LoadedResult:
     try:
-        result = results.read_record(file, RESULT_TYPES[task], f"a result of `megatron-coca evaluate {task}`")
+        result = results.read_record(file, TASKS[task].result, f"a result of `megatron-coca evaluate {task}`")
     except EvaluationError as error:
         raise EvaluationError(f"{error}; {REMEDY}") from error
+    if len(result.label) > LONGEST_LABEL:
+        found = f"{len(result.label):,} characters, more than {LONGEST_LABEL:,}"
+        raise EvaluationError(f"{file}: label: {found}; {REMEDY}")
     return LoadedResult(str(file), result)
 
-
-Comparable = Mapping[str, str]
-"""The properties in which the results of one table agree: their names in headings, and their paths in a result."""
 
 _LENGTH = re.compile(r"\b(?:window|length) (\d+)")
 """Matches a length in the `at` of a missing entry."""

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_coca.evaluation.report.document import Headline, ReportDocument, Table, TableCell
-from megatron_coca.evaluation.report.tidy import Row
+from megatron_coca.evaluation.report.tidy import TidyRow
 
 CELL = ("text", "value", "low", "high", "seeds", "detail", "note", "best")
 """The fields of a cell in the file; empty ones are left out."""
 
 
-def json_text(document: ReportDocument, rows: Sequence[Row]) -> str:
+def json_text(document: ReportDocument, rows: Sequence[TidyRow]) -> str:
     """Return results.json. Numbers that are not finite become the strings of the result files, such as "Infinity"."""
     top, blocks = document.headline, [block for section in document.sections for block in section.blocks]
     content = {

@@ -8,58 +8,46 @@ print(latex_table(table(rows, "recall", "accuracy")))
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
 
 import pandas as pd
 
-from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, arranged, panels
+from megatron_coca.evaluation.numbers import Number
+from megatron_coca.evaluation.report.charts import Figure, Line, Panel, arranged, axis_of, panels
 from megatron_coca.evaluation.report.document import EMPTY, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.latex import latex_table
 from megatron_coca.evaluation.report.looks import Member, apart, look_of
 from megatron_coca.evaluation.report.metrics import mean_cell
 from megatron_coca.evaluation.report.result_tables import mark_best
-from megatron_coca.evaluation.report.tidy import Row, read_rows
+from megatron_coca.evaluation.report.tidy import COLUMNS, TidyRow, read_rows
 from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.tasks import TASKS
 
-__all__ = ["figure", "frame", "latex_table", "measured", "read_rows", "table"]
-
-
-AXES = {("recall", "accuracy"): "recall", ("passkey", "accuracy"): "passkey accuracy"}
-"""Names at the axis, as in the report, by task and metric; by default the metric."""
+__all__ = ["figure", "frame", "latex_table", "measured", "read_frame", "read_rows", "table"]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How a metric is shown: averaged as a logarithm, on a logarithmic axis, and whether the lowest is the best.
+COUNTS, NUMBERS = ("seed", "length", "trained"), ("value", "low", "high")
+"""The columns of results.csv with whole numbers and with other numbers. All other columns are text."""
 
-    Of a metric that is not `ranked`, no number is better than another.
+
+def read_frame(path: str | Path) -> pd.DataFrame:
+    """Read results.csv as a pandas table in which every label is the text that it was.
+
+    `pandas.read_csv` by itself turns the labels NA, None and null into missing values, and 007 into the number 7.
     """
-
-    log: bool = False
-    lowest: bool = False
-    share: bool = False
-    ranked: bool = True
+    found = pd.DataFrame([asdict(row) for row in read_rows(path)], columns=list(COLUMNS))
+    return found.astype(dict.fromkeys(COUNTS, "Int64") | dict.fromkeys(NUMBERS, "float64"))
 
 
-KINDS = {
-    "perplexity": Kind(log=True, lowest=True),
-    "LongPPL": Kind(log=True, lowest=True),
-    "loss": Kind(lowest=True),
-    "share of key tokens": Kind(ranked=False),
-    "anomalous pairs": Kind(ranked=False),
-    "score falls with distance": Kind(ranked=False),
-    "entropy": Kind(ranked=False),
-}
-"""The kinds of metrics by their names in results.csv; `kind_of` has the kinds of accuracies, scores and times."""
+def number_of(task: str, metric: str) -> Number:
+    """Return the declaration of a metric of results.csv. lm-evaluation-harness names its scores itself."""
+    declared = TASKS.get(task.partition(" (")[0])  # the rest tells apart several groups of results
+    found = None if declared is None else declared.number(metric)
+    return found or Number(metric, share="accuracy" in metric)
 
 
-def kind_of(metric: str) -> Kind:
-    """Return the kind of a metric: accuracies are shares; of perplexities, losses and times the lowest is the best."""
-    return KINDS.get(metric) or Kind(share="accuracy" in metric, lowest=metric.endswith("seconds"))
-
-
-def measured(rows: Sequence[Row]) -> list[tuple[str, str]]:
+def measured(rows: Sequence[TidyRow]) -> list[tuple[str, str]]:
     """Return the task and metric of every number that was measured at two lengths or more, in the order of the rows."""
     lengths: dict[tuple[str, str], set[int]] = {}
     for row in rows:
@@ -68,26 +56,26 @@ def measured(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return [key for key, found in lengths.items() if len(found) > 1]
 
 
-def cells(rows: Sequence[Row], task: str, metric: str) -> dict[str, dict[int, TableCell]]:
+def cells(rows: Sequence[TidyRow], task: str, metric: str) -> dict[str, dict[int, TableCell]]:
     """Return the number of each label and length: of its single seed, or the mean over seeds with its t interval.
 
     Raises EvaluationError if there are none.
     """
-    values: dict[str, dict[int, list[Row]]] = {}
+    values: dict[str, dict[int, list[TidyRow]]] = {}
     for row in rows:
         if (row.task, row.metric) == (task, metric) and row.length is not None:
             values.setdefault(row.label, {}).setdefault(row.length, []).append(row)
     if not values:
         known = ", ".join(f"{task} {metric}" for task, metric in dict.fromkeys((row.task, row.metric) for row in rows))
         raise EvaluationError(f"{task} {metric}: has no numbers by length; name one of {known}")
-    log = kind_of(metric).log
+    log = number_of(task, metric).logarithm is not None
     return {
         label: {length: _cell(found, log) for length, found in sorted(lengths.items())}
         for label, lengths in values.items()
     }
 
 
-def _cell(found: Sequence[Row], log: bool) -> TableCell:
+def _cell(found: Sequence[TidyRow], log: bool) -> TableCell:
     if len(found) == 1 and found[0].low is not None and found[0].high is not None:
         (row,) = found
         return TableCell(f"{row.value:.2f}", row.value, f"{row.low:.2f}–{row.high:.2f}", row.low, row.high, 1)
@@ -95,7 +83,7 @@ def _cell(found: Sequence[Row], log: bool) -> TableCell:
     return mean_cell([math.log(value) for value in values] if log else values, log=log)
 
 
-def members_of(rows: Sequence[Row]) -> dict[str, Member]:
+def members_of(rows: Sequence[TidyRow]) -> dict[str, Member]:
     """Return the members of a report from its rows."""
     families: dict[str, dict[str, Member]] = {}
     for row in rows:
@@ -108,7 +96,7 @@ def members_of(rows: Sequence[Row]) -> dict[str, Member]:
     }
 
 
-def figure(rows: Sequence[Row], task: str, metric: str) -> Figure:
+def figure(rows: Sequence[TidyRow], task: str, metric: str) -> Figure:
     """Return the plot of one metric of a task against length."""
     lines = []
     for label, by_length in cells(rows, task, metric).items():
@@ -119,25 +107,24 @@ def figure(rows: Sequence[Row], task: str, metric: str) -> Figure:
         ]
         bands = ends[1:] if any(map(math.isfinite, ends[1])) else ((), ())
         lines.append(Line(label, tuple(map(float, known)), ends[0], *bands))
-    kind = kind_of(metric)
-    axis: dict[str, Any] = {"y_range": SHARES} if kind.share else {"log_y": kind.log}
+    number = number_of(task, metric)
     trained = sorted({row.trained for row in rows if row.task == task and row.trained is not None})
     marks = {float(length): f"trained at {length:,}" for length in trained}
-    name = AXES.get((task.partition(" (")[0], metric), metric)
-    shown = arranged(lines, members_of(rows), Panel((), "length (tokens)", name, marks=marks, **axis))
+    panel = Panel((), "length (tokens)", number.quantity or metric, marks=marks, **axis_of(number))
+    shown = arranged(lines, members_of(rows), panel)
     title = f"{task}: {metric} by length"
     return Figure(f"{task}-{metric}", title, title, *panels(shown))
 
 
-def table(rows: Sequence[Row], task: str, metric: str) -> Table:
+def table(rows: Sequence[TidyRow], task: str, metric: str) -> Table:
     """Return the numbers of one metric of a task, with the best in bold if it differs significantly from the others."""
     found = cells(rows, task, metric)
     lengths = sorted({length for by_length in found.values() for length in by_length})
     lines = [
         TableRow(label, tuple(by_length.get(length, EMPTY) for length in lengths)) for label, by_length in found.items()
     ]
-    kind = kind_of(metric)
-    shown = tuple(mark_best(lines, kind.lowest) if kind.ranked else lines)
+    best = number_of(task, metric).best
+    shown = tuple(lines if best == "neither" else mark_best(lines, best == "lowest"))
     return Table(f"{task}-{metric}", f"{task}: {metric} by length", ("label", *map(str, lengths)), shown)
 
 

@@ -1,66 +1,71 @@
-"""The table of all report sections, and the report built from results."""
+"""The sections of a report, and the report built from results."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib import import_module
 
-from megatron_coca.evaluation.report import length_sections as by_length
+from megatron_coca.evaluation.declaration import LAST, Task, TaskSection
+from megatron_coca.evaluation.report import overview_sections as overview
 from megatron_coca.evaluation.report import result_tables as shared
-from megatron_coca.evaluation.report import retrieval_sections as retrieval
-from megatron_coca.evaluation.report.analysis_section import ANALYSIS_COMPARABLE, analysis_blocks
-from megatron_coca.evaluation.report.benchmarks_section import benchmark_blocks, other_blocks
 from megatron_coca.evaluation.report.claim import headline
 from megatron_coca.evaluation.report.document import ReportDocument, Section
-from megatron_coca.evaluation.report.lm_eval_section import HARNESS_COMPARABLE
-from megatron_coca.evaluation.report.longppl_section import LONGPPL_COMPARABLE, longppl_blocks
 from megatron_coca.evaluation.report.looks import members
-from megatron_coca.evaluation.report.reading import RESULT_TYPES, Comparable, LoadedResult, group_results
+from megatron_coca.evaluation.report.number_section import number_blocks
+from megatron_coca.evaluation.report.reading import LoadedResult, group_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
-from megatron_coca.evaluation.report.speed_section import speed_blocks
-from megatron_coca.evaluation.report.tidy import Row, speed_rows, tidy_rows
+from megatron_coca.evaluation.report.tidy import TidyRow, speed_rows, tidy_rows
 from megatron_coca.evaluation.results import EvaluationError
-
-NOT_PRINTED = ("summary", "training")
-"""Sections that the console does not show."""
-SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
-    "summary": ("Summary", ("perplexity", "passkey", "recall"), by_length.summary_blocks),
-    "recall": ("Key-value recall", ("recall",), retrieval.recall_blocks),
-    "training": ("Learning curves", tuple(RESULT_TYPES), by_length.curve_blocks),
-    "perplexity": ("Perplexity beyond the training length", ("perplexity",), by_length.perplexity_blocks),
-    "longppl": ("Perplexity of the tokens that need a long context", ("longppl",), longppl_blocks),
-    "passkey": ("Passkey retrieval", ("passkey",), retrieval.passkey_blocks),
-    "needle": ("A needle in a haystack", ("needle",), retrieval.needle_blocks),
-    "ruler": ("RULER-style tasks", ("ruler",), retrieval.ruler_blocks),
-    "benchmarks": ("Long-context benchmarks", ("lm-eval",), benchmark_blocks),
-    "short": ("Tasks of lm-evaluation-harness", ("lm-eval",), other_blocks),
-    "speed": ("Speed and memory", ("speed",), speed_blocks),
-    "analysis": ("Analysis of attention", ("analyse",), analysis_blocks),
-}
-"""Title, tasks of the results, and builder of each section, in order. A new task needs a row here and a row in
-`RESULT_TYPES`."""
+from megatron_coca.evaluation.tasks import TASKS
 
 
-COMPARABLE: dict[str, Comparable] = {
-    "perplexity": by_length.PERPLEXITY_COMPARABLE,
-    "longppl": LONGPPL_COMPARABLE,
-    "passkey": retrieval.RETRIEVAL_COMPARABLE,
-    "needle": retrieval.NEEDLE_COMPARABLE,
-    "ruler": retrieval.RETRIEVAL_COMPARABLE,
-    "recall": retrieval.RECALL_COMPARABLE,
-    "lm-eval": HARNESS_COMPARABLE,
-    "analyse": ANALYSIS_COMPARABLE,
-}
-"""The properties in which comparable results of a task agree; by default the whole protocol."""
+@dataclass(frozen=True)
+class SectionBuilder:
+    """A section of a report before it is built: its place, the tasks whose results it shows, and its function.
+
+    `printed`: whether the console shows it too.
+    """
+
+    name: str
+    title: str
+    place: int
+    tasks: tuple[str, ...]
+    build: shared.Builder
+    sentence: int = LAST
+    printed: bool = True
 
 
-def tidy(loaded: Sequence[LoadedResult]) -> list[Row]:
+def section_builders() -> list[SectionBuilder]:
+    """Return all sections in the order of the page: those of the tasks, and those that show several tasks."""
+    several = [
+        SectionBuilder(
+            "summary", "Summary", 10, ("perplexity", "passkey", "recall"), overview.summary_blocks, printed=False
+        ),
+        SectionBuilder("training", "Learning curves", 30, tuple(TASKS), overview.curve_blocks, printed=False),
+    ]
+    of_tasks = [
+        SectionBuilder(each.name, each.title, each.place, (task.name,), builder_of(task, each), each.sentence)
+        for task in TASKS.values()
+        for each in task.sections
+    ]
+    return sorted([*several, *of_tasks], key=lambda section: (section.place, section.name))
+
+
+def builder_of(task: Task, section: TaskSection) -> shared.Builder:
+    """Return the function that makes the blocks of a task's section."""
+    if not section.build:
+        return number_blocks(task, section)
+    module, _, function = section.build.rpartition(".")
+    builder: shared.Builder = getattr(import_module(f"megatron_coca.evaluation.tasks.{module}"), function)
+    return builder
+
+
+def tidy(loaded: Sequence[LoadedResult]) -> list[TidyRow]:
     """Return all numbers of the results in tidy form."""
     groups = (
-        (task, group)
-        for task in RESULT_TYPES
-        if task != "speed"
-        for group in group_results(
-            [item for item in loaded if item.result.task == task], COMPARABLE.get(task, {"protocol": "protocol"})
-        )
+        (task.name, group)
+        for task in TASKS.values()
+        if task.of_checkpoint
+        for group in group_results([item for item in loaded if item.result.task == task.name], task.comparable)
     )
     return [*tidy_rows(groups, members(item.result for item in loaded)), *speed_rows(loaded)]
 
@@ -71,20 +76,22 @@ def report_document(loaded: Sequence[LoadedResult], title: str, options: ReportO
     Raises EvaluationError if there is nothing to report, a label has two models, or the baseline has no results.
     """
     if not any(item.result.results or item.result.missing for item in loaded):
-        raise EvaluationError("results: the files contain neither numbers nor missing entries; name other files")
+        raise EvaluationError(
+            "results: the files contain no numbers, and no reasons for missing ones; name other files"
+        )
     labels = dict.fromkeys(item.result.label for item in loaded)
     if options.baseline is not None and options.baseline not in labels:
         raise EvaluationError(f"baseline `{options.baseline}`: not a label; name one of {', '.join(labels)}")
-    weights = {item.result.checkpoint.identity for item in loaded if item.result.task != "speed"}
+    weights = {item.result.checkpoint.identity for item in loaded if TASKS[item.result.task].of_checkpoint}
     counts = {"result file": len(loaded), "label": len(labels), "set": len(weights)}
     files, labelled, sets = (f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
     origin = "All numbers were measured with megatron-coca evaluate, unless a paper is named."
     options = replace(options, members=members(item.result for item in loaded))
     sections = []
-    for name, (heading, tasks, build) in SECTIONS.items():
-        chosen = [item for item in loaded if item.result.task in tasks]
-        if chosen and (blocks := build(chosen, options)):
+    for each in section_builders():
+        chosen = [item for item in loaded if item.result.task in each.tasks]
+        if chosen and (blocks := each.build(chosen, options)):
             noted = [replace(block, tables=tuple(map(shared.with_seeds_note, block.tables))) for block in blocks]
-            sections.append(Section(name, heading, tuple(noted), name not in NOT_PRINTED))
+            sections.append(Section(each.name, each.title, tuple(noted), each.printed, each.sentence))
     summary = f"{files}: {labelled}, {sets} of weights. {origin}"
     return ReportDocument(title, summary, tuple(sections), headline=headline(sections, options))

@@ -72,6 +72,15 @@ def chosen_methods(names: Sequence[str], to: float, length: int, place: str = "-
     return list(found.values())
 
 
+def simplicity(name: str) -> tuple[bool, int, int]:
+    """Return the place of a method in the order of simplicity; the smallest is the simplest.
+
+    The plain model comes first, then methods are ordered by the number of config keys that they set, then by CHOICES.
+    """
+    kind, _, factor = name.partition(":")
+    return kind != PLAIN, len(CHOICES[kind](float(factor or 2), 1)), list(CHOICES).index(kind)
+
+
 def multiples_up_to(to: float) -> list[float]:
     """Return 1, 2, 4, .. and `to`, the multiples of the training length that are measured."""
     powers = [2.0**power for power in range(int(math.log2(to)) + 1)]

@@ -14,29 +14,33 @@ from megatron_coca.evaluation.documents import default_data, find_sources, token
 from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.stretch.choices import Method, chosen_methods, multiples_up_to
+from megatron_coca.evaluation.stretch.decision import decide
 from megatron_coca.evaluation.stretch.measuring import PROTOCOL
-from megatron_coca.evaluation.stretch.page import MARKDOWN, write_page
+from megatron_coca.evaluation.stretch.page import MARKDOWN, reason, write_page
 from megatron_coca.evaluation.stretch.plans import Plan, read_plan
-from megatron_coca.evaluation.stretch.records import RESULTS, MethodRecord, ResultFile, Settings
+from megatron_coca.evaluation.stretch.records import RESULTS, MethodRecord, ResultFile, StretchSettings
 from megatron_coca.evaluation.stretch.running import Runner
 from megatron_coca.evaluation.subject import Evaluation, Subject, dtype_of
-from megatron_coca.evaluation.tasks.prompts import PromptForm, Text
+from megatron_coca.evaluation.tasks.retrieval.prompts import PromptForm, Text
 from megatron_coca.support.arguments import ignoring
-from megatron_coca.support.atomic_write import exclusive_lock
 from megatron_coca.support.console import Progress
 from megatron_coca.support.errors import InputError
+from megatron_coca.work.locks import exclusive_lock
 
 logger = logging.getLogger(__name__)
 
 MOST_SCORED = 1024
 """Scored tokens per document; at most half of the training length."""
+DOCUMENTS = 4
+"""Most documents without --documents. Shorter data has fewer."""
 
 
 class Done(NamedTuple):
-    """The page's text, the best method's name and its overrides."""
+    """The page's text, the chosen method's name, why it was chosen, and its overrides."""
 
     text: str
-    best: str
+    chosen: str
+    reason: str
     overrides: list[str]
 
 
@@ -72,7 +76,7 @@ def _measure(args: Namespace) -> Done:
     subjects, records = load_methods(evaluation, methods, ignored)
     form = prompt_form(tokenizer)
     header = subjects[0].header
-    settings = Settings(
+    settings = StretchSettings(
         checkpoint=header.checkpoint,
         tokenizer=header.tokenizer,
         environment=header.environment,
@@ -86,7 +90,7 @@ def _measure(args: Namespace) -> Done:
         text=PROTOCOL,
     )
     file = ResultFile(args.output / RESULTS, settings, records, args.overwrite)
-    cases = {round(multiple * length): count for multiple, count in (plan.cases if plan else {}).items()}
+    cases = {round(multiple * length): count for multiple, count in plan.cases.items()} if plan else None
     Runner(subjects, documents, form, tokenizer, file, args.budget, cases).run(lengths)
     if not file.result.lengths():
         raise EvaluationError(
@@ -94,9 +98,9 @@ def _measure(args: Namespace) -> Done:
         )
     configs = {subject.label: subject.config for subject in subjects}
     result = file.result.limited_to(configs)
-    text, best = write_page(result, configs, args.output, plan), result.ranked()[0]
-    overrides = next(method.overrides for method in methods if method.name == best)
-    return Done(text, best, [*overrides, *ignored])
+    text, decision = write_page(result, configs, args.output, plan), decide(result)
+    overrides = next(method.overrides for method in methods if method.name == decision.chosen)
+    return Done(text, decision.chosen, reason(decision), [*overrides, *ignored])
 
 
 def prompt_form(tokenizer: Tokenizer) -> PromptForm:
@@ -131,14 +135,16 @@ def load_methods(
     return subjects, records
 
 
-def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: int, count: int) -> list[np.ndarray]:
-    """Return the first `count` documents of at least `length` tokens, truncated to it.
+def read_documents(
+    evaluation: Evaluation, data: Sequence[str] | None, length: int, wanted: int | None
+) -> list[np.ndarray]:
+    """Return the first `wanted` documents of at least `length` tokens, truncated to it; None: up to DOCUMENTS.
 
     If too few are long enough, the rest of the data is joined and divided. Raises EvaluationError if the data are too
     short.
     """
-    trained = evaluation.opened.trained
-    names = list(data) if data else default_data(trained)
+    count = wanted or DOCUMENTS
+    names = list(data) if data else default_data(evaluation)
     found: list[np.ndarray] = []
     short: list[np.ndarray] = []
     joined = 0
@@ -161,7 +167,7 @@ def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: i
         raise EvaluationError(
             f"{', '.join(names)}: has fewer than {length} tokens; name longer texts with --data, or lower --to"
         )
-    if len(found) < count:
+    if wanted is not None and len(found) < wanted:
         raise EvaluationError(
             f"{', '.join(names)}: has only {len(found)} times {length} tokens, not {count} times; name more texts "
             "with --data, or lower --documents"

@@ -12,10 +12,10 @@ import torch
 
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.results import Record
-from megatron_coca.evaluation.tasks import retrieval_cases
-from megatron_coca.evaluation.tasks.perplexity import score_hidden
-from megatron_coca.evaluation.tasks.prompts import FILLER_HAYSTACK, Case, PromptForm
-from megatron_coca.evaluation.tasks.retrieval_cases import distinct_numbers
+from megatron_coca.evaluation.tasks.perplexity.measure import score_hidden
+from megatron_coca.evaluation.tasks.retrieval import cases as retrieval_cases
+from megatron_coca.evaluation.tasks.retrieval.cases import distinct_numbers
+from megatron_coca.evaluation.tasks.retrieval.prompts import FILLER_HAYSTACK, Case, PromptForm
 from megatron_coca.model import GPT, SharedPrefix, prefix_order
 from megatron_coca.model.shared_prefix import common_prefix
 
@@ -130,8 +130,8 @@ def _scores(
 ) -> tuple[list[float], bool]:
     """Return the log-probability of each answer after the prompt, and whether greedy decoding gives the first.
 
-    Tokens with which all answers begin are given: a model that would first write "a" instead of the space before a
-    number may know the number.
+    Tokens with which all answers begin are given to the model: a model that would first write "a" instead of the space
+    before a number may still know the number.
     """
     shared_tokens = _common_beginning(answers)
     device, longest = next(model.parameters()).device, max(map(len, answers))

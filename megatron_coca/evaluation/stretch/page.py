@@ -1,6 +1,8 @@
-"""The page of `megatron-coca stretch`: a sentence, a picture, a table, and the best method's configuration."""
+"""The page of `megatron-coca stretch`: a sentence, a picture, tables, and the configuration of the chosen method."""
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_coca import methods
@@ -19,12 +21,15 @@ from megatron_coca.evaluation.report.document import (
 )
 from megatron_coca.evaluation.results import write_atomically
 from megatron_coca.evaluation.stretch import tables
+from megatron_coca.evaluation.stretch.decision import FEWEST, MOST_NEEDED, POWER, Decision, decide
 from megatron_coca.evaluation.stretch.plans import Plan
 from megatron_coca.evaluation.stretch.records import StretchResult
+from megatron_coca.support.console import duration
 from megatron_coca.support.markdown_tables import escaped
 
 MARKDOWN, HTML, PICTURE, OVERLAY = "stretch.md", "stretch.html", "stretch.svg", "best.yml"
-UNKNOWN_FACTS = ": only its perplexity was measured there"
+ORDER = "no extension first, then the method that sets the fewest config keys, then the order of --help"
+"""The order of simplicity (`choices.simplicity`)."""
 
 
 def write_page(result: StretchResult, configs: dict[str, Config], folder: Path, plan: Plan | None = None) -> str:
@@ -32,9 +37,9 @@ def write_page(result: StretchResult, configs: dict[str, Config], folder: Path, 
 
     `configs` has the configuration of each method by name. The contrasts of `plan` are added.
     """
-    best = result.ranked()[0]
-    changes = best_yaml(result, best)
-    document = _document(result, configs[best], plan, changes)
+    decision = decide(result)
+    changes = best_yaml(result, decision)
+    document = _document(result, decision, configs[decision.chosen], plan, changes)
     assert document.headline is not None and document.headline.figure is not None
     drawn = images(document.headline.figure)
     write_atomically(folder / PICTURE, drawn[".svg"])
@@ -45,21 +50,35 @@ def write_page(result: StretchResult, configs: dict[str, Config], folder: Path, 
     return text
 
 
-def _document(result: StretchResult, config: Config, plan: Plan | None, changes: str) -> ReportDocument:
-    """Return the content of the page; `changes` is the YAML of the best method, which has the configuration."""
+def _document(
+    result: StretchResult, decision: Decision, config: Config, plan: Plan | None, changes: str
+) -> ReportDocument:
+    """Return the content of the page; `changes` is the YAML of the chosen method, which has the configuration."""
     figure = tables.figure(result)
-    own = ReportBlock(text=(f"For this project ({OVERLAY}):",), code=changes.rstrip())
+    own = ReportBlock(
+        text=(f"{decision.chosen}, {reason(decision)}, for this project ({OVERLAY}):",), code=changes.rstrip()
+    )
     theirs, parameters = for_transformers(config, result.trained)
-    sections = [Section("best", "The best method", (own, ReportBlock(text=(theirs,), code=parameters)))]
+    sections = []
     if plan is not None and plan.contrasts:
-        block = ReportBlock(tables=(tables.contrast_table(result, plan),))
-        sections.insert(0, Section("contrasts", "Contrasts", (block,)))
+        sections.append(
+            Section("contrasts", "Contrasts", (ReportBlock(tables=(tables.contrast_table(result, plan),)),))
+        )
+    if decision.compared:
+        compared = ReportBlock(tables=(tables.comparison_table(result, decision),))
+        title = f"{decision.leader} and the other methods at {decision.length:,} tokens"
+        sections.append(Section("comparison", title, (compared,)))
+    chosen = ReportBlock(text=(theirs,), code=parameters)
+    sections.append(Section("best", "The chosen method", (own, chosen)))
+    if any(result.facts(*each.key) for each in result.retrieval):
+        sections.append(Section("facts", "Hidden facts", (ReportBlock(tables=(tables.fact_table(result),)),)))
     times = ReportBlock(tables=(tables.time_table(result),), figures=(figure,))
     sections.append(Section("time", "Time", (times,)))
     if result.left_out:
         said = "These did not fit into the budget or the model. The same command continues:"
         sections.append(Section("left-out", "Left out", (ReportBlock(text=(said, *result.left_out)),)))
-    top = Headline(sentence(result), "", tables.main_table(result), figure)
+    basis = " ".join(filter(None, (result.too_short, *basis_of(result, decision))))
+    top = Headline(sentence(result, decision), basis, tables.main_table(result), figure)
     return ReportDocument(f"Stretching {_name(result)}", "", tuple(sections), measured=False, headline=top)
 
 
@@ -71,14 +90,20 @@ def _markdown(document: ReportDocument) -> str:
     """Return stretch.md, which begins with the sentence."""
     top = document.headline
     assert top is not None and top.figure is not None
-    parts = [f"# {escaped(top.sentence)}", f"![{escaped(top.figure.alt)}]({PICTURE})", _table(top.table)]
+    parts = [
+        f"# {escaped(top.sentence)}",
+        escaped(top.basis),
+        f"![{escaped(top.figure.alt)}]({PICTURE})",
+        _table(top.table),
+    ]
     for section in document.sections:
-        parts.append(f"## {section.title}")
+        parts.append(f"## {escaped(section.title)}")
         for block in section.blocks:
             parts += map(_table, block.tables)
             first, *rest = block.text or ("",)
             parts += [escaped(first), "\n".join(f"- {escaped(line)}" for line in rest)]
-            parts.append(f"```\n{block.code}\n```" if block.code else "")
+            language = "json" if block.code.startswith("{") else "yaml"
+            parts.append(f"```{language}\n{block.code}\n```" if block.code else "")
     return "\n\n".join(filter(None, parts))
 
 
@@ -87,36 +112,127 @@ def _table(table: Table) -> str:
     return "\n\n".join(filter(None, (text, "\n".join(f"- {line}" for line in below))))
 
 
-def sentence(result: StretchResult) -> str:
-    """Say which method is best, how far it reaches, and its cost at the training length."""
-    best, plain = result.ranked()[0], result.methods[0].name
-    reach, trained = result.reach(best), result.trained
+def sentence(result: StretchResult, decision: Decision) -> str:
+    """Say which method extends the model and how far, or which methods are undecided."""
+    trained, reach, leader = result.trained, decision.length, decision.leader
     longest = max(result.lengths(), default=trained)
     if longest <= trained:
-        reason = "; the end of this page says why" if result.left_out else ""
-        return f"Nothing beyond the training length of {trained:,} tokens was measured{reason}"
+        why = "; the end of this page says why" if result.left_out else ""
+        return f"Nothing beyond the training length of {trained:,} tokens was measured{why}"
     if reach <= trained:
         return f"No method extends this model beyond its training length of {trained:,} tokens (measured: {longest:,})"
-    if best == plain:
-        text = f"The plain model holds at {reach:,} tokens, {reach / trained:.3g} times its training length, by itself"
-        return text + ("" if result.found(plain, reach) is not None else UNKNOWN_FACTS)
-    text = f"{best} extends this model to {reach:,} tokens, {reach / trained:.3g} times its training length"
-    if (found := result.found(best, reach)) is not None:
-        text += f": it finds {tables.hits(result, best, reach)} of {len(found.cases)} facts there"
-        text += f" (plain: {tables.hits(result, plain, reach)})" if result.found(plain, reach) is not None else ""
+    times = f"{reach:,} tokens, {reach / trained:.3g} times its training length"
+    found = _found(result, decision)
+    if len(decision.undecided) > 1:
+        return f"Undecided between {_listed(decision.undecided)} at {times}: {found}"
+    if leader == result.plain:
+        return f"{leader} holds at {times}, without an extension: {found}"
+    return f"{leader} extends this model to {times}: {found}, and {_cost(result, leader)}"
+
+
+def _found(result: StretchResult, decision: Decision) -> str:
+    """Say how many facts the undecided methods find."""
+    names, length = decision.undecided, decision.length
+    one = len(names) == 1
+    if not result.facts(decision.leader, length):
+        return f"only {'its' if one else 'their'} perplexity was measured there"
+    counts = [len(result.facts(name, length)) for name in names]
+    found = [tables.hits(result, name, length) for name in names]
+    if len(set(counts)) > 1:
+        shown = _listed([f"{number} of {count}" for number, count in zip(found, counts, strict=True)])
     else:
-        text += UNKNOWN_FACTS
-    one, base = result.perplexity(best, trained), result.perplexity(plain, trained)
-    if one is not None and base:
-        text += f", and its perplexity at 1x is {abs(one / base - 1):.1%} {'higher' if one >= base else 'lower'}"
+        shown = f"{_listed(list(map(str, found)))} of {counts[0]}"
+    text = f"{'it finds' if one else 'they find'} {shown} {'fact' if max(counts) == 1 else 'facts'} there"
+    if result.plain not in names and result.facts(result.plain, length):
+        text += f" ({result.plain}: {tables.hits(result, result.plain, length)})"
     return text
 
 
-def best_yaml(result: StretchResult, method: str) -> str:
-    """Return the YAML overlay that selects the method."""
-    (record,) = (each for each in result.methods if each.name == method)
+def _cost(result: StretchResult, method: str) -> str:
+    """Compare the perplexity at the training length with the plain model."""
+    one, base = result.perplexity(method, result.trained), result.perplexity(result.plain, result.trained)
+    assert one is not None and base is not None, "a method that holds has a perplexity at 1x"
+    change = f"{abs(one / base - 1):.1%} {'higher' if one >= base else 'lower'} than"
+    return f"its perplexity at {result.trained:,} tokens is {change} that of {result.plain}"
+
+
+def basis_of(result: StretchResult, decision: Decision) -> list[str]:
+    """Explain the sentence: what separates the methods, what would decide, and what is chosen."""
+    if decision.length <= result.trained:
+        return []
+    said = []
+    for by, what in (
+        ("facts found", "find significantly fewer facts"),
+        ("margin", "have significantly lower margins"),
+    ):
+        if names := [each.method for each in decision.compared if each.by == by]:
+            said.append(f"Compared with {decision.leader}, these {what} there: {_listed(names)}.")
+    if decision.unmeasured:
+        said.append(f"Not measured there: {_listed(decision.unmeasured)}.")
+    if len(decision.undecided) == 1:
+        return said
+    if decision.compared:
+        said += _would_decide(result, decision)
+    said.append(f"{OVERLAY}, --export and --chat use {decision.chosen}, {reason(decision)}.")
+    if decision.chosen != result.plain:
+        cost = _cost(result, decision.chosen)
+        said.append(f"{cost[0].upper()}{cost[1:]}.")
+    return said
+
+
+def _would_decide(result: StretchResult, decision: Decision) -> list[str]:
+    """Say how many facts would decide between the undecided methods, and how long they would take."""
+    open_ones = {each.method: each.facts for each in decision.compared if not each.by}
+    fewest = min(open_ones.values())
+    if fewest < FEWEST:
+        measured = f"{fewest} was" if fewest == 1 else f"{fewest} were"
+        seconds = _time(result, (decision.leader, *open_ones), decision.length, FEWEST)
+        return [f"Methods are compared from {FEWEST} facts on, and {measured} measured{seconds}."]
+    said = []
+    known = {each.method: each.needed for each in decision.compared if each.needed is not None}
+    if near := [name for name, number in known.items() if number > MOST_NEEDED]:
+        said.append(
+            f"{_listed(near)} differ{'s' if len(near) == 1 else ''} so little from {decision.leader} that more than "
+            f"{MOST_NEEDED:,} facts of each would be needed to decide."
+        )
+    if others := {name: round(number) for name, number in known.items() if number <= MOST_NEEDED}:
+        number = max(others.values())
+        seconds = _time(result, (decision.leader, *others), decision.length, number)
+        about = f" about {_listed(list(others))}" if near else ""
+        said.append(f"About {number:,} facts of each would decide{about} (with a power of {POWER:.0%}){seconds}.")
+    return said
+
+
+def _time(result: StretchResult, methods: Sequence[str], length: int, count: int) -> str:
+    """Return the time that facts up to `count` of each method would take, in words."""
+    seconds = 0.0
+    for name in methods:
+        begun = result.begun_retrieval(name, length)
+        if begun is not None:
+            seconds += max(0, count - len(begun.cases)) * begun.seconds / len(begun.cases)
+    return f"; they would take about {duration(math.ceil(seconds))} more" if seconds else ""
+
+
+def reason(decision: Decision) -> str:
+    """Say why the method is chosen, after its name and a comma."""
+    if not decision.leader:
+        return "because no method holds"
+    if len(decision.undecided) == 1:
+        return "the best method"
+    return f"the simplest of the undecided methods that hold ({ORDER})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def best_yaml(result: StretchResult, decision: Decision) -> str:
+    """Return the YAML overlay that selects the chosen method."""
+    (record,) = (each for each in result.methods if each.name == decision.chosen)
     changes = {key: _given(value) for key, value in record.overrides.items()}
-    return f"# {method}, chosen by megatron-coca stretch\n{dump(changes)}"
+    others = [name for name in decision.undecided if name != decision.chosen]
+    doubt = f"; undecided between it and {_listed(others)}" if others else ""
+    return f"# {decision.chosen}, chosen by megatron-coca stretch{doubt}\n{dump(changes)}"
 
 
 def _given(value: object) -> object:
@@ -130,8 +246,8 @@ def for_transformers(config: Config, length: int) -> tuple[str, str]:
     stock = position.extension.name in methods.names("rope_scaling", huggingface="stock")
     if not stock or position.relative_positions is not None or position.logit_scaling != "none":
         return (
-            "transformers has no setting for this method. `megatron-coca export huggingface` or `--export` writes a "
-            "folder with a modelling file that contains it."
+            "transformers has no setting for this method. The option --export, or the command megatron-coca export "
+            "huggingface, writes a folder with a modelling file that contains it."
         ), ""
     parameters = json.dumps({"rope_parameters": rope_parameters(position, length)}, indent=2)
     return "In the model's config.json for transformers:", parameters

@@ -30,7 +30,7 @@ class PlannedContrast(Record):
 class Plan(Record):
     """The content of a plan file. `cases` has the number of hidden facts by multiple of the training length.
 
-    The facts depend on `seed`. Another seed than the default 0 gives facts that no run without a plan has used.
+    The facts depend on `seed`. With a seed other than the default 0, no run without a plan has used the same facts.
     """
 
     title: str
@@ -84,17 +84,24 @@ def difference(result: StretchResult, contrast: PlannedContrast, pairs: int | No
 
     `pairs` is the planned number of pairs.
     """
+    found = paired_differences(result, contrast, pairs)
+    return None if found is None else estimate(found)
+
+
+def paired_differences(
+    result: StretchResult, contrast: PlannedContrast, pairs: int | None = None
+) -> list[float] | None:
+    """Return the differences of `difference`: in nats by fact for margins, in nats per token by document for losses."""
     length = round(contrast.at * result.trained)
     if contrast.quantity == "margin":
-        found = [result.found(name, length) for name in (contrast.method, contrast.other)]
-        cases = [each.cases[:pairs] for each in found if each is not None]
-        values = [[case.margin for case in each] for each in cases]
+        cases = [result.facts(name, length)[:pairs] for name in (contrast.method, contrast.other)]
+        values = [[case.margin for case in each] for each in cases if each]
     else:
         losses = [result.loss(name, length) for name in (contrast.method, contrast.other)]
         values = [[nll / result.settings.scored for nll in each.nlls] for each in losses if each is not None]
     if len(values) < 2 or any(len(each) != (pairs or len(values[0])) for each in values):
         return None
-    return estimate([one - other for one, other in zip(*values, strict=True)])
+    return [one - other for one, other in zip(*values, strict=True)]
 
 
 def contrast_rows(result: StretchResult, plan: Plan) -> list[list[str]]:

@@ -1,10 +1,13 @@
-"""Measure the methods length by length within a time budget. The time of each measurement is estimated before it."""
+"""Measure the methods within a time budget: first one window and one fact of each method at each length, then more
+where the comparison is undecided. The time of each measurement is estimated before it.
+"""
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,15 +15,18 @@ import torch
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
-from megatron_coca.evaluation.stretch.measuring import FOILS, CaseMargin, last_loss, make_cases, margins
+from megatron_coca.evaluation.stretch.decision import Key, open_facts, open_windows
+from megatron_coca.evaluation.stretch.measuring import FOILS, last_loss, make_cases, margins
 from megatron_coca.evaluation.stretch.records import Losses, ResultFile, Retrieval, StretchResult
 from megatron_coca.evaluation.subject import Subject
-from megatron_coca.evaluation.tasks.prompts import LengthError, PromptForm
+from megatron_coca.evaluation.tasks.retrieval.prompts import Case, LengthError, PromptForm
 from megatron_coca.model import GPT
 from megatron_coca.support.console import Progress, duration, short, write
 
-CASE_COUNTS = (16, 8, 4)
-"""Numbers of hidden facts per method and length: the largest that fits into the budget."""
+MOST_FACTS = 64
+"""Most hidden facts per method and length, unless a plan has another number."""
+MOST_ALONE = 16
+"""Most hidden facts if there is only one method."""
 CALIBRATED = 512
 """Length in tokens of the inputs that are timed first."""
 ATTENTION = 2.0
@@ -33,7 +39,7 @@ FACT_TOKENS = 8
 class Pace:
     """Estimates of the seconds of a forward pass: its operations, times the seconds per operation of each method.
 
-    These seconds follow from the method's own results. Until it has one, they are those of the last result.
+    The seconds per operation follow from the method's own results, or from the last result of any method until then.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -51,7 +57,9 @@ class Pace:
         return self._operations(tokens) * self._seconds.get(method, self._last)
 
     def facts(self, method: str, tokens: int, count: int) -> float:
-        """Return the time of passkeys and needles, each of which share the beginning with the prompt before."""
+        """Return the time of passkeys and needles. Within each kind, a prompt shares its beginning with the one
+        before.
+        """
         answers = count * (FOILS + 1) * self.forward(method, FACT_TOKENS)
         return self.forward(method, tokens) * (min(count, 2) + NOT_SHARED * max(count - 2, 0)) + answers
 
@@ -68,20 +76,32 @@ def _seconds(model: GPT, tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def missing_seconds(result: StretchResult, pace: Pace, methods: Sequence[str], facts: Mapping[int, int]) -> float:
-    """Return the estimated seconds of everything that is not measured yet, also of the rest of a begun measurement.
+class Goal(NamedTuple):
+    """How much of a method is measured at a length."""
 
-    `facts` has the number of hidden facts by length.
+    windows: int = 0
+    facts: int = 0
+
+
+def missing_seconds(result: StretchResult, pace: Pace, goals: Mapping[Key, Goal]) -> float:
+    """Return the estimated seconds of everything that is not measured yet, including the rest of a begun
+    measurement.
     """
     seconds = 0.0
-    for method, (length, count) in itertools.product(methods, facts.items()):
-        losses, retrieval = result.begun_loss(method, length), result.begun_retrieval(method, length)
-        documents = len(losses.nlls) if losses else 0
-        each = losses.seconds / documents if losses and documents else pace.forward(method, length)
-        seconds += each * (result.settings.count - documents)
-        if result.found(method, length) is None:
-            seconds += pace.facts(method, length, max(0, count - (len(retrieval.cases) if retrieval else 0)))
+    for (method, length), goal in goals.items():
+        losses, facts = result.loss(method, length), missing_facts(result, (method, length), goal.facts)
+        windows = len(losses.nlls) if losses else 0
+        each = losses.seconds / windows if losses and windows else pace.forward(method, length)
+        seconds += each * max(0, goal.windows - windows)
+        seconds += pace.facts(method, length, facts) if facts else 0.0
     return seconds
+
+
+def missing_facts(result: StretchResult, key: Key, count: int) -> int:
+    """Return how many of the first `count` facts are not measured."""
+    begun = result.begun_retrieval(*key)
+    known = {case.number for case in begun.cases} if begun else set()
+    return sum(number not in known for number in range(count))
 
 
 class Runner:
@@ -95,150 +115,255 @@ class Runner:
         tokenizer: Tokenizer,
         file: ResultFile,
         budget: float,
-        cases: Mapping[int, int],
+        cases: Mapping[int, int] | None,
     ) -> None:
-        """`cases` has the number of hidden facts by length; for other lengths it follows from the budget."""
+        """`cases` has a plan's number of hidden facts by length. At other lengths the decision determines this number.
+        Without a plan (None), it also determines the number of windows.
+        """
         self.subjects, self.documents, self.form, self.tokenizer = list(subjects), documents, form, tokenizer
         self.file, self.pace = file, Pace(subjects[0].model)
-        self._cases = cases
-        self._ends = time.monotonic() + budget
+        self._planned = cases
+        self._budget, self._ends = budget, time.monotonic() + budget
         self._left_out: list[str] = []
+        self._skipped: list[Key] = []
         self._tokens = 0
-        self._lengths: Sequence[int] = ()
+        self._goals: dict[Key, Goal] = {}
+        self._made: dict[int, list[tuple[str, Case]]] = {}
 
     def run(self, lengths: Sequence[int]) -> None:
-        """Measure perplexity and retrieval at each length, from the shortest to the longest. Retrieval at the shortest
-        length, which the model was trained for, is measured last.
-        """
-        self._lengths = lengths
+        """Measure until everything is decided or planned, or until the budget is spent."""
         with Progress("stretch", unit="windows") as progress:
-            for length in lengths:
-                self._losses(length, progress)
-                if length != lengths[0]:
-                    self._retrieval(length, progress)
-            self._retrieval(lengths[0], progress)
-        self.file.write(left_out=self._left_out)
-        for line in self._left_out:
-            write(f"left out: {line}")
+            self._progress = progress
+            self._first(lengths)
+            if self._planned is not None:
+                self._plan(lengths, self._planned)
+            while self._double():
+                pass
+        self.file.write(left_out=self._left_out, too_short=self._too_short(lengths))
+        for line in filter(None, (self.file.result.too_short, *(f"left out: {line}" for line in self._left_out))):
+            write(line)
 
-    def _losses(self, length: int, progress: Progress) -> None:
-        result, at = self.file.result, f"perplexity at {length} tokens"
-        settings = result.settings
+    @property
+    def _result(self) -> StretchResult:
+        """The result without methods that only an earlier run compared."""
+        return self.file.result.limited_to({subject.label for subject in self.subjects})
 
-        def cost(method: str) -> float:
-            begun = self.file.result.begun_loss(method, length)
-            return self.pace.forward(method, length) * (len(self.documents) - (len(begun.nlls) if begun else 0))
+    def _first(self, lengths: Sequence[int]) -> None:
+        """Measure one window and one fact of each method, from the shortest length to the longest."""
+        one = Goal(1, 1)
+        self._goals = {(subject.label, length): one for subject in self.subjects for length in lengths}
+        if (needed := self._missing(self._goals)) > self._left():
+            write(
+                f"--budget: {_duration(self._budget)} is too short for one window and one fact of each method at each "
+                f"length, which need about {_duration(needed)}; what fits is measured"
+            )
+        for length in lengths:
+            for subject in self._in_order():
+                key = (subject.label, length)
+                if (needed := self._missing({key: one})) > self._left():
+                    self._skipped.append(key)
+                    self._leave_out(f"one window and one fact at {length} tokens of {subject.label}", needed)
+                    continue
+                self._windows(subject, length, 1)
+                self._facts(subject, length, 1)
+                if self._left() <= 0:
+                    self._skipped.append(key)
 
-        waiting = [each for each in self.subjects if result.loss(each.label, length) is None]
-        for subject in self._fitting(waiting, at, cost):
-            progress.begin(f"{subject.label}, {at}")
-            begun = self.file.result.begun_loss(subject.label, length)
-            nlls, before = (list(begun.nlls), begun.seconds) if begun else ([], 0.0)
+    def _too_short(self, lengths: Sequence[int]) -> str:
+        """Return a sentence if the budget ended before every method had one window and one fact, else an empty one."""
+        skipped = {key: self._missing({key: Goal(1, 1)}) for key in self._skipped}
+        skipped = {key: seconds for key, seconds in skipped.items() if seconds}
+        if not skipped:
+            return ""
+        absent = []
+        for length in lengths:
+            names = [method for method, at in skipped if at == length]
+            if names:
+                every = len(names) == len(self.subjects)
+                absent.append(f"{'all methods' if every else ', '.join(names)} at {length:,} tokens")
+        return (
+            f"The budget of {_duration(self._budget)} was too short for one window and one fact of each method at each "
+            f"length. Not measured: {'; '.join(absent)}. They need about {_duration(sum(skipped.values()))} more."
+        )
 
-            def measure(subject: Subject = subject, nlls: list[float] = nlls, before: float = before) -> None:
-                start = time.monotonic()
-                for tokens in self.documents[len(nlls) :]:
-                    if self._spent(f"{at} of {subject.label}", len(nlls), len(self.documents)):
-                        return
-                    nlls.append(last_loss(subject.model, tokens, length, settings.scored, settings.start))
-                    seconds, complete = before + time.monotonic() - start, len(nlls) == len(self.documents)
-                    at_length: dict[str, Any] = {"method": subject.label, "length": length}
-                    self.file.put_loss(Losses(seconds=seconds, complete=complete, nlls=list(nlls), **at_length))
-                    self._advance(progress, length)
+    def _plan(self, lengths: Sequence[int], cases: Mapping[int, int]) -> None:
+        """Measure all windows, and the planned facts. Those at the shortest length, which the model was trained for,
+        are measured last.
+        """
+        windows = len(self.documents)
+        self._goals = {
+            (subject.label, length): Goal(windows, cases.get(length, 1))
+            for subject in self.subjects
+            for length in lengths
+        }
+        self._left_out.clear()  # what did not fit before does not fit now
+        for length in lengths:
+            self._each(length, Goal(windows=windows))
+            if length != lengths[0]:
+                self._each(length, Goal(facts=cases.get(length, 1)))
+        self._each(lengths[0], Goal(facts=cases.get(lengths[0], 1)))
 
-            self._timed(subject, at, cost(subject.label), measure)
+    def _each(self, length: int, goal: Goal) -> None:
+        """Measure the windows or the facts of every method that fits into the rest of the budget."""
+        for subject in self._in_order():
+            if (needed := self._missing({(subject.label, length): goal})) > self._left():
+                name = "perplexity" if goal.windows else "retrieval"
+                self._leave_out(f"{name} at {length} tokens of {subject.label}", needed)
+            else:
+                self._windows(subject, length, goal.windows)
+                self._facts(subject, length, goal.facts)
 
-    def _retrieval(self, length: int, progress: Progress) -> None:
-        result, at = self.file.result, f"retrieval at {length} tokens"
-        left = self._ends - time.monotonic()
+    def _double(self) -> bool:
+        """Double the facts and windows where the decision depends on them. Return False if nothing was added."""
+        planned = self._planned or {}
+        most = MOST_ALONE if len(self.subjects) == 1 else MOST_FACTS
+        added = False
+        for length, methods in _by_length(key for key in open_facts(self._result) if key[1] not in planned):
+            added |= self._grow(length, methods, "facts", most)
+        for length, methods in _by_length(open_windows(self._result) if self._planned is None else ()):
+            added |= self._grow(length, methods, "windows", len(self.documents))
+        return added
 
-        def total(count: int) -> float:
-            return sum(self.pace.facts(each.label, length, count) for each in self.subjects)
+    def _grow(self, length: int, methods: Sequence[str], name: str, most: int) -> bool:
+        """Double the facts or windows of these methods, or add as many as fit. Methods that have fewer catch up with
+        the others first. Return False if nothing was added.
+        """
 
-        def cost(method: str) -> float:
-            begun = self.file.result.begun_retrieval(method, length)
-            return self.pace.facts(method, length, count - (len(begun.cases) if begun else 0))
+        def done() -> list[int]:
+            return [self._done((method, length), name) for method in methods]
 
-        earlier = [len(each.cases) for each in result.retrieval if each.length == length and each.complete]
-        fitting = next((count for count in CASE_COUNTS if total(count) <= left), CASE_COUNTS[-1])
-        count = self._cases.get(length) or max(earlier, default=fitting)
-        waiting = [each for each in self.subjects if not _has(result.found(each.label, length), count)]
-        try:
-            seed = result.settings.seed
-            cases = make_cases(self.form, length - FACT_TOKENS, count, seed) if waiting else []
-        except LengthError as error:
-            self._left_out.append(f"{at}: {error}")
+        def goals(count: int) -> dict[Key, Goal]:
+            return {(method, length): Goal(**{name: count}) for method in methods}
+
+        before = done()
+        goal = min(most, max(before) if min(before) < max(before) else 2 * max(before))
+        fitting = range(goal, min(before), -1)
+        count = next((each for each in fitting if self._missing(goals(each)) <= self._left()), None)
+        if count is None:
+            if fitting:
+                entry = f"{goal} {name} at {length} tokens instead of {min(before)} of {', '.join(methods)}"
+                self._leave_out(entry, self._missing(goals(goal)))
+            return False
+        self._goals = goals(count)
+        for subject in (each for each in self._in_order() if each.label in methods):
+            (self._facts if name == "facts" else self._windows)(subject, length, count)
+        return done() != before
+
+    def _done(self, key: Key, name: str) -> int:
+        """Return the number of facts or windows."""
+        loss = self.file.result.loss(*key)
+        return len(self.file.result.facts(*key)) if name == "facts" else len(loss.nlls) if loss else 0
+
+    def _windows(self, subject: Subject, length: int, count: int) -> None:
+        """Score the first `count` documents, in windows of a length."""
+        at, settings = f"perplexity at {length} tokens", self.file.result.settings
+        begun = self.file.result.loss(subject.label, length)
+        nlls, before = (list(begun.nlls), begun.seconds) if begun else ([], 0.0)
+        if len(nlls) >= count:
             return
-        for subject in self._fitting(waiting, at, cost):
-            progress.begin(f"{subject.label}, {count} facts in {length} tokens")
-            begun = self.file.result.begun_retrieval(subject.label, length)
-            made = [case for case in begun.cases if case.number < count] if begun else []
-            before = begun.seconds if begun else 0.0
 
-            def measure(subject: Subject = subject, made: list[CaseMargin] = made, before: float = before) -> None:
-                start = time.monotonic()
+        def measure() -> bool:
+            start = time.monotonic()
+            for tokens in self.documents[len(nlls) : count]:
+                if self._spent(f"{at} of {subject.label}", len(nlls), count):
+                    return False
+                nlls.append(last_loss(subject.model, tokens, length, settings.scored, settings.start))
+                seconds = before + time.monotonic() - start
+                self.file.put_loss(Losses(method=subject.label, length=length, seconds=seconds, nlls=list(nlls)))
+                self._advance(length)
+            return True
 
-                def put() -> None:
-                    made.sort(key=lambda case: case.number)
-                    seconds, complete = before + time.monotonic() - start, len(made) == count
-                    at_length: dict[str, Any] = {"method": subject.label, "length": length}
-                    found = Retrieval(seconds=seconds, complete=complete, cases=list(made), **at_length)
-                    self.file.put_retrieval(found)
+        self._progress.begin(f"{subject.label}, {at}")
+        self._timed(subject, at, self.pace.forward(subject.label, length) * (count - len(nlls)), measure)
 
-                if len(made) == count:  # they were measured for a larger number of facts
-                    put()
-                for case in margins(subject.model, self.tokenizer, cases, {case.number for case in made}):
-                    made.append(case)
-                    put()
-                    self._advance(progress, case.tokens)
-                    if len(made) < count and self._spent(f"{at} of {subject.label}", len(made), count):
-                        return
+    def _facts(self, subject: Subject, length: int, count: int) -> None:
+        """Measure the first `count` facts of a length."""
+        at, missing = f"retrieval at {length} tokens", missing_facts(self.file.result, (subject.label, length), count)
+        if not missing or (cases := self._cases(length, count)) is None:
+            return
+        begun = self.file.result.begun_retrieval(subject.label, length)
+        made, before = (list(begun.cases), begun.seconds) if begun else ([], 0.0)
 
-            self._timed(subject, at, cost(subject.label), measure)
+        def measure() -> bool:
+            start = time.monotonic()
+            if self._spent(f"{at} of {subject.label}", count - missing, count):
+                return False
+            measured = margins(subject.model, self.tokenizer, cases, {case.number for case in made})
+            for done, case in enumerate(measured, count - missing + 1):
+                made.append(case)
+                made.sort(key=lambda case: case.number)
+                seconds = before + time.monotonic() - start
+                found = Retrieval(method=subject.label, length=length, seconds=seconds, cases=list(made))
+                self.file.put_retrieval(found)
+                self._advance(case.tokens)
+                if done < count and self._spent(f"{at} of {subject.label}", done, count):
+                    return False
+            return True
+
+        self._progress.begin(f"{subject.label}, {count} facts in {length} tokens")
+        self._timed(subject, at, self.pace.facts(subject.label, length, missing), measure)
+
+    def _cases(self, length: int, count: int) -> list[tuple[str, Case]] | None:
+        """Return the first `count` cases; None if the length is too short for them."""
+        if len(self._made.get(length, ())) < count:
+            try:
+                self._made[length] = make_cases(self.form, length - FACT_TOKENS, count, self.file.result.settings.seed)
+            except LengthError as error:
+                self._leave_out(f"retrieval at {length} tokens: {error}")
+                return None
+        return self._made[length][:count]
+
+    def _in_order(self) -> list[Subject]:
+        """Return the plain model, then the best methods so far."""
+        ranked, plain = self._result.ranked(), self.file.result.plain
+        return sorted(self.subjects, key=lambda each: (each.label != plain, ranked.index(each.label)))
+
+    def _missing(self, goals: Mapping[Key, Goal]) -> float:
+        return missing_seconds(self.file.result, self.pace, goals)
+
+    def _left(self) -> float:
+        return self._ends - time.monotonic()
+
+    def _leave_out(self, entry: str, seconds: float | None = None) -> None:
+        """List a measurement that is left out, once."""
+        self._left_out = [line for line in self._left_out if not line.startswith(entry)]
+        self._left_out.append(entry if seconds is None else f"{entry} (about {_duration(seconds)})")
 
     def _spent(self, entry: str, done: int, count: int) -> bool:
         """Return True if the budget is spent, and list the measurement as left out."""
-        if spent := time.monotonic() >= self._ends:
-            self._left_out.append(f"{entry} ({done} of {count} are measured)")
+        if spent := self._left() <= 0:
+            self._leave_out(f"{entry} ({done} of {count} are measured)")
         return spent
 
-    def _advance(self, progress: Progress, tokens: int) -> None:
+    def _advance(self, tokens: int) -> None:
         self._tokens += tokens
-        progress.details = [f"{short(self._tokens)} tokens"]
-        missing = missing_seconds(
-            self.file.result,
-            self.pace,
-            [each.label for each in self.subjects],
-            {length: self._cases.get(length, CASE_COUNTS[-1]) for length in self._lengths},
-        )
-        progress.remaining(min(self._ends - time.monotonic(), missing))
-        progress.advance()
+        self._progress.details = [f"{short(self._tokens)} tokens"]
+        self._progress.remaining(min(self._left(), self._missing(self._goals)))
+        self._progress.advance()
 
-    def _fitting(self, waiting: Sequence[Subject], entry: str, cost: Callable[[str], float]) -> Iterator[Subject]:
-        """Yield the subjects that fit into the rest of the budget: the plain model, then the best so far."""
-        ranked = self.file.result.ranked()
-        plain = self.file.result.methods[0].name
-        order = sorted(waiting, key=lambda each: (each.label != plain, ranked.index(each.label)))
-        for subject in order:
-            if (seconds := cost(subject.label)) <= self._ends - time.monotonic():
-                yield subject
-            else:
-                self._left_out.append(f"{entry} of {subject.label} (about {duration(math.ceil(seconds))})")
-
-    def _timed(self, subject: Subject, entry: str, estimate: float, measure: Callable[[], None]) -> None:
-        """Measure, and list the entry as left out if the model has no such positions or memory runs out."""
+    def _timed(self, subject: Subject, entry: str, estimate: float, measure: Callable[[], bool]) -> None:
+        """Measure, and list the entry as left out if the model has no such positions or memory runs out. The pace
+        follows from measurements that the end of the budget did not interrupt (True).
+        """
         start = time.monotonic()
         try:
-            measure()
+            finished = measure()
         except PositionRangeError as error:
-            self._left_out.append(f"{entry} of {subject.label}: {error}")
+            self._leave_out(f"{entry} of {subject.label}: {error}")
         except (RuntimeError, MemoryError) as error:
             if not results.out_of_memory(error):
                 raise
-            self._left_out.append(f"{entry} of {subject.label}: out of memory")
+            self._leave_out(f"{entry} of {subject.label}: out of memory")
         else:
-            self.pace.learn(subject.label, estimate, time.monotonic() - start)
+            if finished:
+                self.pace.learn(subject.label, estimate, time.monotonic() - start)
 
 
-def _has(found: Retrieval | None, count: int) -> bool:
-    return found is not None and len(found.cases) >= count
+def _by_length(keys: Iterable[Key]) -> list[tuple[int, list[str]]]:
+    """Return the methods of each length, from the shortest."""
+    pairs = sorted({(length, method) for method, length in keys})
+    return [(length, [method for _, method in group]) for length, group in groupby(pairs, key=itemgetter(0))]
+
+
+def _duration(seconds: float) -> str:
+    return duration(math.ceil(seconds))

@@ -1,79 +1,182 @@
 """The tables and the picture of `megatron-coca stretch`, which both forms of its page show."""
 
-import statistics
+import math
+from collections.abc import Callable
+from typing import Any
 
 from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels
 from megatron_coca.evaluation.report.document import EMPTY, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.looks import Member, apart, look_of
+from megatron_coca.evaluation.report.looks import Member, look_of, recoloured
+from megatron_coca.evaluation.statistics import (
+    Estimate,
+    estimate,
+    exponential,
+    geometric_estimate,
+    level_text,
+    wilson_interval,
+)
 from megatron_coca.evaluation.stretch.choices import PLAIN
-from megatron_coca.evaluation.stretch.measuring import FOILS
+from megatron_coca.evaluation.stretch.decision import FEWEST, LEVEL, LOOKS, POWER, Decision, confidence
+from megatron_coca.evaluation.stretch.measuring import DIGITS, FOILS
 from megatron_coca.evaluation.stretch.plans import Plan, contrast_rows
 from megatron_coca.evaluation.stretch.records import HOLDS, StretchResult
 
 PICTURE = "stretch"
 """Name of the picture, without the end of its file name."""
+TASKS = ("passkey", "needle")
 
 
 def main_table(result: StretchResult) -> Table:
-    """Return one row for each method, best first: perplexity, and facts found with the mean margin, by length."""
+    """Return one row for each method, best first: perplexity and facts found, by length, with intervals."""
     lengths = result.lengths()
-    hidden = [length for length in lengths if any(result.found(name, length) for name in result.ranked())]
+    hidden = [length for length in lengths if any(result.facts(name, length) for name in result.supported)]
     header = ["method", "holds to", *(f"perplexity {length:,}" for length in lengths)]
     header += [f"facts {length:,}" for length in hidden]
     rows = []
     for name in result.ranked():
         cells = [TableCell(f"{result.reach(name):,}", result.reach(name))]
-        for length in lengths:
-            perplexity = result.perplexity(name, length)
-            cells.append(EMPTY if perplexity is None else TableCell(f"{perplexity:.2f}", perplexity))
-        rows.append(TableRow(name, (*cells, *(_facts(result, name, length) for length in hidden))))
+        cells += [_perplexity(result, name, length) for length in lengths]
+        rows.append(TableRow(name, (*cells, *(_found(result, name, length) for length in hidden))))
     for each in (each for each in result.methods if each.error):
         absent = TableCell("not supported", note=f"{each.name}: {each.error}", absent=True)
         rows.append(TableRow(each.name, (absent, *[EMPTY] * (len(header) - 2))))
     return Table("methods", "Perplexity and hidden facts by length", tuple(header), tuple(rows), tuple(notes(result)))
 
 
-def _facts(result: StretchResult, method: str, length: int) -> TableCell:
-    found = result.found(method, length)
-    if found is None:
+def together(result: StretchResult) -> float:
+    """Return the confidence of one method's interval, so that the intervals of all methods hold in 95% of cases."""
+    return 1.0 - LEVEL / len(result.supported)
+
+
+def _perplexity(result: StretchResult, method: str, length: int) -> TableCell:
+    """Return the perplexity, with its ratio to that of the plain model at 1x."""
+    perplexity, ratios = result.perplexity(method, length), result.loss_ratios(method, length)
+    if perplexity is None:
         return EMPTY
-    margins = [case.margin for case in found.cases]
-    error = statistics.stdev(margins) / len(margins) ** 0.5 if len(margins) > 1 else 0.0
-    mean = statistics.fmean(margins)
-    return TableCell(f"{hits(result, method, length)}/{len(margins)}", mean, f"{mean:+.2f} ± {error:.2f}")
+    text = f"{perplexity:.2f}"
+    if not ratios or (method, length) == (result.plain, result.trained):
+        return TableCell(text, perplexity)
+    ratio = geometric_estimate(ratios, together(result))
+    detail = f"{_ratio(ratio.mean)}x"
+    detail += "" if math.isnan(ratio.low) else f", {_ratio(ratio.low)} to {_ratio(ratio.high)}"
+    most = max(len(each.nlls) for each in result.losses)
+    fewer = f"{len(ratios)} of {most} windows: " if len(ratios) < most else ""
+    return TableCell(text, perplexity, fewer + detail)
 
 
-def hits(result: StretchResult, method: str, length: int) -> int:
-    """Return the number of facts that greedy decoding finds."""
-    found = result.found(method, length)
-    return 0 if found is None else sum(case.found for case in found.cases)
+def _ratio(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.3g}"
+
+
+def _found(result: StretchResult, method: str, length: int) -> TableCell:
+    """Return the number of facts that are found, with the interval of their share."""
+    share, count = result.share(method, length), len(result.facts(method, length))
+    if share is None:
+        return EMPTY
+    low, high = wilson_interval(share, count, together(result))
+    return TableCell(f"{hits(result, method, length)}/{count}", share, f"{low:.0%} to {high:.0%}")
+
+
+def hits(result: StretchResult, method: str, length: int, task: str = "") -> int:
+    """Return the number of facts that greedy decoding finds, of both kinds or of one."""
+    return sum(case.found for case in result.facts(method, length) if task in ("", case.task))
 
 
 def notes(result: StretchResult) -> list[str]:
     """Explain the columns of the table."""
     settings = result.settings
-    prompts = "in the model's chat template" if settings.chat else "plain text"
+    most = max((len(each.nlls) for each in result.losses), default=1)
     return [
-        f"Perplexity is of the last {settings.scored:,} tokens of each document ({settings.count}), given the tokens "
-        "before them within the length. All lengths score the same tokens.",
-        f"Facts are passkeys and needles in filler ({prompts}). A cell shows how many greedy decoding finds, and the "
-        "mean margin with its standard error. The margin is the log-probability of the answer minus that of the "
-        f"likeliest of {FOILS} foils, in nats.",
-        f"A method holds to a length if up to it its perplexity is at most {HOLDS:.2f} times that of the plain model "
-        "at 1x, and the mean margin is above 0.",
+        f"Perplexity is of the last {settings.scored:,} tokens of each document ({most}), given the tokens before them "
+        "within the length (a window). All lengths score the same tokens. In brackets: the ratio to the perplexity of "
+        f"{result.plain} at {result.trained:,} tokens in the same windows, and its interval. A perplexity of fewer "
+        "windows follows from this ratio.",
+        "Facts are those that greedy decoding finds, of all that were hidden, with the interval of their share.",
+        f"A method holds to a length if up to it its perplexity is at most {HOLDS:.2f} times that of {result.plain} at "
+        f"{result.trained:,} tokens, and the mean margin of its facts is above 0.",
+        "The intervals of all methods in a column hold together in 95% of cases. They do not compare methods: the "
+        "differences between two methods vary less, because all have the same facts and windows.",
         f"Computed in {settings.environment.dtype} on {settings.environment.device}, torch "
         f"{settings.environment.torch}.",
     ]
 
 
+def fact_table(result: StretchResult) -> Table:
+    """Return a row for each method and length: passkeys and needles that are found, and the mean margin."""
+    header = ("method", "tokens", "passkeys", "needles", "margin (nats)")
+    rows = []
+    for name in result.ranked():
+        for length in (length for length in result.lengths() if result.facts(name, length)):
+            cases = result.facts(name, length)
+            margin = estimate([case.margin for case in cases], together(result))
+            ends = "" if math.isnan(margin.low) else f"{margin.low:+.1f} to {margin.high:+.1f}"
+            cells = [TableCell(f"{length:,}", length)]
+            for task in TASKS:
+                count = sum(case.task == task for case in cases)
+                cells.append(TableCell(f"{hits(result, name, length, task)}/{count}" if count else ""))
+            rows.append(TableRow(name, (*cells, TableCell(f"{margin.mean:+.1f}", margin.mean, ends))))
+    prompts = "in the model's chat template" if result.settings.chat else "plain text"
+    return Table(
+        "facts",
+        "Hidden facts by kind",
+        header,
+        tuple(rows),
+        (
+            f"Passkeys and needles are numbers of {DIGITS} digits in filler ({prompts}). Passkeys are easier to find.",
+            "The margin is the log-probability of the number minus that of the likeliest of "
+            f"{FOILS} foils, on average over both kinds. Near {DIGITS * math.log(10):.0f} nats ({DIGITS} digits times "
+            "ln 10) it saturates: there a fact is found, and greater margins say little.",
+        ),
+    )
+
+
+def comparison_table(result: StretchResult, decision: Decision) -> Table:
+    """Return the differences of all methods that may hold from the leader, with simultaneous intervals."""
+    header = ("method", "facts", "found", "margin (nats)", "verdict", "facts that would decide")
+    rows = []
+    for each in decision.compared:
+        needed = "" if each.needed is None else "over 1,000" if math.isinf(each.needed) else f"{each.needed:,.0f}"
+        cells = (
+            TableCell(f"{each.facts}", each.facts),
+            TableCell(f"{each.found.mean:+.0%}", each.found.mean, f"{each.found.low:+.0%} to {each.found.high:+.0%}"),
+            TableCell(f"{each.margin.mean:+.1f}", each.margin.mean, _ends(each.margin)),
+            TableCell(VERDICTS[each.by]),
+            TableCell(needed),
+        )
+        rows.append(TableRow(each.method, cells))
+    inside = confidence(result)
+    return Table(
+        "comparison",
+        f"Methods minus {decision.leader}, at {decision.length:,} tokens",
+        header,
+        tuple(rows),
+        (
+            f"Differences from {decision.leader}, paired by fact. Each interval has a confidence of "
+            f"{level_text(inside)}. So the intervals of all methods hold together in 95% of cases, also if they are "
+            f"looked at {LOOKS} times while facts are added. Methods are compared from {FEWEST} facts on.",
+            "A method is excluded if its interval of facts found is below 0. If it is not, and the method does not "
+            "find more facts, then it is excluded if its interval of the margin is below 0.",
+            "The last column is the number of facts of each method that would show the measured difference with a "
+            f"power of {POWER:.0%}.",
+        ),
+    )
+
+
+VERDICTS = {"facts found": "finds fewer", "margin": "lower margin", "": "undecided"}
+
+
+def _ends(found: Estimate) -> str:
+    return "" if math.isnan(found.low) else f"{found.low:+.1f} to {found.high:+.1f}"
+
+
 def time_table(result: StretchResult) -> Table:
-    lengths = sorted({each.length for each in result.losses if each.complete})
+    lengths = sorted({each.length for each in result.losses})
     header = ("method", *(f"{length:,} tokens" for length in lengths), "facts (all prompts)")
     rows = []
     for name in result.ranked():
         losses = [result.loss(name, length) for length in lengths]
         seconds = [None if loss is None else loss.seconds / len(loss.nlls) for loss in losses]
-        facts = [each.seconds for each in result.retrieval if each.method == name and each.complete]
+        facts = [each.seconds for each in result.retrieval if each.method == name]
         cells = [EMPTY if each is None else TableCell(f"{each:.2f}", each) for each in seconds]
         rows.append(TableRow(name, (*cells, TableCell(f"{sum(facts):.1f}", sum(facts)) if facts else EMPTY)))
     return Table("times", "Seconds for each input", header, tuple(rows))
@@ -90,27 +193,54 @@ def contrast_table(result: StretchResult, plan: Plan) -> Table:
     return Table("contrasts", "Contrasts, in the declared order", header, tuple(rows), (note,))
 
 
+Ends = tuple[float, float, float]
+"""A value and the ends of its interval, which are NaN without one."""
+
+
 def figure(result: StretchResult) -> Figure:
-    """Return the picture: perplexity and mean margin by length, one line for each method."""
-    names = result.ranked()
+    """Return the picture: perplexity, facts found and mean margin by length with their intervals, a line per method."""
+    names, inside = result.ranked(), together(result)
     kinds = {name: "rotary" if name == PLAIN else name.partition(":")[0] for name in names}
-    looks = {
-        member.label: member.look for member in apart([Member(each, "", "", look_of(kinds[each])) for each in names])
-    }
-    trained, made = result.trained, []
-    for label, values, more in (
-        ("perplexity", result.perplexity, {"log_y": True}),
-        ("margin of hidden facts (nats)", result.margin, {"level": 0.0, "level_name": "right and wrong are equal"}),
-    ):
+    shown = recoloured([Member(each, "", "", look_of(kinds[each]), kinds[each]) for each in names])
+    looks = {member.label: member.look for member in shown}
+
+    def perplexity(name: str, length: int) -> Ends | None:
+        base, ratios = result.perplexity(result.plain, result.trained), result.loss_ratios(name, length)
+        value = result.perplexity(name, length)
+        if value is None or base is None or not ratios:
+            return None if value is None else (value, math.nan, math.nan)
+        found = estimate(ratios, inside)
+        return value, base * exponential(found.low), base * exponential(found.high)
+
+    def share(name: str, length: int) -> Ends | None:
+        value = result.share(name, length)
+        return None if value is None else (value, *wilson_interval(value, len(result.facts(name, length)), inside))
+
+    def margin(name: str, length: int) -> Ends | None:
+        cases = result.facts(name, length)
+        found = estimate([case.margin for case in cases], inside) if cases else None
+        return None if found is None else (found.mean, found.low, found.high)
+
+    panel_of: list[tuple[str, Callable[[str, int], Ends | None], dict[str, Any]]] = [
+        ("perplexity", perplexity, {"log_y": True}),
+        ("share of facts found", share, {"y_range": (-0.03, 1.03)}),
+        ("margin of hidden facts (nats)", margin, {"level": 0.0, "level_name": "right and wrong are equal"}),
+    ]
+    made = []
+    for label, values, more in panel_of:
         lines = []
         for name in names:
-            points = [(length, value) for length in result.lengths() if (value := values(name, length)) is not None]
+            points = [(length, ends) for length in result.lengths() if (ends := values(name, length)) is not None]
             if points:
-                x, y = zip(*points, strict=True)
-                lines.append(Line(name, tuple(map(float, x)), y, look=looks[name], name=name))
+                x, three = zip(*points, strict=True)
+                y, low, high = zip(*three, strict=True)
+                lines.append(Line(name, tuple(map(float, x)), y, low, high, look=looks[name], name=name))
         if lines:
-            marks = {float(trained): "training length"}
-            made.append(Panel(tuple(lines), "length (tokens)", label, marks=marks, **more))
-    alt = f"Perplexity and margin of hidden facts by length for {', '.join(names)}"
-    caption = "Perplexity (lower is better), and the mean margin of hidden facts (higher is better), by input length."
+            marks = {float(result.trained): "training length"}
+            made.append(Panel(tuple(lines), "length (tokens)", label, marks=marks, side_by_side=True, **more))
+    alt = f"Perplexity, facts found and margin of hidden facts by length for {', '.join(names)}"
+    caption = (
+        "Perplexity (lower is better), the share of hidden facts that are found and their mean margin (higher is "
+        "better), by input length. Bars are the intervals of the tables."
+    )
     return Figure(PICTURE, caption, alt, *panels(made, common_y=False))

@@ -1,1 +1,17 @@
-"""Evaluation tasks: the measurement, the command and the result file of each task."""
+"""The evaluation tasks: a folder each, with `task.py`, which declares the task, and `measure.py`, which measures."""
+
+from importlib import import_module
+from pathlib import Path
+
+from megatron_coca.evaluation.declaration import Task
+
+
+def declared() -> dict[str, Task]:
+    """Return the tasks that the files `task.py` declare, by name, in the order of help texts."""
+    folders = [file.parent.name for place in __path__ for file in sorted(Path(place).glob("*/task.py"))]
+    modules = [import_module(f"{__name__}.{folder}.task") for folder in folders]
+    tasks = {value.name: value for module in modules for value in vars(module).values() if isinstance(value, Task)}
+    return dict(sorted(tasks.items(), key=lambda item: (item[1].place, item[0])))
+
+
+TASKS = declared()

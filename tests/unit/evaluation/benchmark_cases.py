@@ -12,8 +12,8 @@ from typing import Any
 import tokenizers
 
 from megatron_coca.data import Tokenizer, load_tokenizer
-from megatron_coca.evaluation import benchmarks
-from megatron_coca.evaluation.benchmarks import place_of
+from megatron_coca.evaluation.tasks.lm_eval import benchmarks
+from megatron_coca.evaluation.tasks.lm_eval.benchmarks import place_of
 
 WORDS = [
     "the",

@@ -11,10 +11,10 @@ from lm_eval.api.instance import Instance
 
 from megatron_coca.checkpoints import LoadedModel
 from megatron_coca.data import load_saved_tokenizer
-from megatron_coca.evaluation.subcommands import TASKS
-from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
-from megatron_coca.evaluation.tasks.lm_eval_model import HarnessModel
-from megatron_coca.evaluation.tasks.lm_eval_prompts import InputLimits, PromptEncoding
+from megatron_coca.evaluation.subcommands import subcommands
+from megatron_coca.evaluation.tasks.lm_eval.model import HarnessModel
+from megatron_coca.evaluation.tasks.lm_eval.prompts import InputLimits, PromptEncoding
+from megatron_coca.evaluation.tasks.lm_eval.task import HarnessResult
 
 LENGTH = 48
 """Tokens read at most: beyond the training length, and less than some documents have."""
@@ -122,8 +122,8 @@ def requests(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
 def command(checkpoint: Path, tasks: Path, names: str, *more: object) -> int:
     fixed = ["--checkpoint", checkpoint, "--include-path", tasks, "--tasks", names, "--device", "cpu"]
     parser = ArgumentParser()
-    TASKS["lm-eval"].add_arguments(parser)
-    return TASKS["lm-eval"].run(parser.parse_args([str(each) for each in [*fixed, *more]]))
+    subcommands()["lm-eval"].add_arguments(parser)
+    return subcommands()["lm-eval"].run(parser.parse_args([str(each) for each in [*fixed, *more]]))
 
 
 def read(path: Path) -> HarnessResult:

@@ -14,12 +14,13 @@ from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
 from megatron_coca.evaluation.statistics import wilson_interval
-from megatron_coca.evaluation.tasks.attention_analysis import AnalysisResult
-from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
-from megatron_coca.evaluation.tasks.longppl import LongPerplexityResult
-from megatron_coca.evaluation.tasks.recall import RecallResult
-from megatron_coca.evaluation.tasks.retrieval import NeedleResult, PasskeyResult, RulerResult
-from megatron_coca.evaluation.tasks.speed import KINDS_OF_WORK, SpeedResult
+from megatron_coca.evaluation.tasks.analysis.task import AnalysisResult
+from megatron_coca.evaluation.tasks.lm_eval.task import HarnessResult
+from megatron_coca.evaluation.tasks.longppl.task import LongPerplexityResult
+from megatron_coca.evaluation.tasks.recall.task import RecallResult
+from megatron_coca.evaluation.tasks.retrieval.task import NeedleResult, PasskeyResult, RulerResult
+from megatron_coca.evaluation.tasks.speed.measure import KINDS_OF_WORK
+from megatron_coca.evaluation.tasks.speed.task import SpeedResult
 
 NTK = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "target_length": None}}
 REROPE = {"relative_positions": {"type": "rerope", "window": None}}

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megatron_coca.data import Tokenizer
+from megatron_coca.data import DataError, Tokenizer
 from megatron_coca.data.tokenizers.chat import ChatTemplate
 from megatron_coca.evaluation.chats import chat_record
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.subcommands import TASKS
-from megatron_coca.evaluation.tasks import retrieval_cases as tasks
-from megatron_coca.evaluation.tasks.prompts import FILLER_HAYSTACK, PromptForm
+from megatron_coca.evaluation.subcommands import subcommands
+from megatron_coca.evaluation.tasks.retrieval import cases as tasks
+from megatron_coca.evaluation.tasks.retrieval.prompts import FILLER_HAYSTACK, PromptForm
 from megatron_coca.text_generation import load_generator
 from tests.unit.data.tokenizers.test_chat import checkpoint, folder, ours
 
@@ -58,7 +58,7 @@ def test_a_start_token_counts_and_changes_no_distance(ours: Tokenizer) -> None:
 
 def test_the_date_of_a_template_is_part_of_the_record(ours: Tokenizer) -> None:
     """Its prompts are others tomorrow."""
-    options = Namespace(apply_chat_template=True, system_instruction=None)
+    options = Namespace(apply_chat_template=True, system_instruction=None, chat_template_kwargs=None)
     assert ours.chat is not None
     before = chat_record(options, ours)
     dated = copy(ours)
@@ -70,7 +70,7 @@ def test_the_date_of_a_template_is_part_of_the_record(ours: Tokenizer) -> None:
 
 def test_symbols_that_a_template_prints_are_part_of_the_record(ours: Tokenizer) -> None:
     """The symbols that it names, but no others: their names in the tokenizer's files may change without effect."""
-    options = Namespace(apply_chat_template=True, system_instruction=None)
+    options = Namespace(apply_chat_template=True, system_instruction=None, chat_template_kwargs=None)
     assert ours.chat is not None
     records = []
     for symbols in ({"bos_token": "<s>"}, {"bos_token": "<|im_start|>"}, {"bos_token": "<s>", "unk_token": "a"}):
@@ -88,10 +88,10 @@ def test_a_template_that_changes_messages_is_an_error(ours: Tokenizer) -> None:
 
 def run(checkpoint: Path, output: Path, *options: str) -> int:
     parser = ArgumentParser()
-    TASKS["passkey"].add_arguments(parser)
+    subcommands()["passkey"].add_arguments(parser)
     fixed = ["--checkpoint", str(checkpoint), "--lengths", "700", "--cases", "2", "--device", "cpu"]
     fixed += ["--max-new-tokens", "12"]
-    return TASKS["passkey"].run(parser.parse_args([*fixed, "--output", str(output), *options]))
+    return subcommands()["passkey"].run(parser.parse_args([*fixed, "--output", str(output), *options]))
 
 
 def test_the_command_answers_as_generation_does(
@@ -114,6 +114,42 @@ def test_the_command_answers_as_generation_does(
     assert run(checkpoint, plain) == 0
     protocol = json.loads(plain.read_text())["protocol"]
     assert (protocol["chat"], protocol["start"], protocol["ends"]) == (None, None, [])
+
+
+def test_variables_of_the_template_are_part_of_the_record(ours: Tokenizer) -> None:
+    """They change the prompts, and a name that the template does not read is an error."""
+    options = Namespace(apply_chat_template=True, system_instruction=None, chat_template_kwargs={"brief": True})
+    thinking = copy(ours)
+    assert ours.chat is not None
+    thinking.chat = ChatTemplate(ours.chat.source + "{% if brief %}!{% endif %}", ours.chat.symbols)
+    record = chat_record(options, thinking)
+    assert record is not None and record.variables == {"brief": True} and 'with {"brief": true}' in str(record)
+    assert thinking.chat.render([{"role": "user", "content": "a"}]).endswith("!")
+    with pytest.raises(DataError, match="does not read 'brief'"):
+        chat_record(options, copy(ours))
+    options.apply_chat_template = False
+    with pytest.raises(EvaluationError, match="--chat-template-kwargs: has no effect without --apply-chat-template"):
+        chat_record(options, thinking)
+
+
+def test_answers_that_had_not_ended_are_counted(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An answer that ends with the last possible token has ended."""
+    generator = load_generator(checkpoint)
+    results = {}
+    for new_tokens in (1, 12):
+        output = tmp_path / f"{new_tokens}.json"
+        assert run(checkpoint, output, "--apply-chat-template", "--max-new-tokens", str(new_tokens)) == 0
+        (results[new_tokens],) = json.loads(output.read_text())["results"]
+        form = PromptForm(generator.tokenizer, chat=generator.tokenizer.chat)
+        for case, record in zip(tasks.passkey().make_cases(form, 700, 2, 0), results[new_tokens]["cases"], strict=True):
+            message = generator.tokenizer.decode(case.prompt).removeprefix("user:").removesuffix(".assistant:")
+            (row,) = generator.answer([[{"role": "user", "content": message}]], new_tokens)
+            assert record["unfinished"] == (row.finish == "length")
+        assert results[new_tokens]["unfinished"] == sum(each["unfinished"] for each in results[new_tokens]["cases"])
+    assert results[1]["unfinished"] == 2
+    assert "2 of 2 answers are wrong and had not ended after 1 tokens; raise --max-new-tokens" in caplog.text
 
 
 def test_options_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:

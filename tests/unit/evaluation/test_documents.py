@@ -41,7 +41,7 @@ def shard(tmp_path: Path, corpus: Path) -> str:
         [CorpusSource(SourceSpec("all", [corpus]))],
         tmp_path / "shards",
         TOKENIZER,
-        Rules(0, 0.999999),
+        Rules(0, 1.0),
         Execution(progress=False),
     )
     return str(tmp_path / "shards" / "all_test")
@@ -116,7 +116,7 @@ def test_sources_that_are_not_there(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(EvaluationError, match="no test data"):
         collect()
     (tmp_path / "book.pdf").write_bytes(b"%PDF")
-    with pytest.raises(DataError, match=r"book.pdf: unknown file type"):
+    with pytest.raises(DataError, match=r"book.pdf: unsupported file type"):
         collect(tmp_path / "book.pdf")
 
 

@@ -13,6 +13,8 @@ from megatron_coca.evaluation.statistics import (
     estimate,
     geometric_estimate,
     holm,
+    holm_factors,
+    level_text,
     p_value,
     power,
     t_quantile,
@@ -121,6 +123,12 @@ def test_p_values_and_their_correction() -> None:
     assert abs(p_value((values + mean).tolist()) - 0.05) < 1e-6
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
+    assert holm_factors([0.01, 0.04, 0.03, 0.005, 0.0]) == pytest.approx([3, 1.5, 2, 4, 5])
+
+
+def test_levels_are_told_apart_from_certainty() -> None:
+    levels = [level_text(1 - 0.05 / count) for count in (1, 2, 14, 66, 500)]
+    assert levels == ["95%", "97.5%", "99.6%", "99.9%", "99.99%"]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,11 @@
 """A suite's file: the commands that it stands for, and the errors before the first is run."""
 
-import multiprocessing
-import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from megatron_coca.cluster import status_of
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation import suite as suites
@@ -23,10 +19,10 @@ from megatron_coca.evaluation.suite import (
     plan_commands,
     read_suite,
     run_commands,
-    run_to_its_end,
     training_lengths,
     with_checkpoints,
 )
+from megatron_coca.work.statuses import status_of
 from tests.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -184,7 +180,7 @@ def test_a_task_may_be_run_in_several_ways(tmp_path: Path) -> None:
 
 
 def test_how_a_command_ended() -> None:
-    assert "SIGKILL (possibly because the host's memory" in describe_exit(-signal.SIGKILL)
+    assert "SIGKILL (possibly because the host's memory" in describe_exit(128 + signal.SIGKILL)
     assert describe_exit(1) == "ended with status 1"
 
 
@@ -197,21 +193,6 @@ def test_a_killed_measurement_is_worth_a_repetition(monkeypatch: pytest.MonkeyPa
     assert [failure.temporary for failure in failures] == [False, True, False]
     assert "perplexity of dies: killed by SIGKILL" in failures[1].reason and "see its messages" in failures[0].reason
     assert status_of(failures) == 1 and status_of([failures[0], failures[2]]) == 2
-
-
-def test_a_terminated_suite_ends_its_command(tmp_path: Path) -> None:
-    child = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
-    command = [sys.executable, "-c", child, str(tmp_path / "pid")]
-    parent = multiprocessing.get_context("fork").Process(target=run_to_its_end, args=(command,))
-    parent.start()
-    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
-        assert parent.is_alive()
-        time.sleep(0.05)
-    parent.terminate()
-    parent.join(30)
-    assert parent.exitcode not in (None, 0)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 PI = {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 8}
@@ -231,3 +212,8 @@ def test_an_option_that_is_true_by_default_can_be_false() -> None:
     given = {"apply_chat_template": True, "fewshot_as_multiturn": False, "log_samples": False, "tasks": ["a"]}
     found = option_arguments("lm-eval", given, 64)
     assert found == ["--apply-chat-template", "--fewshot-as-multiturn", "false", "--tasks", "a"]
+
+
+def test_perplexity_has_default_windows_and_stride() -> None:
+    args = suites.task_parser("perplexity").parse_args(["--checkpoint", "run"])
+    assert (args.windows, args.stride) == (["1L", "2L", "4L"], "1L"), "multiples of the training length, as if given"

@@ -6,10 +6,10 @@ from statistics import fmean
 
 import pytest
 
-from megatron_coca.evaluation import benchmarks
 from megatron_coca.evaluation.report.document import ReportBlock, Table
 from megatron_coca.evaluation.report.published import TABLES
 from megatron_coca.evaluation.results import Result
+from megatron_coca.evaluation.tasks.lm_eval import benchmarks
 from tests.unit.evaluation.report_cases import benchmark, sections_of, write
 
 RULER = {task: 0.1 * number for number, task in enumerate(benchmarks.RULER_TASKS, 1)}

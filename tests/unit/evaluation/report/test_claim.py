@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.evaluation.benchmarks import RULER_TASKS
 from megatron_coca.evaluation.report.charts import COLUMN, drawn, style
 from megatron_coca.evaluation.report.document import Headline
 from megatron_coca.evaluation.report.looks import NO_CHANGE
@@ -15,6 +14,7 @@ from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.results import Result
+from megatron_coca.evaluation.tasks.lm_eval.benchmarks import RULER_TASKS
 from megatron_coca.methods import TABLES
 from tests.unit.evaluation.report_cases import (
     DOCUMENTS,
@@ -62,7 +62,7 @@ def test_a_difference_is_named_with_the_best_model_as_trained(tmp_path: Path) ->
         "At 8,192 tokens, 16 times the training length, CoCA + NTK has the highest recall, 0.98; no significant "
         "difference from RoFormer + NTK (0.97) is shown; the best model as trained, CoCA, has 0.40."
     )
-    assert "3 comparisons" in found.basis and "one seed" in found.basis
+    assert "Tested with 98.3% intervals: 5% for 3 comparisons" in found.basis and "one seed" in found.basis
     assert found.figure is not None and found.figure.name == "recall-1"
     assert found.table.header == ("recall at length", "512*", "8192")
     assert [row.name for row in found.table.rows] == ["CoCA + NTK", "RoFormer + NTK", "CoCA", "RoFormer"]
@@ -279,6 +279,13 @@ def test_names_of_labels_are_explained_once(tmp_path: Path) -> None:
     assert {key: MEANINGS[key].keys() for key in TABLES} == {
         key: {name for name in choices if (key, name) not in NO_CHANGE} for key, choices in TABLES.items()
     }
+
+
+def test_every_name_in_the_sentence_is_explained(tmp_path: Path) -> None:
+    results = {"a": accuracies("RoFormer", 0.1, "w"), "b": accuracies("Shifted", 0.9, "u")}
+    found = top(tmp_path, results)
+    assert "Shifted has the highest recall" in found.sentence and "RoFormer" in found.sentence
+    assert [name for name, _ in found.names] == ["RoFormer and Shifted"]
 
 
 def test_a_given_sentence_is_kept(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,24 @@ def test_results_csv_is_tidy(report: Path) -> None:
     assert (beyond.low <= beyond.value).all() and (beyond.value <= beyond.high).all() and len(beyond) > 5
 
 
+def test_labels_are_text_for_every_reader(tmp_path: Path) -> None:
+    """Our reader keeps each label, and so does pandas with the types that docs/report.md names."""
+    labels = ["NA", "None", "null", "007", "1e5", "=1+2", "it's"]
+    results = {str(number): perplexity(label, {512: 2.0}) for number, label in enumerate(labels)}
+    build_report(write(tmp_path / "results", results), tmp_path / "report")
+    path = tmp_path / "report/results.csv"
+    ours = redrawn.read_frame(path)
+    assert set(ours.label) == set(ours.weights) == set(labels) and set(ours.variant) == {""}
+    assert ours.length.tolist() == [512] * len(ours) and ours.low.isna().all() and ours.value.dtype == float
+    page = (Path(__file__).parents[4] / "docs/report.md").read_text()
+    call = page[page.index("import pandas\n") :].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(call.replace("results/report/results.csv", str(path)), names)
+    assert set(names["results"].label) == {label.replace("=", "'=") for label in labels}
+    assert names["results"].value.tolist() == ours.value.tolist() and names["results"].low.isna().all()
+    assert '"007"' in path.read_text() and '"007"' in (tmp_path / "report/tables/headline.csv").read_text()
+
+
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     results = every_result() | {"formula": perplexity('=1+2, "quoted"', {512: 2.0})}
     rows = tidy(read_results(write(tmp_path, results)))
@@ -70,6 +89,18 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     }
     assert sum(task.startswith("perplexity (documents") for task in {row.task for row in rows}) == 2, "two corpora"
     assert all(mine.value == pytest.approx(other.value, rel=1e-9) for mine, other in zip(rows, again, strict=True))
+
+
+def test_labels_leave_terminals_and_readers_alone(tmp_path: Path) -> None:
+    label = "a\x1b]0;x\x07\u202eb"
+    build_report(write(tmp_path / "results", {"1": perplexity(label, {512: 2.0})}), tmp_path / "report")
+    for file in ("report.md", "results.csv", "tables/headline.csv", "tables/headline.tex"):
+        text = (tmp_path / "report" / file).read_text()
+        assert not {"\x1b", "\x07", "\u202e"} & set(text), file
+    assert r"a\x1b]0;x\x07\u202eb" in (tmp_path / "report/results.csv").read_text()
+    long = write(tmp_path / "long", {"1": perplexity("a" * 10_001, {512: 2.0})})
+    with pytest.raises(EvaluationError, match="label: 10,001 characters, more than 10,000; measure it again"):
+        build_report(long, tmp_path / "report")
 
 
 def test_the_csv_gives_the_numbers_of_the_page(tmp_path: Path) -> None:
@@ -122,6 +153,26 @@ def test_a_measure_of_attention_has_no_best_label(tmp_path: Path) -> None:
     rows = tidy(read_results(write(tmp_path, {str(at): each for at, each in enumerate(found)})))
     table = redrawn.table(rows, "analyse", "anomalous pairs")
     assert table.rows[1].cells[0].low is not None and not any(cell.best for row in table.rows for cell in row.cells)
+
+
+@pytest.mark.parametrize("kind", ["tables", "figures"])
+def test_a_report_is_not_written_through_a_link(kind: str, tmp_path: Path) -> None:
+    """The folder of a report may come from somebody else, with a link and the names of files to remove."""
+    private, folder = tmp_path / "private", tmp_path / "report"
+    private.mkdir()
+    for name in ("mine.csv", "perplexity-1.csv", "mine.svg"):
+        (private / name).write_text("mine")
+    results = write(tmp_path / "results", {"a": perplexity("A", {512: 2.0})})
+    build_report(results, folder)
+    content = json.loads((folder / "results.json").read_text())
+    content["tables"].append({"name": "mine"})
+    content["figures"].append({"name": "mine"})
+    (folder / "results.json").write_text(json.dumps(content))
+    shutil.rmtree(folder / kind, ignore_errors=True)
+    (folder / kind).symlink_to(private)
+    with pytest.raises(EvaluationError, match=f"{folder / kind}: a link to {private}, .*remove the link"):
+        build_report(results, folder)
+    assert sorted(path.read_text() for path in private.iterdir()) == ["mine"] * 3
 
 
 def test_a_new_report_removes_the_numbers_of_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +244,7 @@ def test_latex_marks_what_the_page_marks() -> None:
         ("Nd²", r"Nd\textsuperscript{2}"),
         ("−2 Ä Ω", r"$-$2 Ä $\Omega$"),
         ("旋转 a_b 😀", r"\nonlatin{旋转}{U+65CB U+8F6C} a\_b \nonlatin{😀}{U+1F600}"),
+        ("a\x1b[2J\u202e", r"a\textbackslash{}x1b{[}2J\textbackslash{}u202e"),
         ('"θ ≥ 2"', r"{\char34}$\theta$ $\geq$ 2{\char34}"),
     ],
 )

@@ -1,10 +1,13 @@
 """The report: its files, its tables, and the results that it does not put into one table."""
 
+import csv
 import json
 import logging
 import math
 import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,10 @@ from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowRe
 from megatron_coca.evaluation.report import charts
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import ReportDocument, console_text
-from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
-from megatron_coca.evaluation.report.sections import SECTIONS
+from megatron_coca.evaluation.report.reading import read_results
+from megatron_coca.evaluation.report.sections import section_builders
 from megatron_coca.evaluation.results import read_record, write_atomically
+from megatron_coca.evaluation.tasks import TASKS
 from megatron_coca.support.markdown_tables import escaped
 from tests.unit.evaluation.report_cases import (
     DOCUMENTS,
@@ -29,6 +33,7 @@ from tests.unit.evaluation.report_cases import (
     needle,
     perplexity,
     sections_of,
+    speed,
     window,
     write,
     write_costs,
@@ -58,9 +63,9 @@ def test_tables_and_plots(tmp_path: Path) -> None:
     ]
     assert printed.splitlines()[-3:] == ["* training length (64)", "", "stride 512, 4 documents, 4092 tokens scored"]
     assert "RoFormer" not in printed, "the console shows only ours"
-    rows = (folder / "tables" / "perplexity-1.csv").read_text().splitlines()
-    assert [row.partition(",")[0] for row in rows[1:3]] == ["rotary", "rotary coca"]
-    assert float(rows[2].split(",")[4]) == pytest.approx(math.exp(3.0))
+    rows = list(csv.reader((folder / "tables" / "perplexity-1.csv").read_text().splitlines()))
+    assert [row[0] for row in rows[1:3]] == ["rotary", "rotary coca"]
+    assert float(rows[2][4]) == pytest.approx(math.exp(3.0))
     assert (folder / "figures" / "perplexity-1.svg").read_bytes().startswith(b"<?xml")
     assert "](figures/perplexity-1.svg)" in (folder / "report.md").read_text()
 
@@ -157,12 +162,23 @@ def test_a_foreign_file_that_is_named_is_an_error(tmp_path: Path, content: str) 
         build_report([tmp_path / "foreign.json"], tmp_path)
 
 
-@pytest.mark.parametrize("task", RESULT_TYPES)
+@pytest.mark.parametrize("task", TASKS)
 def test_a_damaged_result_is_an_error_in_a_folder_too(tmp_path: Path, task: str) -> None:
     (tmp_path / "damaged.json").write_text(json.dumps({"task": task}))
     message = rf"damaged.json: is not a result of `megatron-coca evaluate {task}` .*; measure it again"
     with pytest.raises(EvaluationError, match=message):
         build_report([tmp_path], tmp_path / "report")
+
+
+@pytest.mark.parametrize("accuracy", ["1e400", "NaN", "-0.1", "1.5"])
+def test_an_accuracy_that_is_no_share_is_an_error(tmp_path: Path, accuracy: str) -> None:
+    (file,) = write(tmp_path, {"one": perplexity("rotary", {64: 2.0})})
+    text = file.read_text()
+    changed = re.sub(r'"accuracy": ?[\d.e-]+', f'"accuracy": {accuracy}', text, count=1)
+    assert changed != text
+    file.write_text(changed)
+    with pytest.raises(EvaluationError, match=r"is not a result of .*accuracy.*; measure it again"):
+        read_results([file])
 
 
 @pytest.mark.parametrize("content", [b"", b'{"task": "perplexity", "label": "ro', b"\x00", b"\xff\xfe", b"[" * 99_999])
@@ -287,6 +303,7 @@ def test_labels_are_no_markup_in_markdown(report: Path) -> None:
         ("**a** _b_ `c` ~d~", r"\*\*a\*\* \_b\_ \`c\` \~d\~"),
         ("runs/350M_rotary _x a_", r"runs/350M_rotary \_x a\_"),
         ("a|b $x$ \\", r"a\|b \$x\$ \\"),
+        ("a\x1b[2J\u202e", r"a\\x1b\[2J\\u202e"),
         ("one \r\n two\n# three", "one two # three"),
     ],
 )
@@ -307,10 +324,10 @@ def test_every_image_and_table_is_described(report: Path) -> None:
 
 def test_every_section_is_there(report: Path) -> None:
     page = Page((report / "report.html").read_text())
-    assert [each["id"] for each in page.all("section")] == list(SECTIONS)
-    assert set(RESULT_TYPES) == {task for _, tasks, _ in SECTIONS.values() for task in tasks}
+    assert [each["id"] for each in page.all("section")] == [each.name for each in section_builders()]
+    assert TASKS.keys() == {task for each in section_builders() for task in each.tasks}
     markdown = (report / "report.md").read_text()
-    assert all(f"## {title}\n" in markdown for title, _, _ in SECTIONS.values())
+    assert all(f"## {each.title}\n" in markdown for each in section_builders())
     for word in ("Table 1", "Table 2", "Table 3", "Table 5", "Table 6", "next-token", "Wilson", "OOM", "failed"):
         assert word.lower() in page.text.lower()
     assert REFUSED in page.text and "cpu ran out of memory" in page.text
@@ -363,3 +380,13 @@ def test_the_best_of_ours_is_marked_and_theirs_never(tmp_path: Path) -> None:
     rows = section.blocks[0].tables[0].rows
     assert [[cell.best for cell in row.cells[:2]] for row in rows[:2]] == [[True, False], [False, True]]
     assert not any(cell.best for row in rows[2:] for cell in row.cells)
+
+
+def test_a_report_needs_no_pytorch(tmp_path: Path) -> None:
+    write(tmp_path / "results", {"one": perplexity("RoFormer", {512: 2.0, 1024: 2.5}), "two": speed()})
+    given = ["report", str(tmp_path / "results"), "--output", str(tmp_path / "report")]
+    program = (
+        f"import sys; from megatron_coca.evaluation.cli import main; main({given}); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert (tmp_path / "report/report.html").is_file()

@@ -15,7 +15,7 @@ from megatron_coca.evaluation import EvaluationError, PerplexityResult, build_re
 from megatron_coca.evaluation.report.charts import PAGE, drawn
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint, TrainedStage, run_curve, trained_stages
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow, csv_table
-from megatron_coca.evaluation.report.length_sections import span
+from megatron_coca.evaluation.report.overview_sections import span
 from megatron_coca.evaluation.results import Result
 from tests.unit.evaluation.report_cases import (
     DOCUMENTS,
@@ -257,4 +257,4 @@ def test_the_files_of_a_report(tmp_path: Path) -> None:
 def test_csv_holds_the_ends_of_intervals() -> None:
     cells = (TableCell("1.23†", 1.23456, "1.00–1.50", 1.0, 1.5, 3), TableCell("OOM", note="x"))
     text = csv_table(Table("t", "c", ("label", "a", "b"), (TableRow("x, y", cells),)))
-    assert text == 'label,source,a,a low,a high,a seeds,b\n"x, y",,1.23456,1,1.5,3,OOM\n'
+    assert text == '"label","source","a","a low","a high","a seeds","b"\n"x, y",,1.23456,1,1.5,3,"OOM"\n'

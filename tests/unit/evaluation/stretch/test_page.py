@@ -8,10 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.stretch.page import sentence, write_page
+from megatron_coca.evaluation.stretch.decision import decide
+from megatron_coca.evaluation.stretch.page import basis_of, sentence, write_page
 from megatron_coca.evaluation.stretch.plans import difference, power_of, read_plan
 from megatron_coca.evaluation.stretch.records import Losses, Retrieval, StretchResult
-from tests.unit.evaluation.stretch_cases import PLAN, config_of, stretch_result
+from tests.unit.evaluation.stretch_cases import PLAN, config_of, small_result, stretch_result
 
 
 def test_both_forms_of_the_page_say_the_same(tmp_path: Path) -> None:
@@ -21,14 +22,57 @@ def test_both_forms_of_the_page_say_the_same(tmp_path: Path) -> None:
     html = (tmp_path / "stretch.html").read_text()
     said = (
         "rerope+log_n extends this model to 32,768 tokens, 4 times its training length: it finds 0 of 8 facts there "
-        "(plain: 0), and its perplexity at 1x is 1.0% higher"
+        "(plain: 0), and its perplexity at 8,192 tokens is 1.0% higher than that of plain"
     )
     assert text.startswith(f"# {said}\n") and f'<p class="claim">{said}</p>' in html
-    assert html.count("<picture>") == 1 and html.count("<table>") == 3
+    assert html.count("<picture>") == 1 and html.count("<table>") == 4
     for shown in ("clex: rope_scaling.rope_type: clex has learned weights", "32768 tokens of ntk (about 1:23:45)"):
         assert shown in text.replace("\\_", "_") and shown in html
-    assert re.search(r"\| rerope\+log_n +\| +32,768 \|", text) and "<h2>The best method</h2>" in html
-    assert "transformers has no setting for this method" in text
+    assert re.search(r"\| rerope\+log_n +\| +32,768 \|", text) and "<h2>The chosen method</h2>" in html
+    assert "transformers has no setting for this method" in text and "\\`" not in text and "`<" not in html
+
+
+def test_an_undecided_page_says_so_everywhere(tmp_path: Path) -> None:
+    """Three facts of four against two: which method is chosen, why, and how many facts would decide."""
+    hidden = {
+        "yarn": [(True, 19.0), (True, 22.0), (False, 10.0), (False, 20.0)],
+        "rerope+log_n": [(True, 17.0), (True, 16.0), (True, 17.0), (False, 14.0)],
+        "plain": [(False, -3.0), (False, -7.0), (False, -1.0), (False, -4.0)],
+    }
+    result = small_result({name: {16384: facts} for name, facts in hidden.items()})
+    result = result.model_copy(update={"too_short": "The budget of 0:12:00 was too short."})
+    text = write_page(result, {name: config_of(name) for name in hidden}, tmp_path)
+    html = (tmp_path / "stretch.html").read_text()
+    said = (
+        "Undecided between rerope+log_n and yarn at 16,384 tokens, 2 times its training length: they find 3 and 2 of 4 "
+        "facts there (plain: 0)"
+    )
+    assert text.startswith(f"# {said}\n") and f'<p class="claim">{said}</p>' in html
+    why = "yarn, the simplest of the undecided methods that hold (no extension first, then"
+    overlay = (tmp_path / "best.yml").read_text()
+    assert f"```yaml\n{overlay}```\n" in text and "```json\n{\n" in text
+    assert "# yarn, chosen by megatron-coca stretch; undecided between it and rerope+log_n\n" in overlay
+    for shown in (
+        "The budget of 0:12:00 was too short. About ",
+        f"best.yml, --export and --chat use {why}",
+        "Its perplexity at 8,192 tokens is 1.0% higher than that of plain.",
+    ):
+        assert shown in text and shown in html
+    facts = re.search(r"About (\d+) facts of each would decide \(with a power of 80%\); they would take about", text)
+    compared = decide(result).compared[0]
+    assert facts is not None and compared.needed is not None and float(facts[1]) == compared.needed
+    assert re.search(r"\| yarn +\| +16,384 \| .*2/4 \(\d+% to \d+%\) \|", text), "intervals of the facts found"
+    assert re.search(r"\| yarn +\| +4 \| +-25% \(-\d+% to \+\d+%\) \| .* undecided \|", text)
+    assert re.search(r"\| rerope\+log_n \| 16,384 \| +2/2 \| +1/2 \|", text), "passkeys and needles"
+    assert "stretch.svg" in text and b"share of facts found" in (tmp_path / "stretch.svg").read_bytes()
+
+
+@pytest.mark.parametrize(("count", "verb"), [(1, "1 was"), (2, "2 were")])
+def test_few_facts_are_not_compared(count: int, verb: str) -> None:
+    hidden = [(True, 16.0), (False, 9.0)][:count]
+    result = small_result({"yarn": {16384: hidden}, "rerope": {16384: hidden}})
+    (found, *_) = basis_of(result, decide(result))
+    assert found.startswith(f"Methods are compared from 4 facts on, and {verb} measured; they would take about 0:00:")
 
 
 def test_contrasts_in_sequence(tmp_path: Path) -> None:
@@ -53,12 +97,16 @@ def test_nothing_beyond_the_training_length() -> None:
     cut = result.model_copy(
         update={
             "losses": [loss for loss in result.losses if loss.length == 8192],
-            "retrieval": [found.model_copy(update={"complete": False}) for found in result.retrieval],
+            "retrieval": [],
         }
     )
-    assert cut.lengths() == [8192] and sentence(cut).startswith("Nothing beyond the training length of 8,192 tokens")
+    assert cut.lengths() == [8192] and sentence(cut, decide(cut)).startswith(
+        "Nothing beyond the training length of 8,192 tokens"
+    )
     whole = cut.model_copy(update={"left_out": []})
-    assert sentence(whole) == "Nothing beyond the training length of 8,192 tokens was measured", "no reason is listed"
+    assert sentence(whole, decide(whole)) == "Nothing beyond the training length of 8,192 tokens was measured", (
+        "no reason is listed"
+    )
 
 
 def without_facts(result: StretchResult, *absent: tuple[str, int]) -> StretchResult:
@@ -81,7 +129,8 @@ def test_a_method_without_facts_is_not_better_than_one_with_them() -> None:
     assert without_facts(result.model_copy(update={"retrieval": lost}), (other, 8192)).reach(other) == 0
     neither = without_facts(result, *((method.name, 32768) for method in result.methods))
     assert neither.reach(best) == neither.reach(other) == 32768
-    assert "4 times its training length: only its perplexity was measured there, and" in sentence(neither)
+    said = sentence(neither, decide(neither))
+    assert said.startswith("Undecided between") and said.endswith("only their perplexity was measured there")
 
 
 def test_among_equals_a_missing_margin_does_not_decide() -> None:
@@ -97,8 +146,31 @@ def test_among_equals_a_missing_margin_does_not_decide() -> None:
     assert ranked.index(better) < ranked.index(worse)
 
 
+def test_found_facts_decide_before_margins() -> None:
+    """`one` and `other` have equal losses; `one` has the greater margins at the longest length."""
+    result, (one, other) = stretch_result(), ("rerope+log_n", "rerope")
+
+    def ranked(least: int, others: int) -> list[str]:
+        """The better first, if they find the facts from these numbers on."""
+        losses = [each for each in result.losses if each.method != other]
+        losses += [each.model_copy(update={"method": other}) for each in result.losses if each.method == one]
+        retrieval = [each for each in result.retrieval if each.method not in (one, other)]
+        for each in (each for each in result.retrieval if each.method == one):
+            for name, first, margin in ((one, least, 17.0), (other, others, 16.0)):
+                found = [
+                    case.model_copy(update={"found": place >= first, "margin": margin})
+                    for place, case in enumerate(each.cases)
+                ]
+                retrieval.append(each.model_copy(update={"method": name, "cases": found}))
+        names = result.model_copy(update={"losses": losses, "retrieval": retrieval}).ranked()
+        return [name for name in names if name in (one, other)]
+
+    assert ranked(1, 0) == [other, one]
+    assert ranked(0, 1) == ranked(0, 0) == ranked(99, 99) == [one, other]
+
+
 def test_results_without_numbers_are_damaged() -> None:
-    fields = {"method": "plain", "length": 8, "seconds": 1.0, "complete": True}
+    fields = {"method": "plain", "length": 8, "seconds": 1.0}
     for kind, key in ((Losses, "nlls"), (Retrieval, "cases")):
         with pytest.raises(ValidationError, match=key):
             kind.model_validate(fields | {key: []})

@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from megatron_coca.evaluation.stretch.running import Pace, missing_seconds
+from megatron_coca.evaluation.stretch.running import Goal, Pace, missing_seconds
 from tests.unit.evaluation.stretch_cases import LENGTHS, PLAN, stretch_result
 
 
@@ -17,7 +17,8 @@ class OneSecond:
 
 
 def left(result: Any, facts: dict[int, int]) -> float:
-    return missing_seconds(result, cast(Pace, OneSecond()), PLAN.methods, facts)
+    goals = {(name, length): Goal(PLAN.documents, count) for name in PLAN.methods for length, count in facts.items()}
+    return missing_seconds(result, cast(Pace, OneSecond()), goals)
 
 
 def test_the_time_left_falls_within_a_measurement() -> None:
@@ -25,8 +26,8 @@ def test_the_time_left_falls_within_a_measurement() -> None:
     assert left(whole, facts) == 0
     loss, retrieval = whole.losses[0], whole.retrieval[0]
     assert loss.seconds == 60 and len(loss.nlls) == PLAN.documents and len(retrieval.cases) == facts[LENGTHS[0]]
-    some = loss.model_copy(update={"nlls": loss.nlls[:2], "complete": False})
-    found = retrieval.model_copy(update={"cases": retrieval.cases[:5], "complete": False})
+    some = loss.model_copy(update={"nlls": loss.nlls[:2]})
+    found = retrieval.model_copy(update={"cases": retrieval.cases[:5]})
     part = whole.model_copy(update={"losses": [some, *whole.losses[1:]], "retrieval": [found, *whole.retrieval[1:]]})
     # 30 s for each document so far, and a second for each case
     assert left(part, facts) == 30 * (PLAN.documents - 2) + facts[LENGTHS[0]] - 5

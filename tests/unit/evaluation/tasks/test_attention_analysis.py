@@ -14,9 +14,8 @@ from megatron_coca.config import load_config
 from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.distance_sweep import SweptScores
 from megatron_coca.evaluation.results import read_costs, read_record
-from megatron_coca.evaluation.tasks import attention_analysis as length_analysis
-from megatron_coca.evaluation.tasks.attention_analysis import (
-    AnalysisResult,
+from megatron_coca.evaluation.tasks.analysis import measure as length_analysis
+from megatron_coca.evaluation.tasks.analysis.measure import (
     draw_pairs,
     log_distances,
     row_entropies,
@@ -24,6 +23,7 @@ from megatron_coca.evaluation.tasks.attention_analysis import (
     summarise_angles,
     summarise_decay,
 )
+from megatron_coca.evaluation.tasks.analysis.task import AnalysisResult
 from tests.checkpoint_files import write_checkpoint
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 512}

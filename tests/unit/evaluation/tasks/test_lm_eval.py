@@ -12,9 +12,9 @@ import pytest
 
 from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.tasks import lm_eval_files as task_files
-from megatron_coca.evaluation.tasks import lm_eval_model as adapter
-from megatron_coca.evaluation.tasks.lm_eval_files import config_hash, inputs_hash
+from megatron_coca.evaluation.tasks.lm_eval import files as task_files
+from megatron_coca.evaluation.tasks.lm_eval import model as adapter
+from megatron_coca.evaluation.tasks.lm_eval.files import config_hash, inputs_hash
 from megatron_coca.model import generate
 from tests.parity.exported import NEOX, TRAINED, random_checkpoint
 from tests.unit.evaluation.benchmark_cases import word_tokenizer
@@ -143,7 +143,7 @@ def test_without_the_harness(checkpoint: Path, tasks: Path, monkeypatch: pytest.
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("megatron_coca.evaluation.tasks.lm_eval.version", absent)
+    monkeypatch.setattr("megatron_coca.evaluation.tasks.lm_eval.measure.version", absent)
     with pytest.raises(EvaluationError, match="pip install 'lm-eval==0.4.13'"):
         command(checkpoint, tasks, "local_choice")
 

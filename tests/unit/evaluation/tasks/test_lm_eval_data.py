@@ -8,11 +8,18 @@ from typing import Any
 import datasets
 import pytest
 
-from megatron_coca.evaluation.benchmarks import BENCHMARKS, READ_BY_CODE, SQUAD, bucket_of, place_of, sources_of
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.tasks.lm_eval_data import TaskData
-from megatron_coca.evaluation.tasks.lm_eval_prompts import InputLimits
-from megatron_coca.evaluation.tasks.ruler_lengths import SHORTEST, check_lengths
+from megatron_coca.evaluation.tasks.lm_eval.benchmarks import (
+    BENCHMARKS,
+    READ_BY_CODE,
+    SQUAD,
+    bucket_of,
+    place_of,
+    sources_of,
+)
+from megatron_coca.evaluation.tasks.lm_eval.data import TaskData
+from megatron_coca.evaluation.tasks.lm_eval.prompts import InputLimits
+from megatron_coca.evaluation.tasks.lm_eval.ruler_lengths import SHORTEST, check_lengths
 from tests.parity.exported import NEOX, random_checkpoint
 from tests.unit.evaluation.benchmark_cases import write_data_set
 from tests.unit.evaluation.harness_cases import command, documents, read, write_tasks

@@ -9,8 +9,8 @@ import torch
 
 from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.tasks.lm_eval_model import greedy_limits, import_evaluate_library
-from megatron_coca.evaluation.tasks.lm_eval_prompts import PromptEncoding
+from megatron_coca.evaluation.tasks.lm_eval.model import greedy_limits, import_evaluate_library
+from megatron_coca.evaluation.tasks.lm_eval.prompts import PromptEncoding
 from tests.parity.exported import NEOX, random_checkpoint
 from tests.tokenizer_files import train_unigram
 from tests.unit.evaluation.harness_cases import WORDS, adapter, requests
@@ -66,6 +66,16 @@ def test_a_token_before_every_text(tmp_path: Path) -> None:
         for model, text in ((begun, "ab"), (plain, "#ab"))
     ]
     assert texts[0] == texts[1]
+
+
+def test_answers_that_had_not_ended_are_noted(tmp_path: Path) -> None:
+    """An answer that ends with its last possible token has ended."""
+    model = adapter(load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX)))
+    (text,) = model.generate_until(requests("generate_until", [("ab", {"until": [], "max_gen_toks": 5})]))
+    assert list(model.unfinished.values()) == [{0}]
+    model.unfinished.clear()
+    (begun,) = model.generate_until(requests("generate_until", [("ab", {"until": [text[-1]], "max_gen_toks": 5})]))
+    assert model.unfinished == {} and text.startswith(begun)
 
 
 def test_numbers_that_are_not_finite_are_no_scores(tmp_path: Path) -> None:

@@ -10,14 +10,15 @@ import torch
 
 from megatron_coca.checkpoints import load_model
 from megatron_coca.evaluation.cli import main
-from megatron_coca.evaluation.tasks.key_tokens import Contrast, key_tokens, tokens_within, window_lengths
-from megatron_coca.evaluation.tasks.longppl import LongPerplexityResult, Prepared, long_perplexity, through_text
+from megatron_coca.evaluation.tasks.longppl.key_tokens import ContextContrast, key_tokens, tokens_within, window_lengths
+from megatron_coca.evaluation.tasks.longppl.measure import Prepared, long_perplexity, through_text
+from megatron_coca.evaluation.tasks.longppl.task import LongPerplexityResult
 from megatron_coca.model import GPT
 from tests.checkpoint_files import BYTES
 from tests.parity.exported import NEOX, random_checkpoint
 from tests.unit.evaluation.benchmark_cases import word_tokenizer
 
-CONTRAST = Contrast(short=8, stride=3, alpha=0.02, beta=-6.4)
+CONTRAST = ContextContrast(short=8, stride=3, alpha=0.02, beta=-6.4)
 LENGTH = 45
 """Not a multiple of the stride after the short context: the last short window is shorter."""
 
@@ -43,7 +44,7 @@ def log_probability(model: GPT, context: np.ndarray, token: int) -> float:
     return float(logits.double().log_softmax(-1)[token])
 
 
-def by_definition(model: GPT, tokens: np.ndarray, contrast: Contrast) -> dict[int, float]:
+def by_definition(model: GPT, tokens: np.ndarray, contrast: ContextContrast) -> dict[int, float]:
     """The key tokens of a document, and their log-probabilities given all tokens before them."""
     found = {}
     for place in range(contrast.short, len(tokens)):

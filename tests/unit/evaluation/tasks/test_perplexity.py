@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_coca.evaluation import EvaluationError, sliding_window_perplexity
-from megatron_coca.evaluation.tasks import perplexity
-from megatron_coca.evaluation.tasks.perplexity import DocumentScore, plan_windows, pooled, window_count
+from megatron_coca.evaluation.tasks.perplexity import measure as perplexity
+from megatron_coca.evaluation.tasks.perplexity.measure import plan_windows, pooled, window_count
+from megatron_coca.evaluation.tasks.perplexity.task import DocumentScore
 
 VOCABULARY = 31
 

@@ -19,7 +19,7 @@ from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.attention_maps import observed, row_scores
 from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.report import build_report
-from megatron_coca.evaluation.tasks.recall import synthetic_questions
+from megatron_coca.evaluation.tasks.recall.measure import synthetic_questions
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
 
@@ -132,7 +132,9 @@ def test_the_seed_draws_the_text_between_facts_too(tmp_path: Path) -> None:
     writer.finish()
     settings = TaskSettings("recall", facts=4, text=True, filler_tokens=512)
     data = SimpleNamespace(data_root="data", test_data_paths=[str(tmp_path / "text")], test_data_weights=None)
-    evaluation: Any = SimpleNamespace(opened=SimpleNamespace(step=3, trained=SimpleNamespace(data=data, seed=7)))
+    opened = SimpleNamespace(step=3, trained=SimpleNamespace(data=data, seed=7))
+    options = SimpleNamespace(variants=[SimpleNamespace(overrides=(), files=())], checkpoint="run")
+    evaluation: Any = SimpleNamespace(opened=opened, options=options)
     asked = {
         seed: synthetic_questions(Namespace(cases=20, seed=seed, checkpoint="run"), evaluation, settings)(32)[0].ids
         for seed in (7, 8, "trained")

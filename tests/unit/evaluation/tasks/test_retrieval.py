@@ -17,9 +17,9 @@ from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.options import SubjectOptions
 from megatron_coca.evaluation.report import tables_of_results
 from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord, EvaluationError, Store, read_costs
-from megatron_coca.evaluation.subcommands import TASKS
+from megatron_coca.evaluation.subcommands import subcommands
 from megatron_coca.evaluation.subject import Evaluation, Header, Subject
-from megatron_coca.evaluation.tasks import retrieval as retrieval_tasks
+from megatron_coca.evaluation.tasks.retrieval import measure as retrieval_tasks
 from megatron_coca.model.generate import equal_length_batches
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 256}
@@ -69,7 +69,7 @@ def subject(says: Callable[[str], str] = lambda prompt: "") -> Subject:
 def run(task: str, model: Subject, *options: object, path: Path | None = None, tokenizer: Any = TOKENIZER) -> Any:
     """Run a task on `model` in place of a checkpoint; returns the result."""
     parser = ArgumentParser()
-    TASKS[task].add_arguments(parser)
+    subcommands()[task].add_arguments(parser)
     args = parser.parse_args(["--checkpoint", "run", "--cases", "4", *map(str, options)])
     stores: list[Store[Any]] = []
 

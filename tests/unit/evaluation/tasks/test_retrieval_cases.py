@@ -9,10 +9,18 @@ import pytest
 import tokenizers
 
 from megatron_coca.data import DataError, Tokenizer, load_tokenizer, train_sentencepiece
-from megatron_coca.evaluation.options import RULER_NAMES
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.tasks import retrieval_cases as tasks
-from megatron_coca.evaluation.tasks.prompts import (
+from megatron_coca.evaluation.tasks.retrieval import cases as tasks
+from megatron_coca.evaluation.tasks.retrieval.cases import (
+    ADJECTIVES,
+    CITIES,
+    NOUNS,
+    RULER_TASKS,
+    RetrievalTask,
+    needle,
+    ruler,
+)
+from megatron_coca.evaluation.tasks.retrieval.prompts import (
     FILLER,
     FILLER_BLOCKS,
     FILLER_HAYSTACK,
@@ -28,15 +36,7 @@ from megatron_coca.evaluation.tasks.prompts import (
     load_haystack,
     uniform_gap,
 )
-from megatron_coca.evaluation.tasks.retrieval_cases import (
-    ADJECTIVES,
-    CITIES,
-    NOUNS,
-    RULER_TASKS,
-    RetrievalTask,
-    needle,
-    ruler,
-)
+from megatron_coca.evaluation.tasks.retrieval.task import RULER_NAMES
 
 WORDS = "the grass is green and the sky is blue, there is a code of the sun 12 345 again; Here we go. What is it?"
 PROSE = Haystack("prose", tuple(f"{WORDS[: 7 + 13 * (number % 8)].strip()} {number}." for number in range(60)))

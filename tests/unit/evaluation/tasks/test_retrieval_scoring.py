@@ -2,14 +2,9 @@
 
 import pytest
 
-from megatron_coca.evaluation.tasks.retrieval import (
-    CaseRecord,
-    FactRecord,
-    PasskeyEntry,
-    make_entry,
-    tally,
-)
-from megatron_coca.evaluation.tasks.retrieval_cases import first_run, passkey_score, share_found
+from megatron_coca.evaluation.tasks.retrieval.cases import first_run, passkey_score, share_found
+from megatron_coca.evaluation.tasks.retrieval.measure import make_entry, tally
+from megatron_coca.evaluation.tasks.retrieval.task import CaseRecord, FactRecord, PasskeyEntry
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ import torch
 from megatron_coca.config import Config, load_config
 from megatron_coca.evaluation import subject
 from megatron_coca.evaluation.cli import main
-from megatron_coca.evaluation.options import KINDS_OF_WORK, KindOfWork, Variant, add_speed_options
+from megatron_coca.evaluation.options import Variant
 from megatron_coca.evaluation.results import EvaluationError, Missing, Store, read_record
-from megatron_coca.evaluation.tasks import speed
-from megatron_coca.evaluation.tasks.speed import (
+from megatron_coca.evaluation.tasks.speed import measure as speed
+from megatron_coca.evaluation.tasks.speed.measure import (
     WORKLOADS,
-    SpeedResult,
     TimedMethod,
     Workload,
     build_methods,
@@ -26,6 +25,7 @@ from megatron_coca.evaluation.tasks.speed import (
     ratio,
     try_once,
 )
+from megatron_coca.evaluation.tasks.speed.task import KINDS_OF_WORK, KindOfWork, SpeedResult, add_speed_options
 from megatron_coca.model import build_model
 
 ROOT = Path(__file__).parents[4]

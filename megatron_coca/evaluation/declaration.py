@@ -1,0 +1,85 @@
+"""The declaration of an evaluation task: everything that other code knows of it. Nothing here imports PyTorch."""
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_coca.evaluation.numbers import Number, Reading
+from megatron_coca.evaluation.results import Result
+
+LAST = 1000
+"""The place of a task or section that declares none: after all others, by its name."""
+Comparable = Mapping[str, str]
+"""The properties in which the results of one table agree: their names in headings, and their paths in a result."""
+
+
+@dataclass(frozen=True)
+class TaskSection:
+    """A section of the report.
+
+    Attributes:
+        name: its name in links, and the beginning of the names of its tables and figures.
+        title: its heading.
+        build: the function that makes its blocks, as `folder.module.function` below `evaluation.tasks`. By default the
+            section has a table and a plot by length of each number of the task.
+        place: its place on the page.
+        sentence: its place among the sections that can have the sentence at the top of a report. The report has the
+            sentence of the first section whose task some model has learned.
+    """
+
+    name: str
+    title: str
+    build: str = ""
+    place: int = LAST
+    sentence: int = LAST
+
+
+@dataclass(frozen=True)
+class Task:
+    """An evaluation task: a subcommand that measures and writes result files.
+
+    Attributes:
+        name: the subcommand, and the field `task` of the result files.
+        help: description of the task in the command's help.
+        add_options: function that declares the task's options.
+        example: options for the example in the help.
+        measure: the function that measures, as `folder.module.function` below `evaluation.tasks`. It takes the parsed
+            options and a function that shows results, and returns the exit status.
+        result: the type of the result files.
+        numbers: the numbers of an entry, the most important one first.
+        readings: reads the numbers of an entry whose names are not known beforehand.
+        comparable: the properties in which the results of one table agree.
+        at: the name of a missing entry, in which {} is the length.
+        divided_by: the option with values that several processes can measure independently. Without it, a task is
+            divided by variant only.
+        by_document: whether the task itself measures a part of the documents (`--part`).
+        sections: its sections of the report.
+        place: its place in help texts and in results.csv.
+        of_checkpoint: whether it measures a checkpoint, so that suites and ablations accept it.
+    """
+
+    name: str
+    help: str
+    add_options: Callable[[ArgumentParser], None]
+    example: str
+    measure: str
+    result: type[Result]
+    numbers: tuple[Number, ...] = ()
+    readings: Callable[[Any], Iterable[Reading]] | None = None
+    comparable: Comparable = field(default_factory=lambda: {"protocol": "protocol"})
+    at: str = "length {}"
+    divided_by: str = ""
+    by_document: bool = False
+    sections: tuple[TaskSection, ...] = ()
+    place: int = LAST
+    of_checkpoint: bool = True
+
+    def read(self, entry: Any) -> list[Reading]:
+        """Return all numbers of an entry."""
+        found = (number.reading(entry) for number in self.numbers)
+        return [*filter(None, found), *(self.readings(entry) if self.readings is not None else ())]
+
+    def number(self, name: str) -> Number | None:
+        """Return the declaration of the number with this name in results.csv; None if the results name it."""
+        return next((number for number in self.numbers if number.is_named(name)), None)

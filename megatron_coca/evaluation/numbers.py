@@ -1,0 +1,83 @@
+"""The numbers that tasks measure: what each of them is, and how it is read from an entry of a result file.
+
+Pages, results.csv, LaTeX tables and notebooks read numbers through these declarations, which import no PyTorch.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+
+class Reading(NamedTuple):
+    """One number of an entry: its name in results.csv, the length, the value, and the ends of its 95% interval."""
+
+    name: str
+    length: int | None
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+def length_of(entry: Any) -> int | None:
+    return int(entry.length)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in the entries of a result file.
+
+    Attributes:
+        name: its name in results.csv. `{entry.depth}` is replaced by a field of the entry.
+        read: reads it from an entry, or returns None if the entry does not have it; by default it is the accuracy of
+            `tally`.
+        quantity: its name in sentences and at axes; by default `name`.
+        unit: its unit, as in "nats per token"; empty for a plain number.
+        best: which end is better, if any.
+        digits: digits after the decimal point in tables.
+        logarithm: reads its natural logarithm, for numbers that are averaged over seeds as logarithms and drawn on a
+            logarithmic axis.
+        share: whether it lies between 0 and 1.
+        tally: reads the cases behind it, with their Wilson interval.
+        sums: reads one sum per document, for paired comparisons.
+        length: reads the length in tokens at which it was measured.
+        published: the `metric` of its tables in published.yaml.
+        learned: the number that one model must reach at some length. Otherwise no model has learned the task, and the
+            sentence at the top of a report is about another task.
+    """
+
+    name: str
+    read: Callable[[Any], float | None] | None = None
+    quantity: str = ""
+    unit: str = ""
+    best: Literal["lowest", "highest", "neither"] = "highest"
+    digits: int = 2
+    logarithm: Callable[[Any], float] | None = None
+    share: bool = False
+    tally: Callable[[Any], Any] | None = None
+    sums: Callable[[Any], Sequence[float]] | None = None
+    length: Callable[[Any], int | None] = length_of
+    published: str = ""
+    learned: float = float("-inf")
+
+    @property
+    def shown_as(self) -> str:
+        return self.quantity or self.name
+
+    def reading(self, entry: Any) -> Reading | None:
+        """Return the number of an entry, or None if the entry does not have it."""
+        tally = None if self.tally is None else self.tally(entry)
+        value = self.read(entry) if self.read is not None else getattr(tally, "accuracy", None)
+        if value is None:
+            return None
+        name = self.name.format(entry=entry) if "{" in self.name else self.name
+        return Reading(name, self.length(entry), value, getattr(tally, "low", None), getattr(tally, "high", None))
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile("[^,]*".join(map(re.escape, re.split(r"\{[^}]*\}", self.name))))
+
+    def is_named(self, name: str) -> bool:
+        """Return True if `name` is the name of this number in some entry."""
+        return self._pattern.fullmatch(name) is not None

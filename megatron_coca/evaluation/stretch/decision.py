@@ -1,0 +1,214 @@
+"""Which methods the measurements separate, which remain undecided, and which of these is chosen.
+
+The number of facts found decides, at the longest length to which a method holds. If it does not separate two methods,
+for example because both find all facts or none, the margins decide. All differences are paired by fact.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_coca.evaluation.statistics import Estimate, equal, estimate, power
+from megatron_coca.evaluation.stretch.choices import simplicity
+from megatron_coca.evaluation.stretch.records import HOLDS, StretchResult
+
+LEVEL = 0.05
+"""Probability that the best method is wrongly excluded, for all comparisons together."""
+LOOKS = 5
+"""Times at which methods are compared: with 4, 8, 16, 32 and 64 facts."""
+FEWEST = 4
+"""Fewest facts that are compared; fewer say too little about their variation."""
+POWER = 0.8
+MOST_NEEDED = 1000
+"""Largest number of facts that would decide which is computed."""
+WINDOWS_AGREE = 0.05
+"""Largest error of the mean logarithm of a perplexity ratio, also from one window. In studies/real_model, the ratios
+of methods near the limit have standard deviations of 0.02 to 0.04 between books."""
+
+
+class Compared(NamedTuple):
+    """A method against the leader, by the number of `facts` that both have. Differences are method minus leader.
+
+    Attributes:
+        found: the difference of the shares of facts found, with its interval.
+        margin: the difference of the margins in nats; without an interval for a single fact.
+        by: what separates the method from the leader: "facts found", "margin" or "" (undecided).
+        needed: the number of facts that would decide; None if it is not known, inf if it is above MOST_NEEDED.
+    """
+
+    method: str
+    facts: int
+    found: Estimate
+    margin: Estimate
+    by: str
+    needed: float | None
+
+
+class Decision(NamedTuple):
+    """The result of the comparison.
+
+    Attributes:
+        length: the longest length to which a method holds, in tokens; 0 if none holds anywhere.
+        leader: the method with the most facts found there, or "" if none holds.
+        undecided: the leader and the methods that are not separated from it, in the order of `ranked`.
+        chosen: the simplest of those undecided methods that hold; the plain model if none holds.
+        compared: all other methods that may hold there.
+        unmeasured: methods that may hold there, but were not measured.
+    """
+
+    length: int
+    leader: str
+    undecided: tuple[str, ...]
+    chosen: str
+    compared: tuple[Compared, ...] = ()
+    unmeasured: tuple[str, ...] = ()
+
+
+def confidence(result: StretchResult) -> float:
+    """Return the confidence of each interval of a difference, so that all hold together (Bonferroni).
+
+    Every method except the leader is compared LOOKS times. Two quantities are compared, but only
+    the upper end of each interval can exclude a method, so their number does not count.
+    """
+    return 1.0 - LEVEL / (max(1, len(result.supported) - 1) * LOOKS)
+
+
+def failed(result: StretchResult, method: str, length: int) -> bool:
+    """Return True if the measurements show that the method does not hold at this length, or at a shorter one."""
+    for each in (each for each in result.lengths() if each <= length):
+        ratios = result.loss_ratios(method, each)
+        if ratios and not ratio_interval(result, method, each)[0] <= math.log(HOLDS):  # also if it is NaN
+            return True
+        margins = [case.margin for case in result.facts(method, each)]
+        if len(margins) >= FEWEST and _high(margins, confidence(result)) < 0:
+            return True
+    return False
+
+
+def ratio_interval(result: StretchResult, method: str, length: int) -> tuple[float, float]:
+    """Return the interval of the mean logarithm of the perplexity ratio (`loss_ratios`), at most WINDOWS_AGREE wide on
+    each side.
+    """
+    ratios = result.loss_ratios(method, length)
+    mean, within = math.fsum(ratios) / len(ratios), WINDOWS_AGREE
+    if len(ratios) >= FEWEST:
+        found = estimate(ratios, confidence(result))
+        within = min(within, found.high - found.mean) if math.isfinite(found.high) else within
+    return mean - within, mean + within
+
+
+def unclear_perplexity(result: StretchResult, method: str, length: int) -> bool:
+    """Return True if the limit of the perplexity is within the interval of the ratio."""
+    if not result.loss_ratios(method, length) or (method, length) == (result.plain, result.trained):
+        return False
+    low, high = ratio_interval(result, method, length)
+    return low <= math.log(HOLDS) < high
+
+
+def decide(result: StretchResult) -> Decision:
+    """Compare the methods at the longest length to which one holds."""
+    ranked = result.ranked()
+    length = max(map(result.reach, ranked))
+    if not length:
+        return Decision(0, "", (), result.plain)
+    leader = ranked[0]  # it holds the farthest, and finds the most facts there of those that do
+    hidden = bool(result.facts(leader, length))
+    possible = [name for name in ranked if name != leader and not failed(result, name, length)]
+    measured = [name for name in possible if result.facts(name, length) or not hidden]
+    measured = [name for name in measured if result.loss(name, length)]
+    compared = tuple(compare(result, name, leader, length) for name in measured) if hidden else ()
+    separated = {each.method for each in compared if each.by}
+    undecided = tuple(name for name in (leader, *measured) if name not in separated)
+    holding = [name for name in undecided if result.reach(name) == length]
+    unmeasured = tuple(name for name in possible if name not in measured)
+    return Decision(length, leader, undecided, min(holding, key=simplicity), compared, unmeasured)
+
+
+def compare(result: StretchResult, method: str, leader: str, length: int) -> Compared:
+    """Compare a method with the leader."""
+    pairs = list(zip(result.facts(method, length), result.facts(leader, length), strict=False))
+    inside = confidence(result)
+    found = [float(one.found) - float(other.found) for one, other in pairs]
+    margins = [one.margin - other.margin for one, other in pairs]
+    by, ends, needed = separated_by(found, margins, inside), estimate(padded(found), inside), None
+    if not by and len(pairs) >= FEWEST:
+        needed = min(_needed(padded(found), inside), _needed(margins, inside) if math.fsum(found) <= 0 else math.inf)
+    shares = replace(ends, mean=math.fsum(found) / len(found), low=max(-1.0, ends.low), high=min(1.0, ends.high))
+    return Compared(method, len(pairs), shares, estimate(margins, inside), by, needed)
+
+
+def separated_by(found: Sequence[float], margins: Sequence[float], inside: float) -> str:
+    """Return what shows that a method is worse than the leader: "facts found", "margin" or "" (nothing).
+
+    The arguments are paired differences, method minus leader. The margin counts only for a method that does not find
+    more facts than the leader.
+    """
+    if len(found) < FEWEST or math.fsum(found) > 0:
+        return ""
+    return "facts found" if _high(padded(found), inside) < 0 else "margin" if _high(margins, inside) < 0 else ""
+
+
+def padded(found: Sequence[float]) -> list[float]:
+    """Return the differences of facts found, with two additional pairs, one in favour of each method (Bonett and Price
+    2012).
+
+    So there is an interval even if all pairs agree, and its coverage is good even for few pairs.
+    """
+    return [*found, 1.0, -1.0]
+
+
+Key = tuple[str, int]
+"""A method and a length in tokens."""
+
+
+def open_facts(result: StretchResult) -> Iterator[Key]:
+    """Yield the methods and lengths at which more facts could change the decision: the undecided methods, and every
+    method that has not failed but has a mean margin of 0 or less. If there is only one method, yield all lengths.
+    """
+    decision, single = decide(result), len(result.supported) == 1
+    for length in result.lengths():
+        beyond = length == decision.length > result.trained
+        contested = decision.undecided if beyond and len(decision.undecided) > 1 else ()
+        for name in (name for name in result.supported if result.facts(name, length)):
+            margin = result.margin(name, length)
+            low = margin is not None and margin <= 0 and not failed(result, name, max(length, decision.length))
+            if single or low or name in contested:
+                yield name, length
+
+
+def open_windows(result: StretchResult) -> Iterator[Key]:
+    """Yield the methods and lengths at which more windows could change the decision: the limit is within the interval
+    of the ratio, and the method has not failed. The plain model at 1x is the reference, so it needs as many windows as
+    the others. If there is only one method, yield all lengths.
+    """
+    most, reach = max((len(each.nlls) for each in result.losses), default=0), decide(result).length
+    for length in result.lengths():
+        for name in (name for name in result.supported if result.loss(name, length)):
+            loss = result.loss(name, length)
+            behind = (name, length) == (result.plain, result.trained) and loss is not None and len(loss.nlls) < most
+            unclear = unclear_perplexity(result, name, length) and not failed(result, name, max(length, reach))
+            if behind or unclear or len(result.supported) == 1:
+                yield name, length
+
+
+def _high(values: Sequence[float], inside: float) -> float:
+    """Return the upper end of the interval of the mean; the mean itself if all values are equal."""
+    found = estimate(values, inside)
+    return found.mean if equal(values) else found.high
+
+
+def _needed(differences: Sequence[float], inside: float) -> float:
+    """Return the smallest number of facts that would show the mean difference with a probability of POWER, inf if it is
+    above MOST_NEEDED. The deviation is the standard deviation of the differences.
+    """
+    found = estimate(differences)
+    if equal(differences) or not math.isfinite(found.mean):
+        return math.inf
+    deviation = math.sqrt(math.fsum((each - found.mean) ** 2 for each in differences) / (len(differences) - 1))
+    low, high = 1, MOST_NEEDED + 1  # too few, and enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        shown = power(found.mean / deviation, middle, 1.0 - inside) >= POWER
+        low, high = (low, middle) if shown else (middle, high)
+    return high if high <= MOST_NEEDED else math.inf

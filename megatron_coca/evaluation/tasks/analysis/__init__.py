@@ -1,0 +1,1 @@
+"""Angles, scores and entropy of attention: what is known of the task, and its measurement."""

@@ -1,0 +1,1 @@
+"""LongPPL: what is known of the task, and its measurement."""

@@ -1,0 +1,1 @@
+"""Sliding-window perplexity: what is known of the task, and its measurement."""

@@ -1,0 +1,1 @@
+"""Key-value recall: what is known of the task, and its measurement."""

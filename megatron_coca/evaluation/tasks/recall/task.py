@@ -1,0 +1,122 @@
+"""`megatron-coca evaluate recall`: options and result files."""
+
+from argparse import ArgumentParser
+from collections.abc import Callable
+from typing import Literal
+
+from megatron_coca.evaluation.declaration import Task, TaskSection
+from megatron_coca.evaluation.options import (
+    add_batch_option,
+    add_subject_options,
+    length_list,
+    positive_int,
+    shift_list,
+    whole_number,
+)
+from megatron_coca.evaluation.results import Entry, Record, Result
+from megatron_coca.evaluation.tasks.retrieval.task import Tally, accuracy
+
+TRAINED = "trained"
+"""The value of recall's `--seed` that selects the seed of the model's training."""
+
+
+class HeadScores(Record):
+    """Means over cases for one attention head with the question as the query."""
+
+    layer: int
+    head: int
+    fact: float | None  # score of the fact; None if a distance map hides the fact in some case
+    rest: float  # log-sum-exp of the scores of all other keys
+    weight: float  # softmax weight of the fact
+
+
+class RecallEntry(Tally, Entry):
+    """Cases at one length with all positions shifted by `shift`; `heads` exists only if heads were scored."""
+
+    length: int
+    shift: int
+    nll: float  # nll of the answer in nats
+    inside: Tally | None
+    beyond: Tally | None
+    heads: list[HeadScores]
+    questions: dict[str, Tally] | None = None  # of ordered recall: by what is asked for
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.length, self.shift)
+
+
+class RecallProtocol(Record):
+    text: str
+    cases: int
+    diagnosed: int  # number of cases for which heads are scored
+    seed: int | Literal["trained"]  # "trained": the seed of the model's training
+    prompts: str  # "synthetic recall" or "synthetic ordered_recall" with its sizes, or "passkey"
+    chance: float | None  # accuracy of a random value; None for passkeys
+    prompts_sha256: str | None = None  # hash of sample passkey prompts
+    text_sha256: str | None = None  # hash of samples of the filler shards; earlier files contain neither hash
+
+
+class RecallResult(Result):
+    task: Literal["recall"] = "recall"
+    protocol: RecallProtocol
+    results: list[RecallEntry]
+
+
+def seed_or_trained(text: str) -> int | str:
+    return text if text == TRAINED else whole_number(text)
+
+
+def add_recall_options(parser: ArgumentParser) -> None:
+    add_subject_options(parser)
+    add = parser.add_argument
+    add("--lengths", type=length_list, metavar="N,N,...", help="input lengths in tokens; default: 1L,2L,4L,8L,16L")
+    shifts = "offsets added to all positions of an input of the training length; default: 0,16,64,192,960"
+    add("--shifts", type=shift_list, default=[0, 16, 64, 192, 960], metavar="N,N,...", help=shifts)
+    add(
+        "--cases",
+        type=positive_int,
+        default=512,
+        metavar="N",
+        help="number of questions per length; default: %(default)s",
+    )
+    text = "number of questions for which attention heads are scored; default: %(default)s"
+    add("--diagnosed", type=whole_number, default=128, metavar="N", help=text)
+    text = "seed of the questions, or trained for the seed of the model's training; default: %(default)s"
+    add("--seed", type=seed_or_trained, default=0, metavar="N", help=text)
+    add_batch_option(parser, 32768)
+
+
+def unshifted(part: Callable[[RecallEntry], Tally | None]) -> Callable[[RecallEntry], Tally | None]:
+    return lambda entry: None if entry.shift else part(entry)
+
+
+def shifted(part: Callable[[RecallEntry], Tally | None]) -> Callable[[RecallEntry], Tally | None]:
+    return lambda entry: part(entry) if entry.shift else None
+
+
+PARTS: dict[str, Callable[[RecallEntry], Tally | None]] = {
+    "": lambda entry: entry,
+    ", inside": lambda entry: entry.inside,
+    ", beyond": lambda entry: entry.beyond,
+}
+RECALL = Task(
+    "recall",
+    "key-value recall by length and shift, and attention scores by head",
+    add_recall_options,
+    "--checkpoint runs/recall --output results",
+    "recall.measure.run",
+    RecallResult,
+    numbers=(
+        *(accuracy(f"accuracy{end}", unshifted(part), "" if end else "recall") for end, part in PARTS.items()),
+        *(accuracy(f"accuracy, shift {{entry.shift}}{end}", shifted(part)) for end, part in PARTS.items()),
+    ),
+    comparable={
+        "cases": "protocol.cases",
+        "seed": "protocol.seed",
+        "prompts": "protocol.prompts",
+        "protocol": "protocol.text",
+    },
+    sections=(TaskSection("recall", "Key-value recall", "recall.section.recall_blocks", place=20, sentence=10),),
+    place=40,
+)

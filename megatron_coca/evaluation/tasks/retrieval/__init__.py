@@ -1,0 +1,1 @@
+"""Passkeys, needles and RULER-style tasks: what is known of the task, and its measurement."""
