@@ -110,11 +110,14 @@ def check_same_architecture(folder: Path, saved: Config, wanted: Config) -> None
     """Check that a run with `wanted` can start from weights trained with `saved`.
 
     Only keys that change how the weights are used are compared. Shape mismatches are found when the weights are loaded.
+    `rotary_pct` may become smaller. This does not happen by accident, because its default is 1.
+
     Raises CheckpointError, which names all keys that differ but must not.
     """
     fixed = set(FIXED_BY_WEIGHTS)
     fixed |= epsilons(saved.model)
-    if saved.position.embedding.rotary and wanted.position.embedding.rotary:
+    rotary = saved.position.embedding.rotary and wanted.position.embedding.rotary
+    if rotary and wanted.position.rotary_pct > saved.position.rotary_pct:
         fixed.add("rotary_pct")
     if saved.position.pos_emb == wanted.position.pos_emb and saved.model.qk_norm is not None:
         fixed.add("qk_norm_after_rotation")
@@ -131,7 +134,9 @@ def check_same_architecture(folder: Path, saved: Config, wanted: Config) -> None
 
 
 def _learned_difference(key: str, before: PositionConfig, after: PositionConfig, lengths: list[int]) -> str | None:
-    """Return how a `trained` choice of `key` differs, or None. `lengths` are the training lengths before and after."""
+    """Return text on how a `trained` choice of `key` differs, or None. `lengths` are the training lengths before and
+    after.
+    """
     trained, used = (
         next((choice.name for choice, _ in position.choices() if choice.key == key and choice.trained), None)
         for position in (before, after)

@@ -39,7 +39,7 @@ TOLERANCE = 1e-3
 """Maximum difference between logits, as a fraction of the largest logit. Source and export compute in float32 but in
 different orders, so small models differ by up to 1e-5. A wrong key changes the logits by more than 1e-2.
 """
-IMPORT = "this project's import"
+IMPORT = "megatron-coca import"
 VOCABULARY = ("embedding.word_embeddings.weight", "final_linear.weight", "final_linear.bias", "final_bias")
 """Our names of the weights that have a row for each token."""
 
@@ -88,7 +88,7 @@ def _layer(name: str) -> int | None:
 def _layers(config: Config, weights: Weights) -> int:
     """Return the number of layers to compare: as many as fit into MEMORY, but at least one layer of every type.
 
-    The last of them has the type of the model's last layer, which the class of Gemma 4 expects.
+    The last of these layers has the type of the model's last layer, because the class of Gemma 4 expects that.
     """
     sizes = [0] * config.model.num_layers
     for name, entry in weights.entries.items():

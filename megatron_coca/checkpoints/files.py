@@ -104,7 +104,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a mapping as indented JSON."""
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_bytes(json_bytes(content))
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """Return the content of a file with indented JSON."""
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 class Comparison:

@@ -15,9 +15,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
+from torch import Tensor
+
 from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
 from megatron_coca.checkpoints.unsupported import WITHOUT_EFFECT
-from megatron_coca.checkpoints.weights import StoredTensor, is_archive, read_layout
+from megatron_coca.checkpoints.weights import StoredTensor, is_archive, load_pickle, read_layout
 from megatron_coca.config import KEYS, Config
 from megatron_coca.config.schema import default_of
 from megatron_coca.support.regular_files import open_regular
@@ -67,8 +70,37 @@ def stored_identity(config: Config, places: Mapping[str, tuple[Path, StoredTenso
     return digest.hexdigest()
 
 
+def stored_digests(path: Path) -> dict[str, str]:
+    """Return a digest of the dtype, shape and sampled values of every tensor in a safetensors file.
+
+    Raises CheckpointError.
+    """
+    found = {}
+    for name, entry in read_layout(path).items():
+        digest = hashlib.sha256(f"{entry.code} {list(entry.shape)}".encode())
+        _read_into(digest, path, [(entry.begin, entry.nbytes)])
+        found[name] = digest.hexdigest()
+    return found
+
+
+def pickled_digests(path: Path) -> dict[str, str]:
+    """Return a digest of the dtype, shape, and first and last values of every tensor in a pickled file.
+
+    Raises CheckpointError.
+    """
+    found = {}
+    for name, value in load_pickle(path).items():
+        digest = hashlib.sha256(f"{type(value)} {getattr(value, 'dtype', '')} {getattr(value, 'shape', '')}".encode())
+        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+            flat = value.detach().flatten()
+            for part in (flat[:RANGE], flat[-RANGE:]):
+                digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+        found[str(name)] = digest.hexdigest()
+    return found
+
+
 def with_ignored(identity: str, ignored: Iterable[str]) -> str:
-    """Return the identity of a model with keys of its config.json ignored. Without such keys, it does not change."""
+    """Return the identity of a model with keys of its config.json ignored. If no key is ignored, it stays the same."""
     names = sorted(set(ignored))
     return hashlib.sha256(json.dumps([identity, *names]).encode()).hexdigest() if names else identity
 
@@ -76,8 +108,8 @@ def with_ignored(identity: str, ignored: Iterable[str]) -> str:
 def pickles_identity(config: Config, paths: Iterable[Path]) -> str:
     """Return the identity of a model in pickled files.
 
-    The identity covers the configuration and the name of each file. Of a PyTorch archive, it covers the recorded
-    checksums of all tensors, and sampled bytes of tensors without a checksum. Of other files, it covers sampled bytes.
+    The identity covers the configuration and the name of each file. For a PyTorch archive, it covers the recorded
+    checksums of all tensors, and sampled bytes of tensors without a checksum. For other files, it covers sampled bytes.
     Raises UnreadableError.
     """
     digest = _begun(config)

@@ -3,7 +3,8 @@
 Weights are copied one at a time, so memory use does not depend on the size of the model.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,10 +18,12 @@ from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
 from megatron_coca.config.schema import default_of
+from megatron_coca.data.tokenizers import Tokenizer, load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, PROBES
 from megatron_coca.data.tokenizers.losses import sampled
-from megatron_coca.support.atomic_write import atomic_dir, require_new
-from megatron_coca.support.plain_text import masked
+from megatron_coca.support.errors import InputError
+from megatron_coca.support.regular_files import read_regular
+from megatron_coca.work.folders import atomic_dir, require_new
 
 
 @dataclass(frozen=True)
@@ -49,18 +52,17 @@ def import_checkpoint(
 
     Args:
         source: any checkpoint that `open_checkpoint` reads.
-        folder: the folder to write, which must not exist.
+        folder: the folder to write. If it exists and holds this import already, nothing is written.
         overrides: as for `load_model`. GPT-NeoX folders by CoCA's authors need `pos_emb=coca`.
         dtype: dtype of the written weights. By default, they are copied bit by bit.
 
     Raises:
         CheckpointError: the source is invalid or has an unknown format, its weights do not fit its configuration, or
-            `folder` exists or cannot be written.
+            `folder` has other content or cannot be written.
         ConfigError: an override is invalid.
         DataError: the tokenizer of a native checkpoint is damaged.
     """
     folder = Path(folder)
-    require_new(folder, CheckpointError)
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype: {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
     opened = open_checkpoint(source, overrides=overrides)
@@ -73,33 +75,58 @@ def import_checkpoint(
         "source": opened.folder.resolve().name,
         "identity": opened.identity,
         "step": opened.step,
+        "dtype": dtype,
     }
     theirs = opened.folder if opened.settings is not None else None
     if opened.settings is not None:
         imported |= {name: opened.settings.get(name) for name in ("model_type", "transformers_version")}
         imported["ignored_keys"] = list(ignored_names(overrides)) or None
+    imported = {name: value for name, value in imported.items() if value is not None}
+    parameters = sum(prod(entry.shape) for entry in weights.entries.values())
+    final = native.step_folder(folder, 0)
+    if folder.exists():
+        config = _configured(config, tokenizer, final / native.TOKENIZER, final / native.TOKENIZER)
+        _require_same(folder, config, tokenizer, imported)
+        return Imported(folder, config, parameters, tokenizer_note, theirs)
     with atomic_dir(folder, CheckpointError) as partial:
         step = native.begin(partial, 0)
         with weights.shown(f"importing {source}") as shown:
             write_safetensors(step / native.WEIGHTS, shown if dtype is None else shown.to(DTYPES[dtype]))
         if tokenizer is not None:
             tokenizer.save(step / native.TOKENIZER)
-            final = native.step_folder(folder, 0) / native.TOKENIZER
-            config = config.override(_tokenizer_keys(step / native.TOKENIZER, final))
-        (step / native.CONFIG).write_text(masked(config.to_yaml()))
-        imported = {name: value for name, value in imported.items() if value is not None}
+        config = _configured(config, tokenizer, step / native.TOKENIZER, final / native.TOKENIZER)
+        (step / native.CONFIG).write_text(config.record(), encoding="utf-8")
         meta = {"step": 0, "imported": imported, "versions": native.code_versions()}
         native.write_json(step / native.META, meta)
         native.commit(partial, 0, holds=native.WEIGHTS_ONLY)
-    parameters = sum(prod(entry.shape) for entry in weights.entries.values())
     return Imported(folder, config, parameters, tokenizer_note, theirs)
 
 
+def _configured(config: Config, tokenizer: Tokenizer | None, saved: Path, final: Path) -> Config:
+    """Return the configuration with the keys of the tokenizer that is saved in `saved` and will be in `final`."""
+    return config if tokenizer is None or not saved.is_dir() else config.override(_tokenizer_keys(saved, final))
+
+
+def _require_same(folder: Path, config: Config, tokenizer: Tokenizer | None, imported: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless an earlier process has written the same import to `folder`."""
+    step = native.step_folder(folder, 0)
+    try:
+        same = native.read_json(step / native.META).get("imported") == json.loads(json.dumps(imported))
+        same = same and read_regular(step / native.CONFIG) == config.record().encode()
+        saved = step / native.TOKENIZER
+        found = load_saved_tokenizer(saved).fingerprint if saved.is_dir() else None
+        same = same and found == (None if tokenizer is None else tokenizer.fingerprint)
+    except (OSError, InputError):
+        same = False
+    if not same:
+        require_new(folder, CheckpointError)
+
+
 def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
-    """Return the configuration for a run that starts from the weights in `folder`.
+    """Return the configuration for a run that starts from the weights in `folder`, with the user's files and overrides.
 
     The configuration has the network, position and tokenizer keys of the checkpoint, and sets `load` and `finetune`.
-    Takes the arguments and raises the errors of `open_checkpoint`.
+    Takes the arguments and raises the errors of `open_checkpoint`, and ConfigError.
     """
     opened = open_checkpoint(folder, verify=False, overrides=overrides, files=files)
     flat, vocabulary = opened.trained.flat(), opened.folder / "tokenizer.json"
@@ -114,7 +141,12 @@ def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequen
     keys |= {"vocab_size": opened.known_ids(), "make_vocab_size_divisible_by": rows}
     if opened.settings is not None and vocabulary.is_file():
         keys |= {"tokenizer_type": "HFTokenizer", "vocab_file": str(vocabulary)}
-    return load_config([], keys | {"load": str(folder), "finetune": True})
+    config = load_config([], keys | {"load": str(folder), "finetune": True}).override(overrides, files)
+    # Prepared data name the size of the tokenizer, which may have added tokens that the embedding lacks.
+    tokenizer = opened.tokenizer().tokenizer
+    if tokenizer is not None and tokenizer.rows is not None and config.model.vocab_size == tokenizer.vocab_size:
+        return config.override({"vocab_size": opened.known_ids()})
+    return config
 
 
 def _tokenizer_keys(saved: Path, final: Path) -> dict[str, str | None]:

@@ -9,7 +9,10 @@ from typing import Any
 
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.huggingface.read import gguf_formats, is_huggingface_folder
+from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.checkpoints.native.object_store import fetch
+from megatron_coca.checkpoints.opened import check_fit
 from megatron_coca.checkpoints.weights import open_safetensors_file
 from megatron_coca.config import ConfigError, load_saved_config, named_imports
 from megatron_coca.config.source import given_values
@@ -40,6 +43,9 @@ class Description:
         unlisted: files in the folder that its manifest does not list.
         verified: whether checksums were compared.
         damage: the first error that was found, or None.
+        layout: the name of a layout that is not ours, or None.
+        stored: number of tensors in each format on disk, for another layout.
+        tokenizer: a description of the tokenizer, or why there is none, for another layout.
     """
 
     folder: Path
@@ -52,6 +58,9 @@ class Description:
     unlisted: list[str] = field(default_factory=list)
     verified: bool = True
     damage: str | None = None
+    layout: str | None = None
+    stored: dict[str, int] = field(default_factory=dict)
+    tokenizer: str | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return all attributes, for JSON output."""
@@ -111,17 +120,53 @@ def describe(folder: Path, verify: bool = True) -> Description:
     return found
 
 
+def describe_other(folder: Path, layout: str) -> Description:
+    """Describe a checkpoint of another layout. It has no checksums: names and shapes of its weights are compared with
+    its configuration.
+
+    Raises CheckpointError or ConfigError if its configuration cannot be read.
+    """
+    opened = open_checkpoint(folder)
+    found = Description(folder, layout=layout, verified=False)
+    flat = opened.trained.flat()
+    found.keys = {name: flat.get(name) for name in SHOWN_KEYS if name != "seed"}
+    found.meta = {} if opened.step is None else {"step": opened.step}
+    try:
+        weights = opened.weights()
+        found.parameters = sum(prod(entry.shape) for entry in weights.entries.values())
+        formats = gguf_formats(folder) if is_huggingface_folder(folder) else None
+        found.stored = formats or Counter(str(entry.dtype).removeprefix("torch.") for entry in weights.entries.values())
+        check_fit(opened.trained, weights)
+    except CheckpointError as error:
+        found.damage = str(error)
+    tokenizer, note = opened.tokenizer()
+    if tokenizer is not None:
+        note = f"{tokenizer.tokenizer_type} with {tokenizer.vocab_size:,} ids" + (f"; {note}" if note else "")
+    found.tokenizer = note
+    files = [folder] if folder.is_file() else [path for path in folder.iterdir() if path.is_file()]
+    found.sizes = {path.name: path.stat().st_size for path in files}
+    return found
+
+
 def describe_text(found: Description) -> str:
     """Format a description as text."""
     meta = found.meta
     status = found.damage or ("valid" if found.verified else "not verified (only file names and sizes were compared)")
-    lines = [f"{found.folder}: step {meta.get('step', '?')}, {status}"]
+    heading = f"step {meta.get('step', '?')}, {status}"
+    if found.layout is not None:
+        step = f", step {meta['step']}" if "step" in meta else ""
+        heading = f"{found.layout}{step}, {found.damage or 'weights fit the configuration'}"
+    lines = [f"{found.folder}: {heading}"]
     lines += [f"  not listed in {native.MANIFEST}: {name}" for name in found.unlisted]
     lines += [f"  {name}: {value}" for name, value in found.keys.items() if value is not None]
     lines += [f"  imports: {name} (Python file, was not run)" for name in found.imports]
     lines += [f"  imported, {name}: {value}" for name, value in (meta.get("imported") or {}).items()]
     if found.parameters is not None:
         lines.append(f"  parameters: {found.parameters:,}")
+    if found.stored:
+        lines.append(f"  stored as: {', '.join(f'{name} ({count})' for name, count in found.stored.items())}")
+    if found.tokenizer is not None:
+        lines.append(f"  tokenizer: {found.tokenizer}")
     if found.holds == native.WEIGHTS_ONLY:
         lines.append("  weights only: set finetune=true to start a run from them")
     shown = ("dtype", "batch", "topology", "zero_stage", "versions")

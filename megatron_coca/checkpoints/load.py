@@ -90,6 +90,20 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
     return None if theirs else native.locate(folder)
 
 
+def find_other_layout(path: str | Path) -> tuple[Path, str] | None:
+    """Return the folder or file at `path` and the name of its layout, or None if it is none or a native checkpoint.
+
+    A model of the Hugging Face Hub is downloaded. Raises CheckpointError.
+    """
+    if is_url(path) and not str(path).startswith(HUB):
+        return None
+    folder = _local_folder(path, None) if str(path).startswith(HUB) else local_path(str(path))
+    if huggingface.is_huggingface_folder(folder):
+        return folder, "Hugging Face folder" if (folder / huggingface.CONFIG).is_file() else "GGUF file"
+    found = neox.find_step(folder)
+    return None if found is None else (found, "GPT-NeoX checkpoint")
+
+
 def _local_folder(path: str | Path, step: int | None) -> Path:
     """Return the local folder of a checkpoint or of a run. A remote checkpoint is downloaded."""
     if str(path).startswith(HUB):
@@ -97,7 +111,7 @@ def _local_folder(path: str | Path, step: int | None) -> Path:
     if is_url(path):
         return fetch(str(path), step)
     path = local_path(str(path))
-    if not path.exists() and (hint := hub_hint(path)):
+    if not path.exists() and (hint := hub_hint(path, bare=True)):
         raise CheckpointError(f"{path}: no such checkpoint folder{hint}")
     if step is None:
         return path

@@ -3,14 +3,16 @@
 The first of these tokenizers that exists is used:
 
 1. The tokenizer that overrides select with `tokenizer_type`, `vocab_file` and `merge_file`. It is an error if it cannot
-   be read or has more ids than the embedding has rows.
+   be read or does not fit the embedding.
 2. The tokenizer in the checkpoint's folder: our `tokenizer/`, or files with transformers' names (tokenizer.json;
    tokenizer.model; vocab.json with merges.txt).
 3. The tokenizer that the checkpoint's configuration selects with the same keys, in config.yml or in GPT-NeoX's
    `configs/*.yml`. (GPT-NeoX saves no tokenizer.) As in GPT-NeoX, paths are relative to the working directory.
 
-A transformers tokenizer from 2 or one from 3 that cannot be used is skipped with a note. The tokens that end a text
-always come from the model's own folder.
+If a tokenizer with transformers' names from 2, or a tokenizer from 3, cannot be used, it is skipped with a note. The
+tokens that end a text always come from the model's own folder. A tokenizer fits if the embedding has a row for every
+id, except for tokens that were added to the vocabulary later, such as an unused padding token. A text with such a token
+is an error.
 """
 
 import hashlib
@@ -25,9 +27,10 @@ from megatron_coca.checkpoints.files import CheckpointError, read_json_if_presen
 from megatron_coca.config import Config
 from megatron_coca.data import DataError, Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers import needs_files
-from megatron_coca.data.tokenizers.end_tokens import with_text_keys
+from megatron_coca.data.tokenizers.end_tokens import check_links, with_text_keys
 from megatron_coca.data.tokenizers.kinds import first_difference
 from megatron_coca.data.tokenizers.text_rules import find_rules
+from megatron_coca.data.tokenizers.vocab_and_merges import as_tokenizer_json, has_files
 
 KINDS = (
     ("HFTokenizer", ("tokenizer.json",)),
@@ -68,14 +71,16 @@ def find_tokenizer(
     named = {key: given.get(key, recorded[key]) for key in KEYS}
     if (given.keys() & set(KEYS)) and _is_complete(named):
         tokenizer, note = _load_with_end(**named, end=end)
-        if tokenizer.vocab_size > rows:
+        if not fits(tokenizer, rows):
             raise CheckpointError(
                 f"{named['vocab_file'] or named['tokenizer_type']}: has {tokenizer.vocab_size} ids, but the embedding "
                 f"of {folder} has {rows} rows; use the tokenizer that the model was trained with"
             )
         return Found(_with_ends(tokenizer, folder, saved), note)
     if saved is not None:
-        return Found(load_saved_tokenizer(saved), None)
+        tokenizer = load_saved_tokenizer(saved)
+        fits(tokenizer, rows)
+        return Found(tokenizer, None)
     found = read_tokenizer(folder, rows, end)
     if found.tokenizer is not None or not _is_complete(recorded):
         return found
@@ -90,11 +95,21 @@ def find_tokenizer(
             f"or copy the tokenizer's file into {folder}"
         )
         return Found(None, f"{found.note}; {source}, which cannot be read here ({error}): {remedy}")
-    if tokenizer.vocab_size > rows:
+    if not fits(tokenizer, rows):
         return Found(
             None, f"{found.note}; {source}, which has {tokenizer.vocab_size} ids, but the embedding has {rows} rows"
         )
     return Found(_with_ends(tokenizer, folder, saved), note)
+
+
+def fits(tokenizer: Tokenizer, rows: int) -> bool:
+    """Return whether a tokenizer fits an embedding. Sets `Tokenizer.rows` if tokens without a row were added to it."""
+    if tokenizer.vocab_size <= rows:
+        return True
+    if tokenizer.base_size > rows or tokenizer.eod >= rows:
+        return False
+    tokenizer.rows = rows
+    return True
 
 
 def _with_ends(tokenizer: Tokenizer, folder: Path, saved: Path | None) -> Tokenizer:
@@ -119,17 +134,21 @@ def read_tokenizer(folder: Path, rows: int, end: str | None = None) -> Found:
         folder: a folder with tokenizer files under transformers' names.
         rows: number of embedding rows. A tokenizer with more ids is not used.
         end: the end-of-text token to use if the folder defines none and the vocabulary has this token.
+
+    Raises CheckpointError for a link that leads out of the folder.
     """
+    check_links(folder, CheckpointError)
     reasons = []
     for kind, files in KINDS:
         if not all((folder / name).is_file() for name in files):
             continue
         try:
-            tokenizer, note = _load_from_folder(kind, folder, end)
+            assembled = has_files(folder) and as_tokenizer_json(folder) is not None
+            tokenizer, note = _load_from_folder("HFTokenizer" if assembled else kind, folder, end)
         except (DataError, CheckpointError) as error:
             reasons.append(str(error))
             continue
-        if tokenizer.vocab_size <= rows:
+        if fits(tokenizer, rows):
             return Found(tokenizer, note)
         reasons.append(f"{folder / files[0]}: has {tokenizer.vocab_size} ids, but the embedding has {rows} rows")
     return Found(None, f"no tokenizer is used: {'; '.join(reasons) or f'{folder} has none'}")
@@ -187,7 +206,7 @@ def _load_with_end(
 
 
 def _end_symbols(folder: Path) -> Iterator[int | str]:
-    """Yield each end-of-text id or token that a file of the folder defines. Of a list, yield the first entry."""
+    """Yield each end-of-text id or token that a file of the folder defines. For a list, yield its first entry."""
     for name in CONFIGS:
         content = with_text_keys(read_json_if_present(folder / name))
         for key in ("eos_token_id", "eos_token"):

@@ -4,8 +4,11 @@ Only one weight is in memory at a time, because a model of 7 billion parameters 
 """
 
 import json
+import logging
+import math
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +25,8 @@ from torch import Tensor
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.support.console import Progress
 from megatron_coca.support.regular_files import open_regular
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Supported dtypes by their configuration names."""
@@ -72,16 +77,24 @@ class Weights:
 
     @contextmanager
     def shown(self, title: str, show: bool = True) -> Iterator["Weights"]:
-        """Yield the same weights, with a progress bar while they are read."""
-        total = sum(entry.nbytes for entry in self.entries.values())
+        """Yield the same weights, with a progress bar while they are read. Then warn of values that are not finite."""
+        total, broken = sum(entry.nbytes for entry in self.entries.values()), set[str]()
         with Progress(title, total, "B", show=show) as progress:
 
             def read(name: str) -> Tensor:
                 values = self.read(name)
                 progress.advance(self.entries[name].nbytes)
+                if values.numel() and not all(math.isfinite(end) for end in torch.aminmax(values)):
+                    broken.add(name)
                 return values
 
             yield replace(self, read=read)
+        if broken:
+            logger.warning(
+                "%s: %d of %d weights contain NaN or infinite values, for example %s; the run diverged, or the file is "
+                "damaged",
+                *(self.source, len(broken), len(self.entries), self.origin(min(broken))),
+            )
 
     def to(self, dtype: torch.dtype) -> "Weights":
         """Return the same weights, rounded to `dtype` when they are read.
@@ -276,10 +289,15 @@ def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") ->
     Raises CheckpointError if the file is damaged, is not a mapping, or refers to types other than PyTorch's tensor
     types and `allowed`.
     """
-    mapped = device == "cpu" and is_archive(path)
+    archive = is_archive(path)
+    mapped = device == "cpu" and archive
     try:
+        if archive:
+            _check_stored(path)
         with torch.serialization.safe_globals(list(allowed)):
             content = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
+    except CheckpointError:
+        raise
     except Exception as error:  # the library raises errors of many types for a damaged file
         if not isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
@@ -293,6 +311,19 @@ def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") ->
             f"{path}: contains a {type(content).__name__}, not a mapping of names to tensors; copy the file again"
         )
     return content
+
+
+def _check_stored(path: Path) -> None:
+    """Raise CheckpointError for an archive with compressed members, whose contents may be much larger than the file:
+    PyTorch would read them into memory. It writes no such archives.
+    """
+    with zipfile.ZipFile(path) as archive:
+        compressed = next((entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED), None)
+    if compressed is not None:
+        raise CheckpointError(
+            f"{path}: {compressed.filename} is compressed ({compressed.file_size:,} bytes), which PyTorch never does; "
+            "save the file again with torch.save"
+        )
 
 
 def names_in_pickle(path: Path) -> list[str]:
@@ -315,9 +346,10 @@ def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
                     f"{path}: has no weight {name}, but the index of {source} lists it; download the folder again"
                 )
             tensor = header[name]
-            if tensor.dtype not in _CODES or tensor.layout is not torch.strided:
+            if tensor.dtype not in _CODES or tensor.layout is not torch.strided or tensor.is_nested:
+                layout = "nested tensors" if tensor.is_nested else tensor.layout
                 raise CheckpointError(
-                    f"{path}: {name} has {tensor.layout} and {tensor.dtype}, which is not supported; convert it to a "
+                    f"{path}: {name} has {layout} and {tensor.dtype}, which is not supported; convert it to a "
                     f"dense tensor of {', '.join(sorted(map(str, _CODES)))}"
                 )
             entries[name] = WeightEntry(tensor.dtype, tuple(tensor.shape))

@@ -1,4 +1,4 @@
-"""Tiny models of the families in the files families_*.py: their classes, and values that are not the defaults."""
+"""Tiny models of the families in `families/`: their classes, and values that are not the defaults."""
 
 from typing import Any
 

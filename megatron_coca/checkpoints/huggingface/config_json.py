@@ -1,25 +1,23 @@
 """Read the configuration of a model from a Hugging Face config.json.
 
 `READERS` contains GPT-NeoX, LLaMA and the architecture of exports with our modelling file (model_source.py). Every
-other architecture is a row of `families.FAMILIES`.
+other architecture is a row of `families.FAMILIES`. The code of both kinds is in `families/`.
 """
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import families, quantized, weight_map
-from megatron_coca.checkpoints.huggingface.family_defaults import NotSupported
-from megatron_coca.checkpoints.huggingface.family_keys import read_keys
+from megatron_coca.checkpoints.huggingface.families import gpt_neox, llama
+from megatron_coca.checkpoints.huggingface.families.defaults import NotSupported
+from megatron_coca.checkpoints.huggingface.families.keys import ConfigReader, read_keys
 from megatron_coca.checkpoints.huggingface.rope import (
     MAXIMUM,
     TRAINING_LENGTH,
-    check_spellings,
-    rope_keys,
-    rope_section,
 )
 from megatron_coca.checkpoints.huggingface.unread_keys import ignored_keys
 from megatron_coca.checkpoints.huggingface.unsupported_types import UNSUPPORTED_TYPES
@@ -243,113 +241,6 @@ def _common_keys(config: Json, generation: Json, tied: bool = False, length: int
 # Architectures --------------------------------------------------------------------------------------------------------
 
 
-class Reader(NamedTuple):
-    """Functions that read one architecture.
-
-    Attributes:
-        shape: (config.json, its path) -> our network keys.
-        position: (config.json, its path, the names of the weights) -> our position keys.
-        rows: (config.json, the names of the weights) -> the table of weight names.
-        unneeded: names of masks and frequencies that older versions of transformers saved. They are never read.
-    """
-
-    shape: Callable[[Json, Path], dict[str, Any]]
-    position: Callable[[Json, Path, Collection[str]], dict[str, Any]]
-    rows: Callable[[Json, Collection[str]], tuple[weight_map.Row, ...]]
-    unneeded: re.Pattern[str]
-
-
-TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-    **dict.fromkeys(TANH_GELU, "gelu"),
-}
-LLAMA_ACTIVATIONS = ("silu", "swish")  # two names of one function
-NEOX_POSITIONS = ("rotary", "coca")
-"""Values of `pos_emb` in the config.json of a GPT-NeoX folder. Only our exports write this key."""
-
-
-def _neox_shape(config: Json, source: Path) -> dict[str, Any]:
-    name = config.get("hidden_act", "gelu")
-    if name not in ACTIVATIONS:
-        raise CheckpointError(
-            f"{source}: hidden_act: {name!r} is not supported; supported values: {', '.join(ACTIVATIONS)}"
-        )
-    return {
-        "activation": ACTIVATIONS[name],
-        "bias_gelu_fusion": name in TANH_GELU,
-        "intermediate_size": config["intermediate_size"],
-        "norm": "layernorm",
-        "layernorm_epsilon": float(config.get("layer_norm_eps", 1e-5)),
-        "gpt_j_residual": config.get("use_parallel_residual", True),
-        "use_bias_in_attn_linear": config.get("attention_bias", True),
-        "hidden_dropout": float(config.get("hidden_dropout") or 0),
-    }
-
-
-def _neox_rotary_pct(config: Json) -> float:
-    return float(rope_section(config).get("partial_rotary_factor", config.get("rotary_pct", 0.25)))
-
-
-def _neox_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
-    method = config.get("pos_emb", "rotary")
-    if method not in NEOX_POSITIONS:
-        raise CheckpointError(
-            f"{source}: pos_emb: {method!r} is not supported; supported values: {', '.join(NEOX_POSITIONS)}"
-        )
-    keys = {"pos_emb": method, "rotary_pct": _neox_rotary_pct(config)}
-    check_spellings(config, source, ("rotary_emb_base", 10000.0), ("rotary_pct", 0.25))
-    return keys | rope_keys(config, source, "rotary_emb_base")
-
-
-def may_be_coca(config: Json) -> bool:
-    """Return whether a folder that is read as a RoPE model could be a CoCA model by CoCA's authors.
-
-    Their models have the same keys and weight names as plain GPT-NeoX models. Unlike Pythia and GPT-NeoX-20B, their
-    models rotate all features.
-    """
-    return config.get("model_type") == "gpt_neox" and "pos_emb" not in config and _neox_rotary_pct(config) == 1
-
-
-def _head_dim(config: Json) -> dict[str, Any]:
-    given = config.get("head_dim")
-    return {} if given in (None, config["hidden_size"] // config["num_attention_heads"]) else {"kv_channels": given}
-
-
-def _llama_shape(config: Json, source: Path) -> dict[str, Any]:
-    if config.get("hidden_act", "silu") not in LLAMA_ACTIVATIONS:
-        raise CheckpointError(
-            f"{source}: hidden_act: {config['hidden_act']!r} is not supported for LLaMA; supported values: "
-            f"{', '.join(LLAMA_ACTIVATIONS)}"
-        )
-    return _head_dim(config) | {
-        "activation": "swiglu",
-        "intermediate_size": 3 * config["intermediate_size"],  # GPT-NeoX's key is 3 times the width of a gated MLP
-        "norm": "rmsnorm",
-        "rms_norm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
-        "use_bias_in_attn_linear": config.get("attention_bias") or False,
-        "use_bias_in_mlp": config.get("mlp_bias") or False,
-        "use_bias_in_norms": False,
-    }
-
-
-def _has_t_projection(names: Iterable[str]) -> bool:
-    """Return whether a model is a LLaMA model by CoCA's authors, who call the key projection `t_proj`."""
-    return any(name.endswith("self_attn.t_proj.weight") for name in names)
-
-
-def _llama_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
-    check_spellings(config, source, ("rope_theta", 10000.0), ("partial_rotary_factor", 1.0))
-    share = rope_section(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if share not in (None, 1):
-        raise CheckpointError(
-            f"{source}: partial_rotary_factor: {share} is not supported, because LLaMA rotates all features; remove it"
-        )
-    return {"pos_emb": "coca" if _has_t_projection(names) else "rotary", **rope_keys(config, source, "rope_theta")}
-
-
 def _section(config: Json, name: str) -> Json:
     """Return a nested mapping of config.json. Raises KeyError if the key is missing or not a mapping."""
     if not isinstance(config[name], Mapping):
@@ -382,7 +273,7 @@ def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
         config.get(name)
     return (
         network
-        | _head_dim(config)
+        | llama.other_head_dim(config)
         | {
             # GPT-NeoX's key is 3 times the width of a gated MLP.
             "intermediate_size": (3 if network["activation"] in GATED_ACTIVATIONS else 1) * config["intermediate_size"],
@@ -424,36 +315,26 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
     )
 
 
-NEOX_UNNEEDED = re.compile(
-    r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)"
-    r"|gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
-)
 UNNEEDED = re.compile(
     r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)|(transformer\.)?h\.\d+\.attn\.(attention\.)?(masked_bias|bias|causal_mask)"
 )
-LLAMA_UNNEEDED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
-READERS: dict[str, Reader] = {
-    "gpt_neox": Reader(_neox_shape, _neox_position, lambda config, names: weight_map.GPT_NEOX, NEOX_UNNEEDED),
-    "llama": Reader(
-        _llama_shape,
-        _llama_position,
-        lambda config, names: weight_map.llama("t_proj" if _has_t_projection(names) else "k_proj"),
-        LLAMA_UNNEEDED,
-    ),
-    OURS: Reader(
+READERS: dict[str, ConfigReader] = {
+    "gpt_neox": gpt_neox.READER,
+    "llama": llama.READER,
+    OURS: ConfigReader(
         _dense_shape,
         _exported_position,
         lambda config, names: dense_rows(
             {**_section(config, NETWORK), "no_weight_tying": not config.get("tie_word_embeddings")}
         ),
-        LLAMA_UNNEEDED,
+        llama.UNNEEDED,
     ),
 }
 """`model_type` -> the reader of the architecture."""
 
 
-def find_reader(config: Json, source: Path) -> Reader:
+def find_reader(config: Json, source: Path) -> ConfigReader:
     """Return the reader of the architecture in config.json. Raises CheckpointError if it is not supported."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:

@@ -10,11 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints.files import CheckpointError, write_json
+from megatron_coca.checkpoints.huggingface import gguf_tokenizer
+from megatron_coca.checkpoints.huggingface.gguf_header import read_header
 from megatron_coca.checkpoints.weights import StoredTensor, WeightEntry, Weights
+from megatron_coca.data.tokenizers.kinds import library_errors_as_data_errors
 from megatron_coca.support.arguments import GGUF
 from megatron_coca.support.regular_files import open_regular
 
@@ -28,6 +32,11 @@ RENAMED = {
 } | {name: name for name in SAME_NAMES}
 """Keys of a GGUF file after the name of the architecture -> keys of config.json, which transformers does not read."""
 BASE, ROTATED, NORM = "rope.freq_base", "rope.dimension_count", "attention.layer_norm_epsilon"
+RMS_NORM, WINDOW = "attention.layer_norm_rms_epsilon", "attention.sliding_window"
+DEFAULT_BASE = 10000.0
+"""The value of BASE in a file without this key, for every architecture. Classes of transformers have others."""
+REQUIRED = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+"""Keys without a default. transformers takes the values of some model of the architecture instead."""
 EPSILONS = {"falcon": "layer_norm_epsilon", "nemotron": "norm_eps"}
 """Architectures of which transformers does not read NORM -> its key of config.json."""
 PARTLY_ROTATED = ("stablelm", "nemotron", "phi3")
@@ -39,10 +48,13 @@ which no key of the file says; all others scale by the square root of head_dim.
 NO_EFFECT = frozenset(
     {
         *("context_length", "feed_forward_length", "vocab_size", "tensor_data_layout", "attention.value_length"),
-        *("attention.causal", "attention.head_count_kv", "pooling_type", "use_parallel_residual"),
+        *("attention.head_count_kv", "pooling_type", "use_parallel_residual"),
     }
 )
 """Keys that follow from others, or that the weights' names and shapes show."""
+CAUSAL, KEY_HEADS = "attention.causal", "attention.head_count_kv"
+BIASES = {"attn_q.bias": "attention_bias", "ffn_down.bias": "mlp_bias"}
+"""Biases in the first layer -> the key of config.json that says so, in the classes that have this key."""
 EXTENSION = "rope.scaling."
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that contain a frequency extension."""
@@ -51,6 +63,7 @@ HEADS = {"output.weight": "lm_head.weight"}
 IMAGES = "mmproj"
 """Beginning of the name of a file with the part of a model that reads images."""
 _REMEDY = "put the config.json of the original model beside the file"
+_TOKENIZER_REMEDY = "put the tokenizer.json of the original model beside the file"
 
 
 def find_gguf(place: Path) -> Path | None:
@@ -120,8 +133,19 @@ class GgufFile:
             open_regular(self.path).close()
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error}); check the file") from error
+        _libraries(self.path)
         with _as_checkpoint_error(self.path):
-            return _libraries(self.path).gguf.GGUFReader(self.path)
+            return read_header(self.path)
+
+    @cached_property
+    def _values(self) -> dict[str, Any]:
+        """The values of the header by their keys. A vocabulary and other lists of texts are None."""
+        texts = _libraries(self.path).gguf.GGUFValueType.STRING
+        with _as_checkpoint_error(self.path):
+            return {
+                name: None if len(field.types) > 1 and field.types[-1] == texts else field.contents()
+                for name, field in self._reader.fields.items()
+            }
 
     @cached_property
     def tensors(self) -> dict[str, Any]:
@@ -130,36 +154,65 @@ class GgufFile:
 
     @property
     def _architecture(self) -> str:
-        return str(self._reader.fields["general.architecture"].contents())
+        with _as_checkpoint_error(self.path):
+            return str(self._values["general.architecture"])
 
     def settings(self) -> dict[str, Any]:
         """Return the content of a config.json that describes the model. Raises CheckpointError."""
+        prefix = f"{self._architecture}."
+        given = {name.removeprefix(prefix): value for name, value in self._values.items() if name.startswith(prefix)}
         with _as_checkpoint_error(self.path):
+            self._check_present(given)
+            if int(given["block_count"]) > len(self.tensors):  # building a model takes time for every layer
+                raise ValueError(f"it announces {given['block_count']:,} layers, but has {len(self.tensors):,} weights")
             found = _libraries(self.path).utilities.load_gguf_checkpoint(str(self.path))["config"]
-            fields = self._reader.fields
-            prefix = f"{self._architecture}."
-            given = {
-                name.removeprefix(prefix): field.contents() for name, field in fields.items() if name.startswith(prefix)
-            }
-        # Without a type, a factor means linear interpolation.
-        unnamed = "none" if given.get(f"{EXTENSION}factor", 1.0) in (0.0, 1.0) else "linear"
-        extended = given.get(f"{EXTENSION}type", unnamed) != "none"
-        if extended or any(name in self.tensors for name in FACTORS):
-            raise CheckpointError(f"{self.path}: a frequency extension in a GGUF file is not supported; {_REMEDY}")
+        self._check_not_extended(given)
         self._check_read(given)
         own = {name: given[theirs] for theirs, name in RENAMED.items() if given.get(theirs) is not None}
         own |= {name: value for name, value in found.items() if value is not None and not name.startswith("_")}
-        return own | self._unread(given, own)
+        with _as_checkpoint_error(self.path):
+            return self._completed(given, own | self._unread(given, own))
+
+    def _check_present(self, given: Json) -> None:
+        """Raise CheckpointError if the file lacks a key that has no default."""
+        mapped = _libraries(self.path).utilities.GGUF_TO_TRANSFORMERS_MAPPING["config"].get(self._architecture, {})
+        epsilon = NORM if NORM in mapped or self._architecture in EPSILONS else RMS_NORM
+        needed = [*REQUIRED, epsilon, *([WINDOW] if self._architecture == "gemma3" else ())]
+        if missing := [name for name in needed if given.get(name) is None]:
+            raise CheckpointError(
+                f"{self.path}: {self._architecture}.{missing[0]}: missing, and it has no default; {_REMEDY}"
+            )
+
+    def _check_not_extended(self, given: Json) -> None:
+        """Raise CheckpointError if the file has a frequency extension. A factor without a type is that of linear
+        interpolation, and 0 means 1.
+        """
+        kind, factor = given.get(f"{EXTENSION}type", "linear"), given.get(f"{EXTENSION}factor") or 1.0
+        found = [name for name in FACTORS if name in self.tensors]
+        if given.get(f"{EXTENSION}attn_factor", 1.0) != 1.0:
+            found.append(f"{self._architecture}.{EXTENSION}attn_factor")
+        if kind not in ("none", "linear") or (kind == "linear" and factor != 1.0):
+            name = f"{EXTENSION}type" if f"{EXTENSION}type" in given else f"{EXTENSION}factor"
+            found.append(f"{self._architecture}.{name}")
+        if found:
+            raise CheckpointError(
+                f"{self.path}: {found[0]}: a frequency extension in a GGUF file is not supported; {_REMEDY}"
+            )
 
     def _check_read(self, given: Json) -> None:
         """Raise CheckpointError if the file has a key that may change the model and that nothing reads."""
         mapped = _libraries(self.path).utilities.GGUF_TO_TRANSFORMERS_MAPPING["config"].get(self._architecture, {})
-        known = mapped.keys() | RENAMED.keys() | NO_EFFECT | {BASE, ROTATED}
+        known = mapped.keys() | RENAMED.keys() | NO_EFFECT | {BASE, ROTATED, CAUSAL}
         known |= {NORM} if self._architecture in EPSILONS else set()
         unread = [name for name in given if name not in known and not name.startswith(EXTENSION)]
         if unread:
             raise CheckpointError(
                 f"{self.path}: {self._architecture}.{unread[0]}: not supported and may change the model; {_REMEDY}"
+            )
+        if given.get(CAUSAL) is False:
+            raise CheckpointError(
+                f"{self.path}: {self._architecture}.{CAUSAL}: false, so tokens attend to later ones, which is not "
+                "supported; choose a model that generates text"
             )
 
     def _unread(self, given: Json, own: Json) -> dict[str, Any]:
@@ -167,15 +220,20 @@ class GgufFile:
 
         Raises CheckpointError if the class cannot rotate the number of features that the file gives.
         """
+        from transformers import AutoConfig
+
         kind, found = own["model_type"], dict[str, Any]()
+        keys = AutoConfig.for_model(kind).to_dict()
         heads, hidden = own.get("num_attention_heads", 1), own.get("hidden_size", 0)
         width = own.get("head_dim") or hidden // heads
-        if BASE in given:
-            found["rope_theta"] = given[BASE]
+        if keys.get("head_dim") is not None and hidden:
+            found["head_dim"] = width
+        if "rope_parameters" in keys:
+            found["rope_theta"] = given.get(BASE, DEFAULT_BASE)
         if NORM in given and self._architecture in EPSILONS:
             found[EPSILONS[self._architecture]] = given[NORM]
         rotated = given.get(ROTATED, width)
-        if kind in PARTLY_ROTATED and ROTATED in given:
+        if kind in PARTLY_ROTATED:
             found["partial_rotary_factor"] = rotated / width
         elif rotated != width:
             raise CheckpointError(
@@ -188,6 +246,26 @@ class GgufFile:
         if kind == "mistral" and "sliding_window" not in own:
             found["sliding_window"] = None  # the class has a default
         return found
+
+    def _completed(self, given: Json, own: dict[str, Any]) -> dict[str, Any]:
+        """Return the keys of config.json with those that follow from optional keys, and from the weights."""
+        from transformers import AutoConfig
+
+        names = _libraries(self.path).utilities.GGUF_TO_TRANSFORMERS_MAPPING["config"].get(self._architecture, {})
+        heads, key_heads = names.get("attention.head_count"), names.get(KEY_HEADS)
+        if key_heads is not None and given.get(KEY_HEADS) is None:
+            own[key_heads] = own[heads]
+        first = {name.removeprefix("blk.0.") for name in self.tensors if name.startswith("blk.0.")}
+        keys = AutoConfig.for_model(own["model_type"]).to_dict()
+        own |= {key: True for bias, key in BIASES.items() if bias in first and key in keys}
+        if self._architecture == "gpt2":
+            own["n_positions"], own["n_inner"] = own.pop("n_ctx"), own.pop("feed_forward_length")
+        if self._architecture == "falcon":
+            count = own.pop("num_key_value_heads")
+            own |= {"new_decoder_architecture": "attn_norm_2.weight" in first, "num_kv_heads": count}
+            own |= {"multi_query": count == 1, "bias": "attn_qkv.bias" in first}
+            own["ffn_hidden_size"] = own.pop("intermediate_size")
+        return own
 
     def open(self, settings: Json) -> Weights:
         """Open the weights under their names in transformers. `settings` describes the model as config.json does.
@@ -211,20 +289,32 @@ class GgufFile:
             stored, wanted = _shape(self.tensors[origin]), shapes.get(name, ())
             # Some classes have the transposed matrix.
             entries[name] = WeightEntry(torch.float32, wanted if sorted(wanted) == sorted(stored) else stored)
-        return Weights(
-            entries, lambda name: _read(self.tensors[origins[name]], processor, named, libraries), self.path, origins
-        )
+
+        def read(name: str) -> Tensor:
+            tensor = self.tensors[origins[name]]
+            values = libraries.gguf.dequantize(tensor.data, tensor.tensor_type)
+            if architecture == "falcon" and ".attn_qkv." in tensor.name:
+                values = _grouped(values, int(own["num_attention_heads"]), int(own.get("num_kv_heads") or 1))
+            return _processed(values, tensor.name, processor, named)
+
+        return Weights(entries, read, self.path, origins)
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer in the file to a folder, under transformers' names. Raises CheckpointError."""
-        with _as_checkpoint_error(self.path):
+        """Write the tokenizer in the file to a folder, under transformers' names. Raises CheckpointError, also if it
+        would encode texts differently than the model expects.
+        """
+        with _as_checkpoint_error(self.path), library_errors_as_data_errors():
+            self._reader  # noqa: B018 - its counts are checked before transformers reads the file
+            if (problem := gguf_tokenizer.problem(self._values)) is not None:
+                raise CheckpointError(f"{self.path}: {problem}; {_TOKENIZER_REMEDY}")
             from transformers import PreTrainedTokenizerFast  # unlike AutoTokenizer, reads no other file of the folder
 
             found = PreTrainedTokenizerFast(name_or_path=str(self.path.parent), gguf_file=self.path.name)
+            gguf_tokenizer.adapt(found.backend_tokenizer, self._values)
             found.save_pretrained(folder)
-            fields = self._reader.fields
-            names = {name: f"tokenizer.ggml.{name}" for name in ("bos_token_id", "eos_token_id")}
-            write_json(folder / "config.json", {k: int(fields[v].contents()) for k, v in names.items() if v in fields})
+            begin = self._values.get("tokenizer.ggml.bos_token_id")
+            ids = {"bos_token_id": begin, "eos_token_id": gguf_tokenizer.ends_of(self._values) or None}
+            write_json(folder / "config.json", {name: value for name, value in ids.items() if value is not None})
 
     def places(self) -> dict[str, tuple[Path, StoredTensor]]:
         """Return the place of each tensor in the file."""
@@ -246,10 +336,20 @@ def _shape(tensor: Any) -> tuple[int, ...]:
     return tuple(int(length) for length in reversed(tensor.shape))
 
 
-def _read(tensor: Any, processor: Any, names: Mapping[str, str], libraries: _Libraries) -> Tensor:
-    values = libraries.gguf.dequantize(tensor.data, tensor.tensor_type)
+def _grouped(values: Any, heads: int, key_heads: int) -> Any:
+    """Return Falcon's rows of queries, keys and values in groups of one key head, as in transformers. llama.cpp stores
+    all queries, then all keys, then all values.
+    """
+    width = len(values) // (heads + 2 * key_heads)
+    parts = np.split(values, [heads * width, (heads + key_heads) * width])
+    grouped = [part.reshape(key_heads, -1, *values.shape[1:]) for part in parts]
+    return np.concatenate(grouped, axis=1).reshape(values.shape)
+
+
+def _processed(values: Any, name: str, processor: Any, names: Mapping[str, str]) -> Tensor:
+    """Return a weight as transformers stores it."""
     aside: dict[str, dict[str, Tensor]] = {"tensors": {}}
-    found = processor.process(weights=values, name=tensor.name, tensor_key_mapping=names, parsed_parameters=aside)
+    found = processor.process(weights=values, name=name, tensor_key_mapping=names, parsed_parameters=aside)
     if found.name is None:  # the processor has put the weight aside under its name in transformers
         ((_, weight),) = aside["tensors"].items()
         return weight.float()

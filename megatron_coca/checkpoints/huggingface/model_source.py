@@ -157,7 +157,7 @@ def modelling_file(choices: Iterable[methods.Choice] = ()) -> str:
 
     Raises NotCarriedError if a user's formula cannot be copied into the file.
     """
-    text = TEMPLATE.read_text()
+    text = TEMPLATE.read_text(encoding="utf-8")
     template = _Module(TEMPLATE.name, text)
     assembly, declared, rows = _Assembly(template), {key: dict(named) for key, named in CHOICES.items()}, []
     for node in (node for node in template.body if isinstance(node, ast.ImportFrom) and _is_ours(str(node.module))):

@@ -14,11 +14,20 @@ import torch
 
 from megatron_coca.checkpoints.files import CheckpointError, read_json, read_json_if_present
 from megatron_coca.checkpoints.huggingface import families, quantized, weight_map
-from megatron_coca.checkpoints.huggingface.config_json import CONFIG, READERS, UNNEEDED, may_be_coca, parse_config
+from megatron_coca.checkpoints.huggingface.config_json import CONFIG, READERS, UNNEEDED, parse_config
+from megatron_coca.checkpoints.huggingface.families.gpt_neox import may_be_coca
 from megatron_coca.checkpoints.huggingface.gguf_file import HEADS, GgufFile, find_gguf, gguf_files
+from megatron_coca.checkpoints.huggingface.other_saves import empty_weights, other_save, without_wrappers
 from megatron_coca.checkpoints.huggingface.wrappers import EMBEDDING as ROWS_OF
 from megatron_coca.checkpoints.huggingface.wrappers import TEXT, Network, find_network
-from megatron_coca.checkpoints.identity import pickles_identity, stored_identity, tensors_identity, with_ignored
+from megatron_coca.checkpoints.identity import (
+    pickled_digests,
+    pickles_identity,
+    stored_digests,
+    stored_identity,
+    tensors_identity,
+    with_ignored,
+)
 from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights, names_in, names_in_pickle, open_pickles, open_safetensors
 from megatron_coca.config import Config
@@ -40,17 +49,21 @@ def is_huggingface_folder(path: Path) -> bool:
 
 
 class WeightFormat(NamedTuple):
-    """A weight file format: names of a single file and of the index of several files, and functions that read them."""
+    """A weight file format: names of a single file and of the index of several files, and functions that read them.
+
+    `digests` returns a digest of each tensor in a file.
+    """
 
     single_file: str
     index_file: str
     names: Callable[[Path], list[str]]
     open: Callable[[Mapping[str, Path], Path], Weights]
+    digests: Callable[[Path], dict[str, str]]
 
 
 FORMATS = (
-    WeightFormat(SINGLE, INDEX, names_in, open_safetensors),
-    WeightFormat("pytorch_model.bin", "pytorch_model.bin.index.json", names_in_pickle, open_pickles),
+    WeightFormat(SINGLE, INDEX, names_in, open_safetensors, stored_digests),
+    WeightFormat("pytorch_model.bin", "pytorch_model.bin.index.json", names_in_pickle, open_pickles, pickled_digests),
 )
 """Weight file formats in transformers' order of preference. A single file takes precedence over several files."""
 
@@ -65,16 +78,45 @@ NAMED = 5
 def find_weights(folder: Path) -> tuple[WeightFormat, dict[str, Path]]:
     """Return the weight file format and the file of each weight, including weights that the index does not list.
 
-    Raises CheckpointError if there are no weight files, or if a file is missing, damaged or contains other objects than
-    tensors.
+    Raises CheckpointError if there are no weight files, if a file is missing, damaged or contains other objects than
+    tensors, or if a single file and several files of the same format contain different weights.
     """
     for kind in FORMATS:
         if (folder / kind.single_file).is_file():
+            _check_same(folder, kind)
             return kind, dict.fromkeys(kind.names(folder / kind.single_file), folder / kind.single_file)
         if (folder / kind.index_file).is_file():
             return kind, _indexed(folder, kind)
     known = " or ".join(f"{kind.single_file} or {kind.index_file}" for kind in FORMATS)
-    raise CheckpointError(f"{folder}: no weights found (no {known}); download the folder again")
+    raise CheckpointError(
+        f"{folder}: no weights found (no {known}); {other_save(folder) or 'download the folder again'}"
+    )
+
+
+def _check_same(folder: Path, kind: WeightFormat) -> None:
+    """Raise CheckpointError if the files that an index lists contain other weights than the single file beside it.
+
+    A save into a folder may leave the files of an earlier one. Large tensors are compared by samples (`identity.py`),
+    which is enough for trained weights, because training changes nearly all values.
+    """
+    if not (folder / kind.index_file).is_file():
+        return
+    listed = read_json(folder / kind.index_file).get("weight_map")
+    names = {str(file) for file in listed.values()} if isinstance(listed, dict) else set()
+    shards = [folder / name for name in sorted(names - {kind.single_file}) if Path(name).name == name]
+    present = [path for path in shards if path.is_file()]
+    if not present:
+        return
+    whole, parts = kind.digests(folder / kind.single_file), dict[str, str]()
+    for path in present:
+        parts |= kind.digests(path)
+    compared = {*parts} if present != shards else parts.keys() | whole.keys()
+    differing = sorted(name for name in compared if parts.get(name) != whole.get(name))
+    if differing:
+        raise CheckpointError(
+            f"{folder}: {kind.single_file} and the files of {kind.index_file} contain different weights ("
+            f"{len(differing)} of {len(compared)}, for example {differing[0]}); move the older ones out of the folder"
+        )
 
 
 def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
@@ -101,6 +143,14 @@ def read_config(folder: Path) -> Config:
     CheckpointError if config.json or the weight files are invalid, or if they describe an unsupported model.
     """
     return _Folder(folder).config
+
+
+def gguf_formats(folder: Path) -> Counter[str]:
+    """Return the number of tensors in each format of the GGUF file at `folder`; empty if its weights are not read from
+    such a file. Raises CheckpointError.
+    """
+    gguf = _Folder(folder).gguf
+    return Counter() if gguf is None else Counter(tensor.tensor_type.name for tensor in gguf.tensors.values())
 
 
 class _Folder:
@@ -153,15 +203,20 @@ class _Folder:
         """The weight file format and the file of each tensor, by its name in the files."""
         return find_weights(self.path)
 
+    @cached_property
+    def unwrapped(self) -> dict[str, str]:
+        """The name of each tensor without the names of wrappers -> its name in the files."""
+        return without_wrappers(self.stored[1])
+
     def _names(self) -> Collection[str]:
-        return self.stored[1] if self.gguf is None else {HEADS.get(name, name) for name in self.gguf.tensors}
+        return self.unwrapped if self.gguf is None else {HEADS.get(name, name) for name in self.gguf.tensors}
 
     @cached_property
     def originals(self) -> dict[str, str]:
         """The name of each tensor of the text network -> its name in the files."""
         if self.gguf is not None:
             return {name: name for name in self.weights.entries}
-        named = ((self.network.rename(name), name) for name in self.stored[1])
+        named = ((self.network.rename(plain), name) for plain, name in self.unwrapped.items())
         return {ours: name for ours, name in named if ours is not None}
 
     @cached_property
@@ -199,6 +254,8 @@ class _Folder:
             opened = open_safetensors(chosen, self.path, also=quantized.STORED)
         else:
             opened = kind.open(chosen, self.path)
+        if problem := empty_weights(opened.entries):
+            raise CheckpointError(f"{self.path}: {problem}")
         if all(original == name for original, name in own.items()):
             return opened
         entries = {own[original]: entry for original, entry in opened.entries.items()}
@@ -231,6 +288,15 @@ class _Folder:
                 self.network.wrapper,
                 left,
             )
+        for name in self.network.applied:
+            logger.warning(
+                "%s: %s: the %s class of transformers leaves this key out; it is applied, as the text network's own "
+                "class (%s) does",
+                self.source,
+                name,
+                self.network.wrapper,
+                self.network.settings["model_type"],
+            )
         formats = self.gguf.quantizations() if self.gguf is not None else []
         formats += ["FP8"] if self.scaled else []
         if formats:
@@ -261,8 +327,8 @@ def _open_weights(folder: _Folder) -> Weights:
     rows = weight_map.expand(table, model.num_layers)
     if model.skip_first_norm:
         rows = [row for row in rows if not row.ours.startswith("blocks.0.input_layernorm.")]
-    if not any(name in files for row in rows for name in row.theirs):  # saved from a class without an output head
-        rows = [replace(row, theirs=tuple(name.partition(".")[2] for name in row.theirs)) for row in rows]
+    if not any(name in files for row in rows for name in row.theirs):
+        rows = _of_base_class(rows, folder, tied)
     wanted = [row for row in rows if not OPTIONAL.fullmatch(row.ours) or any(name in files for name in row.theirs)]
     if tied:
         wanted = [row for row in wanted if row.ours != HEAD]
@@ -286,6 +352,26 @@ def _open_weights(folder: _Folder) -> Weights:
             f"({', '.join(unread[:NAMED])}{more}); correct {CONFIG}"
         )
     return weights
+
+
+def _of_base_class(rows: list[weight_map.Row], folder: _Folder, tied: bool) -> list[weight_map.Row]:
+    """Return the rows with the names in a folder that was saved from the class without an output head.
+
+    Raises CheckpointError if the folder does not have these names either, or if the model needs a head of its own.
+    """
+    shorter = [replace(row, theirs=tuple(name.partition(".")[2] for name in row.theirs)) for row in rows]
+    heads = {name for row in rows if row.ours == HEAD for name in row.theirs}
+    if not any(name in folder.files for row in shorter for name in row.theirs):
+        raise CheckpointError(
+            f"{folder.path}: has no weight of the model that {CONFIG} describes (such as {rows[0].theirs[0]}), "
+            f"but {', '.join(sorted(folder.files)[:NAMED])}; rename the weights, or correct {CONFIG}"
+        )
+    if heads and not tied:
+        raise CheckpointError(
+            f"{folder.path}: has no output head ({min(heads)}), because it was saved from a class without one; save "
+            "the model from its class for causal language models (AutoModelForCausalLM)"
+        )
+    return shorter
 
 
 def open_folder(place: Path, ignored: Collection[str] = ()) -> OpenedCheckpoint:

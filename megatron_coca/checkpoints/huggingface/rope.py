@@ -101,6 +101,7 @@ def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
         raise CheckpointError(f"{source}: rope_type: {kind!r} is not supported; supported values: {', '.join(known)}")
     extension = methods.find("rope_scaling", kind)
     if kind == "yarn":
+        options.pop("finetuned", None)  # in the models of YaRN's authors; no class of transformers reads it
         # DeepSeek and Mistral have these two options. Transformers uses them only if both are given without
         # attention_factor.
         scales = [options.pop(name, None) for name in ("mscale", "mscale_all_dim")]

@@ -6,22 +6,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.checkpoints.files import CheckpointError, read_json_if_present
+from megatron_coca.checkpoints.files import CheckpointError, read_json, read_json_if_present
 from megatron_coca.checkpoints.huggingface.config_json import CONFIG
 from megatron_coca.checkpoints.huggingface.read import GENERATION
 from megatron_coca.checkpoints.tokenizer import largest_named_id, read_tokenizer
 from megatron_coca.data import DataError, Tokenizer
-from megatron_coca.data.tokenizers.end_tokens import with_text_keys
+from megatron_coca.data.tokenizers.end_tokens import TOKENIZER_FILES, check_links, with_text_keys
 from megatron_coca.data.tokenizers.kinds import PROBES, GPT2BPETokenizer, HFTokenizer, first_difference
 from megatron_coca.data.tokenizers.sentencepiece_kind import ModelSettings
 from megatron_coca.data.tokenizers.text_rules import token_ids
 
-THEIRS = (
-    GENERATION,
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
-)
-"""Tokenizer and generation files of a Hugging Face folder, which are copied unchanged."""
+SETTINGS = (GENERATION, "tokenizer_config.json", "special_tokens_map.json")
+CODE = "auto_map"
+"""Files with settings, and the key in them that names Python code, in the folder or in another repository."""
 
 
 class TokenIds(NamedTuple):
@@ -43,26 +40,29 @@ class TokenizerFiles(NamedTuple):
 def own_files(folder: Path) -> TokenizerFiles:
     """Return the tokenizer and generation files of a Hugging Face folder, for an export of this folder.
 
-    Raises CheckpointError for a symbolic link that leads out of the folder, because uploading the export would then
-    publish a copy of a private file.
+    Names of Python code are left out, because an export contains no code from elsewhere. Raises CheckpointError for a
+    symbolic link that leads out of the folder, because uploading the export would then publish a copy of a private
+    file.
     """
-    files = {name: _inside(folder, name).read_bytes() for name in THEIRS if (folder / name).is_file()}
+    check_links(folder, CheckpointError)
+    files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    named = [name for name in SETTINGS if name in files and CODE in read_json(folder / name)]
+    files |= {name: _without_code(read_json(folder / name), files) for name in named}
     config = with_text_keys(read_json_if_present(folder / CONFIG))
     given = (config.get(f"{name}_token_id") for name in TokenIds._fields)
     ids = TokenIds(*(None if value == [] else value for value in given))
-    note = None if any("token" in name for name in files) else f"{folder}: no tokenizer, so the export has none"
-    return TokenizerFiles(files, ids, note)
+    notes = [f"{folder / name}: {CODE} is left out, because exports contain no code from elsewhere" for name in named]
+    if not any("token" in name for name in files):
+        notes.append(f"{folder}: no tokenizer, so the export has none")
+    return TokenizerFiles(files, ids, "; ".join(notes) or None)
 
 
-def _inside(folder: Path, name: str) -> Path:
-    path, own = (folder / name).resolve(), folder.resolve()
-    blobs = own.parents[1] / "blobs" if own.parent.name == "snapshots" else own  # the Hub cache links to this folder
-    if not (path.is_relative_to(own) or path.is_relative_to(blobs)):
-        raise CheckpointError(
-            f"{folder / name}: a link to {path}, which is outside the folder; replace it with a copy if that file may "
-            "be published"
-        )
-    return path
+def _without_code(content: dict[str, Any], files: Mapping[str, bytes]) -> bytes:
+    """Return a JSON file without the key for code. A tokenizer.json needs no class of its own."""
+    left = {key: value for key, value in content.items() if key != CODE}
+    if "tokenizer_class" in left and "tokenizer.json" in files:
+        left["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return (json.dumps(left, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> TokenizerFiles:
@@ -82,13 +82,16 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
     if theirs is None:
         raise CheckpointError(f"{folder}: no tokenizer for the export ({note}); use the folder of the original model")
     own, largest = own_files(folder), largest_named_id(folder)
+    if theirs.rows is not None and (tokenizer is None or tokenizer.vocab_size != theirs.vocab_size):
+        largest = max(largest, theirs.vocab_size - 1)
     if largest >= known:
         raise CheckpointError(
             f"{folder}: has token id {largest}, but the model has only {known} tokens; use the folder with the "
             "model's own tokenizer"
         )
     if tokenizer is None:
-        return own._replace(note=f"{folder}: tokenizer was not compared, because the checkpoint has no tokenizer")
+        compared = f"{folder}: tokenizer was not compared, because the checkpoint has no tokenizer"
+        return own._replace(note="; ".join(filter(None, (own.note, compared))))
     differing = first_difference(theirs, tokenizer)
     if differing is not None:
         raise CheckpointError(
@@ -98,6 +101,7 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
     end = tokenizer.eod
     given = read_json_if_present(folder / GENERATION).get("eos_token_id")
     ends = {theirs.eod, *token_ids(own.ids.eos), *token_ids(given)}
+    note = "; ".join(filter(None, (note, own.note))) or None
     if end not in ends:
         return _with_added_end(own, sorted(ends), end, note)
     eos = end if own.ids.eos is None else own.ids.eos

@@ -58,13 +58,14 @@ class Written(NamedTuple):
     attention: str = "eager"
 
 
-def check_transformers(written: Written, part: Excerpt, write: Callable[[Path, Weights], None]) -> str:
+def check_transformers(written: Written, part: Excerpt, write: Callable[[Path, Weights], None], scratch: Path) -> str:
     """Compare the logits that transformers computes from an exported folder with those of the source.
 
-    `write` saves weights in a folder. Return the program that computed the export's logits. Raises CheckpointError.
+    `write` saves weights in a folder; `scratch` is a folder for temporary files. Return the program that computed the
+    export's logits. Raises CheckpointError.
     """
     expected, layers = part.logits(), part.config.model.num_layers
-    with TemporaryDirectory(dir=written.folder, prefix=".excerpt") as name:
+    with TemporaryDirectory(dir=scratch, prefix=".excerpt") as name:
         folder = Path(name)
         write(folder, _first_written(written, part))
         settings = read_json(written.folder / CONFIG)

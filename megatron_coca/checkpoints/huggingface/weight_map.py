@@ -38,7 +38,7 @@ def heads_of(config: Config) -> Heads:
 
 
 @dataclass(frozen=True)
-class Packing:
+class WeightPacking:
     """Conversion between Hugging Face tensors (the parts) and one tensor of ours (packed).
 
     Attributes:
@@ -75,13 +75,13 @@ def shapes_by_head(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
     return [(count * width, *others) for count in (heads.query, heads.key, heads.key)]
 
 
-SINGLE = Packing(lambda parts, heads: parts[0], lambda packed, heads, count: [packed])
-STACKED = Packing(
+SINGLE = WeightPacking(lambda parts, heads: parts[0], lambda packed, heads, count: [packed])
+STACKED = WeightPacking(
     lambda parts, heads: torch.cat(list(parts)),
     lambda packed, heads, count: packed.chunk(count),
     lambda shapes, heads: [shapes[0] or (0,)] * len(shapes),
 )
-BY_HEAD = Packing(join_heads, split_heads, shapes_by_head)
+BY_HEAD = WeightPacking(join_heads, split_heads, shapes_by_head)
 
 
 def in_halves(rows: Tensor, heads: int, rotated: int | None = None) -> Tensor:
@@ -101,7 +101,7 @@ def _reordered(rows: Tensor, heads: int, rotated: int | None, shape: tuple[int, 
     return torch.cat((turned, rest), dim=1).reshape(rows.shape)
 
 
-def _shape_fused(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
+def shape_fused(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
     rows, *others = shapes[0] or (0,)
     count = heads.query + 2 * heads.key
     return [((heads.width or rows // count) * count, *others)]
@@ -110,19 +110,6 @@ def _shape_fused(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
 def _turned(x: Tensor) -> Tensor:
     """Transpose a matrix; return a bias unchanged."""
     return x.t() if x.dim() == 2 else x
-
-
-def _join_groups(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """Pack the rows of a matrix with [queries of a key head | key | value] for each key head, as in Falcon 40B."""
-    (rows,) = parts
-    groups = rows.view(heads.key, heads.query // heads.key + 2, -1, *rows.shape[1:])
-    kinds = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
-    return join_heads([kind.reshape(-1, *rows.shape[1:]) for kind in kinds], heads)
-
-
-def _split_groups(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
-    parts = (part.view(heads.key, -1, *packed.shape[1:]) for part in split_heads(packed, heads, 3))
-    return [torch.cat(list(parts), dim=1).reshape(packed.shape)]
 
 
 def _join_fused(parts: Sequence[Tensor], heads: Heads) -> Tensor:
@@ -146,16 +133,15 @@ def _split_neighbours(packed: Tensor, heads: Heads, count: int) -> Sequence[Tens
     return [in_pairs(q, heads.query, heads.rotated), in_pairs(k, heads.key, heads.rotated), v]
 
 
-NEIGHBOURS = Packing(_join_neighbours, _split_neighbours, shapes_by_head)
+NEIGHBOURS = WeightPacking(_join_neighbours, _split_neighbours, shapes_by_head)
 """As BY_HEAD, but for a model that rotates pairs of neighbouring features."""
-FUSED = Packing(_join_fused, _split_fused, _shape_fused)
-GROUPED = Packing(_join_groups, _split_groups, _shape_fused)
-TURNED = Packing(lambda parts, heads: _turned(parts[0]), lambda packed, heads, count: [_turned(packed)])
-FUSED_TURNED = Packing(
+FUSED = WeightPacking(_join_fused, _split_fused, shape_fused)
+TURNED = WeightPacking(lambda parts, heads: _turned(parts[0]), lambda packed, heads, count: [_turned(packed)])
+FUSED_TURNED = WeightPacking(
     lambda parts, heads: _join_fused([_turned(parts[0])], heads),
     lambda packed, heads, count: [_turned(_split_fused(packed, heads, count)[0])],
 )
-GATE_FIRST = Packing(
+GATE_FIRST = WeightPacking(
     lambda parts, heads: torch.cat(parts[0].chunk(2)[::-1]),
     lambda packed, heads, count: [torch.cat(packed.chunk(2)[::-1])],
 )
@@ -168,10 +154,10 @@ class Row:
 
     ours: str
     theirs: tuple[str, ...]
-    packing: Packing = SINGLE
+    packing: WeightPacking = SINGLE
 
 
-def layer_rows(prefix: str, modules: Mapping[str, tuple[str, Packing]]) -> list[Row]:
+def layer_rows(prefix: str, modules: Mapping[str, tuple[str, WeightPacking]]) -> list[Row]:
     """Return the rows for the weights and biases of a block. `modules` maps our name to their name and the packing."""
     return [
         Row(f"blocks.{{i}}.{ours}.{kind}", (f"{prefix}.{theirs}.{kind}",), packing)
@@ -187,28 +173,13 @@ MODULES = (
 """Our names of the modules in a block."""
 
 
-def modules_of(theirs: str, **packings: Packing) -> dict[str, tuple[str, Packing]]:
+def modules_of(theirs: str, **packings: WeightPacking) -> dict[str, tuple[str, WeightPacking]]:
     """Map each of `MODULES` to its name in `theirs`, which are in the same order, and to its packing.
 
     `packings` maps the last part of our name to the packing; the default is SINGLE.
     """
     named = zip(MODULES, theirs.split(), strict=True)
     return {ours: (name, packings.get(ours.rpartition(".")[2], SINGLE)) for ours, name in named}
-
-
-GPT_NEOX: tuple[Row, ...] = (
-    Row("embedding.word_embeddings.weight", ("gpt_neox.embed_in.weight",)),
-    *layer_rows(
-        "gpt_neox.layers.{i}",
-        modules_of(
-            "input_layernorm post_attention_layernorm attention.query_key_value attention.dense mlp.dense_h_to_4h"
-            " mlp.dense_4h_to_h"
-        ),
-    ),
-    Row("norm.weight", ("gpt_neox.final_layer_norm.weight",)),
-    Row("norm.bias", ("gpt_neox.final_layer_norm.bias",)),
-    Row("final_linear.weight", ("embed_out.weight",)),
-)
 
 
 def llama(key_projection: str) -> tuple[Row, ...]:
@@ -273,25 +244,15 @@ QK_PROJECTION = {f"{ours}.norm": theirs for ours, theirs in QK_HEAD.items()}
 """Norms in a block: our names -> their names."""
 
 
-def like_llama(norms: Mapping[str, str], packing: Packing = BY_HEAD) -> tuple[Row, ...]:
+def like_llama(norms: Mapping[str, str], packing: WeightPacking = BY_HEAD) -> tuple[Row, ...]:
     """Return LLaMA's table with other block norms and another packing of queries, keys and values."""
     rows = [row for row in llama("k_proj") if not row.ours.startswith("blocks.") or "layernorm" not in row.ours]
     rows = [replace(row, packing=packing) if "query_key_value" in row.ours else row for row in rows]
     return (*rows, *layer_rows("model.layers.{i}", {ours: (theirs, SINGLE) for ours, theirs in norms.items()}))
 
 
-_PHI3 = {
-    "attention.query_key_value": ("self_attn.qkv_proj", FUSED),
-    "mlp.linear1": ("mlp.gate_up_proj", GATE_FIRST),
-}
-PHI3 = (
-    *(row for row in like_llama(PRE) if not any(f".{ours}." in row.ours for ours in _PHI3)),
-    *layer_rows("model.layers.{i}", _PHI3),
-)
-
-
 def transformer(
-    layers: str, embedding: str, modules: Mapping[str, tuple[str, Packing]], *ends: tuple[str, str]
+    layers: str, embedding: str, modules: Mapping[str, tuple[str, WeightPacking]], *ends: tuple[str, str]
 ) -> tuple[Row, ...]:
     """Return the table for a model that has weight names with the prefix `transformer.`: GPT-2, MPT, BLOOM, Falcon."""
     rows = [Row("embedding.word_embeddings.weight", (f"transformer.{embedding}.weight",))]
@@ -300,41 +261,6 @@ def transformer(
         Row(f"{ours}.{kind}", (f"transformer.{theirs}.{kind}",)) for ours, theirs in ends for kind in ("weight", "bias")
     ]
     return (*rows, Row("final_linear.weight", ("lm_head.weight",)))
-
-
-GPT2 = transformer(
-    "h",
-    "wte",
-    modules_of(
-        "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj",
-        query_key_value=FUSED_TURNED,
-        **dict.fromkeys(("dense", "linear1", "linear2"), TURNED),
-    ),
-    ("embedding.position_embeddings", "wpe"),
-    ("norm", "ln_f"),
-)
-MPT = transformer(
-    "blocks",
-    "wte",
-    modules_of("norm_1 norm_2 attn.Wqkv attn.out_proj ffn.up_proj ffn.down_proj", query_key_value=FUSED),
-    ("norm", "norm_f"),
-)
-_BLOOM = (
-    "input_layernorm post_attention_layernorm self_attention.query_key_value self_attention.dense mlp.dense_h_to_4h"
-    " mlp.dense_4h_to_h"
-)
-_BLOOM_EMBEDDING_NORM = ("embedding.embedding_layernorm", "word_embeddings_layernorm")
-BLOOM = transformer("h", "word_embeddings", modules_of(_BLOOM), _BLOOM_EMBEDDING_NORM, ("norm", "ln_f"))
-
-
-def falcon(parallel: bool, norms: int) -> tuple[Row, ...]:
-    """Return Falcon's table for parallel or sequential blocks with one or two norms."""
-    modules = modules_of(_BLOOM, query_key_value=GROUPED)
-    if norms == 1:
-        del modules["post_attention_layernorm"]
-    elif parallel:
-        modules |= {"input_layernorm": ("ln_attn", SINGLE), "post_attention_layernorm": ("ln_mlp", SINGLE)}
-    return transformer("h", "word_embeddings", modules, ("norm", "ln_f"))
 
 
 XIELU = (Row("blocks.{i}.mlp.activation.weight", ("model.layers.{i}.mlp.act_fn.weight",)),)

@@ -122,6 +122,13 @@ WRAPPERS: dict[str, str] = {
 OUTER = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that apply to the text network even if they are beside its section."""
 
+LEFT_OUT = {
+    "aya_vision": "logit_scale",
+    "cohere2_vision": "logit_scale",
+    "gemma3": "final_logit_softcapping",
+}
+"""Wrapper -> a key of the text network's head that the wrapper's class leaves out, in transformers 5.23."""
+
 _PARTS = r"(?:layers|embed_tokens|norm|final_layernorm)\."
 _INNER = re.compile(rf"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?={_PARTS})")
 _HEAD = re.compile(r"^(?:language_model|text_model)\.(?=lm_head\.)")
@@ -139,12 +146,14 @@ class Network:
         wrapper: the `model_type` of the wrapper, or None if the network is the whole model.
         skipped: layers that have no effect on text. The others are numbered without gaps.
         rows: the number of embedding rows to read, or None for all rows.
+        applied: keys in `settings` that the wrapper's class leaves out, and the class of the text network applies.
     """
 
     settings: Json
     wrapper: str | None = None
     skipped: frozenset[int] = frozenset()
     rows: int | None = None
+    applied: tuple[str, ...] = ()
 
     def rename(self, name: str) -> str | None:
         """Return the name of a weight in the network, or None if the network does not have the weight."""
@@ -184,7 +193,8 @@ def find_network(values: Json, source: Path, weights: Callable[[], Collection[st
     }
     if text.rope is not None and not _has_base(settings):
         settings["rope_theta"] = text.rope
-    network = Network(settings, wrapper)
+    applied = tuple(name for name in (LEFT_OUT.get(wrapper),) if name is not None and settings.get(name) is not None)
+    network = Network(settings, wrapper, applied=applied)
     tied = values.get(TIED) if values.get(TIED) is not None else inner.get(TIED)
     if tied is None:  # the class ties the head unless the folder has one
         tied = HEAD not in {network.rename(name) for name in weights()}

@@ -5,17 +5,17 @@ weights (model_source.py).
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints.compare import comparable
 from megatron_coca.checkpoints.export_check import LONG, check_folder, excerpt
-from megatron_coca.checkpoints.files import CheckpointError, write_json
+from megatron_coca.checkpoints.files import CheckpointError, json_bytes
 from megatron_coca.checkpoints.huggingface import weight_map
 from megatron_coca.checkpoints.huggingface.config_json import (
     CONFIG,
@@ -31,12 +31,12 @@ from megatron_coca.checkpoints.huggingface.config_json import (
     dense_rows,
     parse_config,
 )
-from megatron_coca.checkpoints.huggingface.families import FAMILIES
-from megatron_coca.checkpoints.huggingface.family_keys import write_keys
+from megatron_coca.checkpoints.huggingface.families import FAMILIES, gpt_neox, llama
+from megatron_coca.checkpoints.huggingface.families.keys import Exporter, write_keys
 from megatron_coca.checkpoints.huggingface.model_card import CARD, CardNotes, model_card
 from megatron_coca.checkpoints.huggingface.model_source import TEMPLATE, NotCarriedError, modelling_file
 from megatron_coca.checkpoints.huggingface.read import GENERATION, SINGLE, open_folder
-from megatron_coca.checkpoints.huggingface.rope import MAXIMUM, TRAINING_LENGTH, older_keys, rope_parameters
+from megatron_coca.checkpoints.huggingface.rope import MAXIMUM, TRAINING_LENGTH
 from megatron_coca.checkpoints.huggingface.tokenizer_files import (
     TokenIds,
     TokenizerFiles,
@@ -57,74 +57,26 @@ from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, S
 from megatron_coca.config.schema import default_of
 from megatron_coca.config.source import Overrides, given_values
 from megatron_coca.data.tokenizers.text_rules import token_ids
-from megatron_coca.support.atomic_write import atomic_dir, require_new
+from megatron_coca.work.folders import atomic_dir, is_complete, scratch_dir
 
 MODELLING_FILE = TEMPLATE.name
 
 # Architectures --------------------------------------------------------------------------------------------------------
 
-NEOX_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu"}
-"""Our activations -> GPT-NeoX's `hidden_act`, for the activations that the import supports."""
 Json = dict[str, Any]
-
-
-def _neox_keys(config: Config, shared: Json) -> Json:
-    model, position = config.model, config.position
-    tanh = model.activation == "gelu" and model.bias_gelu_fusion
-    rope = rope_parameters(position, model.seq_length) | {"partial_rotary_factor": position.rotary_pct}
-    return shared | {
-        "hidden_act": "gelu_new" if tanh else NEOX_ACTIVATIONS.get(model.activation),
-        "layer_norm_eps": model.layernorm_epsilon,
-        "use_parallel_residual": model.gpt_j_residual,
-        "attention_bias": model.use_bias_in_attn_linear,
-        "hidden_dropout": model.hidden_dropout,
-        "rope_parameters": rope,
-        "rotary_pct": position.rotary_pct,
-        **older_keys(rope, "rotary_emb_base"),
-        "pos_emb": "rotary",  # ignored by transformers; shows the import that this is no folder by CoCA's authors
-    }
-
-
-def _llama_keys(config: Config, shared: Json) -> Json:
-    model, rope = config.model, rope_parameters(config.position, config.model.seq_length)
-    return shared | {
-        "hidden_act": "silu",
-        "rms_norm_eps": model.rms_norm_epsilon,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "attention_bias": model.use_bias_in_attn_linear,
-        "mlp_bias": model.use_bias_in_mlp,
-        "rope_parameters": rope,
-        **older_keys(rope),
-    }
 
 
 def _our_keys(config: Config, shared: Json) -> Json:
     flat, classes = config.flat(), {"Config": "Config", "Model": "Model", "ModelForCausalLM": "ForCausalLM"}
     plain = {"rope_type": "default", "rope_theta": config.position.rotary_emb_base}  # for the stock class's rotation
-    without = {
-        name: value for name, value in _llama_keys(config, shared).items() if name not in ("rope_scaling", ORIGINAL)
-    }
+    keys = llama.llama_keys(config, shared)
+    without = {name: value for name, value in keys.items() if name not in ("rope_scaling", ORIGINAL)}
     return without | {
         "rope_parameters": plain,
         NETWORK: {name: flat[name] for name in NETWORK_KEYS}
         | {name: flat[name] for name in LATER_KEYS if flat[name] != default_of(name, flat)},
         "auto_map": {f"Auto{name}": f"{TEMPLATE.stem}.CocaDense{end}" for name, end in classes.items()},
     }
-
-
-class Exporter(NamedTuple):
-    """Functions that export one architecture of transformers.
-
-    Attributes:
-        architecture: name of the transformers class.
-        rows: our configuration -> the table of weight names.
-        keys: (our configuration, the keys that all architectures have) -> content of config.json.
-    """
-
-    architecture: str
-    rows: Callable[[Config], tuple[weight_map.Row, ...]]
-    keys: Callable[[Config, Json], Json]
 
 
 def family_exporter(kind: str) -> Exporter:
@@ -138,8 +90,8 @@ def family_exporter(kind: str) -> Exporter:
 
 
 EXPORTERS: dict[str, Exporter] = {
-    "gpt_neox": Exporter("GPTNeoXForCausalLM", lambda config: weight_map.GPT_NEOX, _neox_keys),
-    "llama": Exporter("LlamaForCausalLM", lambda config: weight_map.llama("k_proj"), _llama_keys),
+    "gpt_neox": gpt_neox.EXPORTER,
+    "llama": llama.EXPORTER,
     **{kind: family_exporter(kind) for kind in FAMILIES},
     OURS: Exporter("CocaDenseForCausalLM", lambda config: dense_rows(config.flat()), _our_keys),
 }
@@ -330,7 +282,8 @@ def export(
 
     Args:
         opened: the checkpoint, of any layout.
-        folder: the folder to write, which must not exist. After an error it does not exist either.
+        folder: the folder to write. After an error it does not exist. If it exists and holds this export already, it is
+            compared with the source again, and nothing is written.
         overrides: config overrides, as for `load_model`. An extension becomes part of the export.
         dtype: dtype of the exported weights. By default, they are copied bit by bit.
         tokenizer: Hugging Face folder of the original model. Its tokenizer and generation files and its bos, eos and
@@ -339,14 +292,13 @@ def export(
 
     Raises:
         CheckpointError: the checkpoint is invalid, the format cannot represent the model, `tokenizer` does not match
-            the checkpoint's tokenizer, or `folder` exists or cannot be written. Nothing is written then.
+            the checkpoint's tokenizer, or `folder` has other content or cannot be written. Nothing is written then.
         ConfigError: an override is invalid.
         DataError: the checkpoint's tokenizer is damaged.
     """
     config = opened.configure(overrides)
     kind = _kind(opened, config)
     modelling = _modelling_file(config) if kind == OURS else None
-    require_new(folder, CheckpointError)
     files, ids, note = _select_tokenizer(opened, config, overrides, Path(tokenizer) if tokenizer is not None else None)
     ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
     heads = weight_map.heads_of(config)
@@ -363,19 +315,32 @@ def export(
     written[CARD] = model_card(opened, config, contents[CONFIG], weights, folder.name, *named).encode()
     if modelling is not None:
         written[MODELLING_FILE] = modelling
+    written = {name: json_bytes(content) for name, content in contents.items()} | written
+    if is_complete(folder, written, CheckpointError):
+        return Exported(folder, kind, note, _compare_again(folder, kind, config, ours))
     with atomic_dir(folder, CheckpointError) as partial:
-        for name, content in contents.items():
-            write_json(partial / name, content)
         for name, data in written.items():
             (partial / name).write_bytes(data)
         with weights.shown(f"exporting {folder}") as shown:
             write_safetensors(partial / SINGLE, shown, {"format": "pt"})
-        compared = _read_back(partial, kind, config, ours)
+        compared = _read_back(partial, kind, config, ours, partial)
     return Exported(folder, kind, note, compared)
 
 
-def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
-    """Compare the written folder with the source. Return the program that computed the export's logits.
+def _compare_again(folder: Path, kind: str, config: Config, ours: Weights) -> str:
+    """Compare a folder of an earlier process as `_read_back` does. Raises CheckpointError if its weights are others."""
+    with scratch_dir(folder, CheckpointError) as scratch:  # a kill must not leave files in the complete folder
+        try:
+            return _read_back(folder, kind, config, ours, scratch)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{folder}: exists already ({error}); name a new folder, or remove this one"
+            ) from error
+
+
+def _read_back(folder: Path, kind: str, config: Config, ours: Weights, scratch: Path) -> str:
+    """Compare the written folder with the source. Return the program that computed the export's logits. Temporary files
+    are in the folder `scratch`.
 
     Raises CheckpointError if the folder does not match the source.
     """
@@ -396,7 +361,7 @@ def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
     rotates = family is None or family.rope is not None
     part = excerpt(config, ours, LONG if rotates else config.model.seq_length)
     return check_transformers(
-        written, part, lambda place, weights: write_safetensors(place / SINGLE, weights, {"format": "pt"})
+        written, part, lambda place, weights: write_safetensors(place / SINGLE, weights, {"format": "pt"}), scratch
     )
 
 
@@ -446,7 +411,8 @@ def _select_tokenizer(
         own = own_files(opened.folder)
         if own.ids.eos is None and tokenizer is not None:
             own = own._replace(ids=own.ids._replace(eos=end_ids(tokenizer)))
-        if own.note is None or tokenizer is None or opened.packed_tokenizer is None:
+        complete = any("token" in name for name in own.files)
+        if complete or tokenizer is None or opened.packed_tokenizer is None:
             return own
         files, differing = tokenizer_files(tokenizer, begun=True)
         given = (opened.settings.get(f"{name}_token_id") for name in TokenIds._fields)

@@ -54,7 +54,7 @@ class GuardState(_Part):
     consecutive: Index = 0
 
 
-class Progress(_Part):
+class TrainerProgress(_Part):
     """The state of the training loop. `losses` is the state of `IntervalMean`."""
 
     guard: GuardState = GuardState()
@@ -72,7 +72,7 @@ class Meta(_Part):
     versions: dict[str, str] | None = None
     topology: Annotated[dict[str, Size], AfterValidator(_ranks)] | None = None
     counters: Counters | None = None
-    progress: Progress | None = None
+    progress: TrainerProgress | None = None
 
 
 class RunMeta(Meta):
@@ -80,7 +80,7 @@ class RunMeta(Meta):
 
     topology: Annotated[dict[str, Size], AfterValidator(_ranks)]
     counters: Annotated[Counters, AfterValidator(_has_step)]
-    progress: Progress
+    progress: TrainerProgress
 
 
 def read_meta(folder: Path, resumable: bool = False) -> dict[str, Any]:

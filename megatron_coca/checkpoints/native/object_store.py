@@ -17,8 +17,8 @@ from uuid import uuid4
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError, ServiceError, describe, parse_json, read_json
 from megatron_coca.config import CheckpointConfig
-from megatron_coca.support.atomic_write import exclusive_lock
 from megatron_coca.support.remote_files import RemoteFiles, is_url, local_folder
+from megatron_coca.work.locks import exclusive_lock
 
 logger = logging.getLogger(__name__)
 

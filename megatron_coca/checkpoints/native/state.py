@@ -219,7 +219,9 @@ class PieceReader:
     def _covering(
         self, ranges: Sequence[_Range], begin: int, stop: int, kind: str, name: str
     ) -> list[tuple[_Range, int, int]]:
-        """Return the ranges that together cover [begin, stop), each with the begin and the end of its part."""
+        """Return the ranges that together cover [begin, stop), each with the begin and the end of the part to read from
+        it.
+        """
         parts, reached = [], begin
         for part in sorted(ranges, key=lambda part: part.start):
             last = min(stop, part.start + part.numel)

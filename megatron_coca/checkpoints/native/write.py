@@ -23,8 +23,8 @@ from megatron_coca.checkpoints.native.read import (
     step_folder,
     steps,
 )
-from megatron_coca.support import atomic_write
 from megatron_coca.support.atomic_write import flush, remove, write_file
+from megatron_coca.work.folders import partial_folder as partial_folder_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def code_versions() -> dict[str, str]:
 
 def partial_folder(save: Path, step: int) -> Path:
     """Return the hidden folder in which the checkpoint of `step` is written."""
-    return atomic_write.partial_folder(step_folder(save, step))
+    return partial_folder_of(step_folder(save, step))
 
 
 def begin(save: Path, step: int) -> Path:

@@ -34,7 +34,9 @@ from megatron_coca.checkpoints.unsupported import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.weights import DTYPES, Weights
 from megatron_coca.config import Config
 from megatron_coca.config.source import Overrides
-from megatron_coca.support.atomic_write import atomic_dir, require_new
+from megatron_coca.data.tokenizers import Tokenizer, load_saved_tokenizer
+from megatron_coca.support.errors import InputError
+from megatron_coca.work.folders import atomic_dir, is_complete
 
 WITH_REASONS = ("use_bias_in_norms", "attention_output_gate")
 """Keys that GPT-NeoX does not have, for which `cannot_hold` returns a more precise reason."""
@@ -69,7 +71,8 @@ def export(
 
     Args:
         opened: the checkpoint, of any layout.
-        folder: the folder to write, which must not exist. After an error it does not exist either.
+        folder: the folder to write. After an error it does not exist. If it exists and holds this export already, it is
+            compared with the source again, and nothing is written.
         overrides: config overrides, as for `load_model`.
         dtype: dtype of the exported weights. By default, they are copied bit by bit.
         model_parallel_size: number of tensor-parallel ranks, each with its own files. GPT-NeoX must run with the same
@@ -79,12 +82,11 @@ def export(
 
     Raises:
         CheckpointError: the checkpoint is invalid, GPT-NeoX cannot represent the model, the model cannot be divided
-            among the ranks, or `folder` exists or cannot be written. Nothing is written then.
+            among the ranks, or `folder` has other content or cannot be written. Nothing is written then.
         ConfigError: an override is invalid.
         DataError: the tokenizer of the overrides or of the checkpoint cannot be opened.
     """
     config, ranks = opened.configure(overrides), model_parallel_size
-    require_new(folder, CheckpointError)
     if reasons := _reasons(config, ranks, pipe_parallel_size):
         raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot represent the model: {'; '.join(reasons)}")
     weights = opened.weights()
@@ -93,16 +95,35 @@ def export(
     weights = weights if dtype is None else weights.to(DTYPES[dtype])
     foreign, number = foreign_keys(config), opened.step or 0
     name = native.step_folder(folder, number).name
+    done = ExportedNeox(folder, folder / name, tuple(foreign), tokenizer_note)
+    texts = {f"{name}/{CONFIGS}/{MODEL_FILE}": model_yaml(config, ranks, pipe_parallel_size), native.LATEST: name}
+    if is_complete(folder, {path: text.encode() for path, text in texts.items()}, CheckpointError):
+        _compare_again(folder / name, config, weights, tokenizer)
+        return done
     with atomic_dir(folder, CheckpointError) as partial, weights.shown(f"exporting {folder}") as weights:
         step = partial / name
         (step / CONFIGS).mkdir(parents=True)
-        (step / CONFIGS / MODEL_FILE).write_text(model_yaml(config, ranks, pipe_parallel_size))
+        for path, text in texts.items():
+            (partial / path).write_text(text, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save(step / native.TOKENIZER)
         _write_weights(step, config, weights, _rank_state(config, ranks, number), pipe_parallel_size > 0)
-        (partial / native.LATEST).write_text(name)
         _read_back(step, config, weights)
-    return ExportedNeox(folder, folder / name, tuple(foreign), tokenizer_note)
+    return done
+
+
+def _compare_again(step: Path, config: Config, weights: Weights, tokenizer: Tokenizer | None) -> None:
+    """Compare a folder of an earlier process as `_read_back` does. Raises CheckpointError if it is another export."""
+    try:
+        saved = step / native.TOKENIZER
+        found = load_saved_tokenizer(saved).fingerprint if saved.is_dir() else None
+        if found != (None if tokenizer is None else tokenizer.fingerprint):
+            raise CheckpointError("another tokenizer")
+        _read_back(step, config, weights)
+    except InputError as error:
+        raise CheckpointError(
+            f"{step.parent}: exists already ({error}); name a new folder, or remove this one"
+        ) from error
 
 
 def _read_back(step: Path, config: Config, weights: Weights) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.attention_maps import observed
-from megatron_coca.evaluation.tasks import attention_analysis as length_analysis
-from megatron_coca.evaluation.tasks.attention_analysis import AnalysisProtocol, LengthAnalysis, analyse, draw_pairs
+from megatron_coca.evaluation.tasks.analysis import measure as length_analysis
+from megatron_coca.evaluation.tasks.analysis.measure import analyse, draw_pairs
+from megatron_coca.evaluation.tasks.analysis.task import AnalysisProtocol, LengthAnalysis
 from megatron_coca.model import GPT, build_model
 from tests.reference import dense
 from tests.reference.frequencies import frequencies

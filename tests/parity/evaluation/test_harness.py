@@ -10,7 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.tasks.lm_eval_model import evaluate_task, index_tasks
+from megatron_coca.evaluation.tasks.lm_eval.model import evaluate_task, index_tasks
 from tests.parity.exported import LLAMA, NEOX, modules_cache, random_checkpoint
 from tests.unit.evaluation.harness_cases import LENGTH, adapter, documents, requests, write_tasks
 

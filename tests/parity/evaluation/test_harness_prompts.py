@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.tasks.lm_eval_model import evaluate_task, index_tasks
+from megatron_coca.evaluation.tasks.lm_eval.model import evaluate_task, index_tasks
 from tests.parity.evaluation.test_harness import flat
 from tests.unit.data.tokenizers.test_chat import CHATML
 from tests.unit.evaluation.harness_cases import WORDS, adapter, command, read, requests, write_tasks

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from megatron_coca.checkpoints import CheckpointError, load_checkpoint
+from megatron_coca.checkpoints import CheckpointError, load_checkpoint, load_model
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface import unsupported_types
 from megatron_coca.checkpoints.huggingface.config_json import OURS, READERS, parse_config
@@ -146,6 +146,7 @@ UNREAD = {
         {"_remove_final_layer_norm": True},
         "_remove_final_layer_norm: True is not supported, only False",
     ),
+    "pad_token_id": ("xglm", {"pad_token_id": 5}, "pad_token_id: 5 is not supported, .*; set it to 1, as in"),
     "classifier_bias": ("modernbert-decoder", {"classifier_bias": True}, "classifier_bias: differs from mlp_bias"),
     "attention_types": ("gpt_neo", {"attention_types": [[["global"], 2]]}, "must name each layer"),
     "rope_parameters": ("apertus", {"rope_parameters": None}, "rope_parameters: missing, .*; add the section$"),
@@ -192,3 +193,16 @@ def test_values_that_are_not_supported_are_errors(key: str) -> None:
     values = build(name).config.to_dict()
     with pytest.raises(CheckpointError, match=message):
         parse_config(values | changes, Path("config.json"))
+
+
+@pytest.mark.slow
+def test_an_export_of_xglm_keeps_the_vectors_of_all_positions(tmp_path: Path) -> None:
+    """The class replaces the vector of the position `pad_token_id` by zeros, so config.json does not name that id."""
+    build("xglm").save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"pad_token_id": 7}))
+    folder = export(tmp_path / "source", tmp_path / "exported").folder
+    assert json.loads((folder / "config.json").read_text())["pad_token_id"] is None
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = tokens(17)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, load_model(folder)(ids), rtol=1e-4, atol=1e-4)

@@ -690,6 +690,8 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"):
         load_model("Qwen/Qwen3-0.6B")
+    with pytest.raises(CheckpointError, match="give its whole name, hf://OWNER/gpt2"):
+        load_model("gpt2")
     build("qwen3").save_pretrained(tmp_path / "cache")
     asked = []
 

@@ -25,6 +25,7 @@ SECTIONS: tuple[dict[str, Any], ...] = (
     {"rope_scaling": {"type": "linear", "factor": 2.0}},
     {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
     {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 900.0}},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0, "finetuned": True}},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
     {"rope_parameters": {"rope_type": "linear", "factor": 3.0}},
     {"rope_parameters": {"rope_type": "linear", "factor": 3.0}, "rope_scaling": {"type": "dynamic", "factor": 2.0}},

@@ -225,7 +225,7 @@ def test_a_gguf_file_is_read_as_transformers_reads_it(tmp_path: Path, caplog: py
         list(tokenizer.encode(text))
         == AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)(text, add_special_tokens=False).input_ids
     )
-    config, _ = train.read_config(train.parser().parse_args([str(file), "train_iters=1", "optimizer.params.lr=0.1"]))
+    config, _ = train.read_config(train.parser().parse_args([str(file), "train_iters=1", "train_batch_size=1"]))
     assert config.checkpoint.load == str(file) and config.model.hidden_size == WIDTH
     done = export(file, tmp_path / "exported")
     again = AutoModelForCausalLM.from_pretrained(done.folder, attn_implementation="eager").eval()
@@ -234,8 +234,9 @@ def test_a_gguf_file_is_read_as_transformers_reads_it(tmp_path: Path, caplog: py
 
 
 def test_faults_of_gguf_files_are_named(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "one.gguf", llama(), llama_rope_scaling_type="linear")
-    with pytest.raises(CheckpointError, match="one.gguf: a frequency extension in a GGUF file is not supported; put"):
+    write_gguf(tmp_path / "one.gguf", llama(), llama_rope_scaling_type="yarn")
+    message = r"one.gguf: llama.rope.scaling.type: a frequency extension in a GGUF file is not supported; put"
+    with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path)
     (tmp_path / "two.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=r"has several GGUF files \(one.gguf, two.gguf\); name one of them"):

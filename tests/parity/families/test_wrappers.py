@@ -155,6 +155,7 @@ def test_a_text_network_is_read_and_written(name: str, tmp_path: Path, caplog: p
     assert expected.std() > 0.01
     torch.testing.assert_close(found, scale * expected, rtol=1e-9, atol=1e-9)
     assert f"of the {name} model is read; " in caplog.text and "other parts are left out" in caplog.text
+    assert ("logit_scale: the" in caplog.text) == (name in WITHOUT_SCALE)
 
     build(name).save_pretrained(tmp_path / "source")
     done = export(tmp_path / "source", tmp_path / "text")
@@ -168,6 +169,20 @@ def test_a_text_network_is_read_and_written(name: str, tmp_path: Path, caplog: p
     theirs = AutoModelForCausalLM.from_pretrained(done.folder, attn_implementation="eager").eval()
     logits = build(name)(tokens(17)).logits
     torch.testing.assert_close(theirs(tokens(17)).logits, scale * logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cap_of_the_logits_is_applied_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Gemma 3's class for images leaves it out; the class of its text network applies it."""
+    with in_float64():
+        wide = build("gemma3")
+        wide.config.text_config.final_logit_softcapping = cap = 0.5
+        wide.save_pretrained(tmp_path)
+        expected = wide(tokens(LONG)).logits
+    assert (expected.abs() > cap).any(), "left out"
+    found = open_checkpoint(tmp_path).load(dtype=torch.float64).model(tokens(LONG))
+    torch.testing.assert_close(found, cap * torch.tanh(expected / cap), rtol=1e-9, atol=1e-9)
+    assert "final_logit_softcapping: the gemma3 class of transformers leaves this key out; it is appl" in caplog.text
 
 
 SPELLINGS = {

@@ -108,4 +108,4 @@ def test_a_rank_that_is_missing_is_found_without_checksums(
 def test_nothing_to_inspect(inspect: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect([str(tmp_path)]) == 2 and "no complete checkpoint" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{}")
-    assert inspect([str(tmp_path)]) == 2 and "run `megatron-coca import` first" in capsys.readouterr().err
+    assert inspect([str(tmp_path)]) == 2 and "config.json: model_type: None is not su" in capsys.readouterr().err

@@ -196,7 +196,7 @@ def test_the_function_of_a_folder_of_gpt_neox(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(CheckpointError, match=r"positions\[0\].rotary_pct is 0.25, not 0.5"):
         export_neox(checkpoint, tmp_path / "exported")
     monkeypatch.setattr(neox, "check_folder", lambda folder, read, *given: read(folder))
-    with pytest.raises(CheckpointError, match="this project's import computes logits that differ"):
+    with pytest.raises(CheckpointError, match="megatron-coca import computes logits that differ"):
         export_neox(checkpoint, tmp_path / "exported")
 
 
@@ -211,7 +211,7 @@ def test_without_transformers_our_import_compares(
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert export(checkpoint, tmp_path / "exported").compared == export_check.IMPORT
     assert (
-        "compared with the source by this project's import instead of transformers: transformers is not installed"
+        "compared with the source by megatron-coca import instead of transformers: transformers is not installed"
         in caplog.text
     )
 

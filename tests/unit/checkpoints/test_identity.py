@@ -15,10 +15,10 @@ from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.identity import RANGE, RANGES
 from megatron_coca.evaluation import EvaluationError, PerplexityResult
 from megatron_coca.evaluation.cli import parser
-from megatron_coca.evaluation.tasks import perplexity
-from megatron_coca.evaluation.tasks import retrieval as retrieval_tasks
-from megatron_coca.evaluation.tasks import retrieval_cases as tasks
-from megatron_coca.evaluation.tasks.prompts import FILLER_HAYSTACK
+from megatron_coca.evaluation.tasks.perplexity import measure as perplexity
+from megatron_coca.evaluation.tasks.retrieval import cases as tasks
+from megatron_coca.evaluation.tasks.retrieval import measure as retrieval_tasks
+from megatron_coca.evaluation.tasks.retrieval.prompts import FILLER_HAYSTACK
 from tests.parity.exported import LLAMA, random_checkpoint
 
 SINGLE = "model.safetensors"

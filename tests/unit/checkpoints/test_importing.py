@@ -15,13 +15,15 @@ from torch import Tensor
 from megatron_coca import cli, load_model
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint, native, open_checkpoint
 from megatron_coca.checkpoints.exporting import export
-from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.checkpoints.importing import import_checkpoint, starting_config
 from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
 from megatron_coca.checkpoints.weights import open_pickles
 from megatron_coca.commands import import_checkpoint as tool
 from megatron_coca.config import load_config
 from megatron_coca.support import console
+from megatron_coca.training.checkpointing.initial_model import initial_model
 from tests.checkpoint_files import write_checkpoint
+from tests.tokenizer_files import train_bpe
 
 AUTHORS = Path(__file__).parents[2] / "golden" / "authors"
 LLAMA, NEOX = AUTHORS / "coca_llama", AUTHORS / "coca_gpt_neox"
@@ -70,6 +72,28 @@ def test_weights_are_those_that_are_loaded_from_the_source(imported: Path) -> No
     assert same(load_file(imported / "global_step0" / SINGLE), load_model(LLAMA).state_dict())
     opened = load_checkpoint(imported)
     assert opened.step == 0 and opened.identity == native.describe(imported / "global_step0" / SINGLE)["sha256"]
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"module.{name}",
+        lambda name: f"module._orig_mod.{name}",
+        lambda name: name.replace("self_attn", "_orig_mod.self_attn").replace("mlp.", "_fsdp_wrapped_module.mlp."),
+        lambda name: name.replace("mlp.", "_checkpoint_wrapped_module.mlp.") if "layers.1" in name else name,
+    ],
+)
+def test_names_of_wrappers_are_left_out(wrapped: Callable[[str], str], tmp_path: Path) -> None:
+    """As torch.compile, DistributedDataParallel, FSDP and activation checkpointing add them to a state dict."""
+    for name in ("config.json", SINGLE):
+        shutil.copyfile(LLAMA / name, tmp_path / name)
+    held = load_file(tmp_path / SINGLE)
+    save_file({wrapped(name): values for name, values in held.items()}, tmp_path / SINGLE)
+    assert same(load_model(tmp_path).state_dict(), load_model(LLAMA).state_dict())
+    save_file({wrapped(name): values.clone() for name, values in held.items()} | held, tmp_path / SINGLE)
+    with pytest.raises(CheckpointError, match="has weights that the model described by config.json does not have"):
+        load_model(tmp_path)
 
 
 def test_import_and_export_show_how_much_is_read(
@@ -170,8 +194,10 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr()
     assert "79,488 parameters, pos_emb coca, weights only\n" in told.out
     assert "no tokenizer is used" in told.err
-    assert cli.main(["import", str(NEOX), target]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert cli.main(["import", str(NEOX), target, "--set", "pos_emb=coca", "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out == told.out
+    for others in (["--set", "pos_emb=coca"], ["--dtype", "bfloat16"]):
+        assert cli.main(["import", str(NEOX), target, *others]) == 2 and "exists already" in capsys.readouterr().err
 
 
 # How files are read
@@ -190,6 +216,12 @@ def in_three(folder: Path, weights: dict[str, Tensor], save: Callable[[Any, Path
     (folder / f"{name[0]}{name[1]}.index.json").write_text(json.dumps({"weight_map": index}))
 
 
+def in_one_and_three(folder: Path, weights: dict[str, Tensor], save: Callable[[Any, Path], Any], name: Any) -> None:
+    """The same weights twice."""
+    in_one(folder, weights, save, name)
+    in_three(folder, weights, save, name)
+
+
 def old(weights: Any, path: Path) -> None:
     torch.save(weights, path, _use_new_zipfile_serialization=False)
 
@@ -201,7 +233,7 @@ KINDS: dict[str, tuple[Callable[[Any, Path], Any], tuple[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("divide", [in_one, in_three])
+@pytest.mark.parametrize("divide", [in_one, in_three, in_one_and_three])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_files(kind: str, divide: Callable[..., None], imported: Path, tmp_path: Path) -> None:
     save, name = KINDS[kind]
@@ -267,3 +299,22 @@ def test_of_old_pickles_one_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch, "load", watched)
     assert len([name for name, _ in weights]) == 12
     assert len(held) == 12, "each file is read once"
+
+
+def test_a_run_from_a_folder_with_an_unused_token_has_the_rows_of_the_folder(tmp_path: Path) -> None:
+    """data.yml of `prepare` names the number of ids of the tokenizer, which has a padding token without a row."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = train_bpe(["some text"], 288, tmp_path / "tokenizer.json").vocab_size
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    added = content["added_tokens"][0] | {"id": size, "content": "[PAD]"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": [*content["added_tokens"], added]}))
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=size, **shape)).save_pretrained(tmp_path)
+    for ids in (size, size + 1):
+        model = starting_config(tmp_path, {"vocab_size": ids}).model
+        assert (model.vocab_size, model.padded_vocab_size) == (size, size)
+    assert starting_config(tmp_path, {"vocab_size": size + 2}).model.vocab_size == size + 2
+    explicit = starting_config(tmp_path).override({"vocab_size": size + 1})
+    with pytest.raises(CheckpointError, match=rf"set vocab_size={size}, because the last tokens were added later"):
+        initial_model(explicit, "cpu")

@@ -89,6 +89,23 @@ def shards(change: Callable[[Path, dict[str, str]], Any]) -> Callable[[Path], No
     return divide
 
 
+def beside_shards(name: str, save: Callable[[dict[str, Tensor], Path], Any]) -> Callable[[Path], None]:
+    """Save one file with all weights, of which one differs, beside two files with an index."""
+
+    def rewrite(folder: Path) -> None:
+        held = load_file(folder / SINGLE)
+        (folder / SINGLE).unlink()
+        files = [f"part{number}{Path(name).suffix}" for number in range(2)]
+        index = {key: files[number % 2] for number, key in enumerate(sorted(held))}
+        for file in files:
+            save({key: held[key] for key, place in index.items() if place == file}, folder / file)
+        (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": index}))
+        held[UP] = held[UP] + 1e-3
+        save(held, folder / name)
+
+    return rewrite
+
+
 def pickled(
     content: Callable[[dict[str, Tensor]], Any], change: Callable[[Path], Any] | None = None, **how: Any
 ) -> Any:
@@ -261,6 +278,54 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (no_weights(f), (f / f"{SINGLE}.index.json").write_text("{}")),
         f"{SINGLE}.index.json: weight_map is missing",
     ),
+    "stale single file": (
+        beside_shards(SINGLE, save_file),
+        rf"{SINGLE} and the files of {SINGLE}.index.json contain different weights .1 of \d+, for example {UP}.; move",
+    ),
+    "stale pickle": (
+        beside_shards(BIN, torch.save),
+        f"{BIN} and the files of {BIN}.index.json contain different weights",
+    ),
+    "shards without an index": (
+        lambda f: (no_weights(f), (f / SHARDS[0]).touch()),
+        rf"contains safetensors files without their index .{SHARDS[0]}.; add {SINGLE}.index.json from the same place$",
+    ),
+    "DeepSpeed's checkpoint": (
+        lambda f: (no_weights(f), (f / "zero_to_fp32.py").touch(), (f / "latest").write_text("global_step10")),
+        r"contains a checkpoint of DeepSpeed .*\n    cd .*/source && python zero_to_fp32.py . . --safe_serialization$",
+    ),
+    "FSDP's checkpoint": (
+        lambda f: (no_weights(f), (f / "pytorch_model_fsdp_0").mkdir()),
+        r"contains a sharded checkpoint of FSDP .*\n    accelerate merge-weights .*/pytorch_model_fsdp_0 .*/source$",
+    ),
+    "a Trainer's checkpoints": (
+        lambda f: (no_weights(f), (f / "checkpoint-500").mkdir()),
+        r"contains the checkpoints of a Hugging Face Trainer .checkpoint-500.; use one of these subfolders$",
+    ),
+    "weights for another library": (
+        lambda f: (no_weights(f), (f / "flax_model.msgpack").touch()),
+        "contains weights of Flax .flax_model.msgpack.; use a revision of the model with PyTorch weights",
+    ),
+    "parts of ZeRO 3": (
+        weights(lambda held: held.update({UP: torch.zeros(0), GATE: torch.zeros(0)})),
+        r"2 of \d+ weights have no values, for example model.*, because ZeRO stage 3 keeps .* zero_to_fp32.py",
+    ),
+    "saved without its head": (
+        weights(lambda held: [held.update({n.partition(".")[2]: held.pop(n)}) for n in [*held]] and held.pop("weight")),
+        rf"has no output head .{HEAD}., because it was saved from a class without one; save the model from its class",
+    ),
+    "names of another model": (
+        weights(lambda held: [held.update({f"wte.{number}": held.pop(n)}) for number, n in enumerate([*held])]),
+        rf"has no weight of the model that config.json describes .such as {EMBEDDING}., but wte.0, wte.1, ",
+    ),
+    "an empty single file beside shards": (
+        shards(lambda f, index: save_file({name: torch.zeros(0) for name in index}, f / SINGLE)),
+        rf"{SINGLE} and the files of {SINGLE}.index.json contain different weights .\d+ of \d+, for example",
+    ),
+    "attention factor under another name": (
+        rope(rope_type="yarn", factor=4.0, attn_factor=0.88),
+        r"rope_type 'yarn' with attn_factor is not supported .supported options: .*attention_factor.*; remove keys",
+    ),
     "missing shards": (
         shards(lambda f, index: [(f / shard).unlink() for shard in SHARDS]),
         rf"index.json: lists files that do not exist .{SHARDS[0]} \(\d+ weights\), {SHARDS[1]} \(\d+ weights\).",
@@ -381,6 +446,17 @@ def test_values_within_float16_and_infinities_pass(folder: Path) -> None:
     done = import_checkpoint(folder, folder.parent / "imported", dtype="float16")
     written = load_file(done.folder / "global_step0" / SINGLE)["blocks.1.mlp.linear1.weight"]
     assert written[0, :2].tolist() == [65504.0, math.inf]
+
+
+def test_weights_that_are_not_finite_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_model(folder)
+    assert "NaN" not in caplog.text
+    weights(lambda held: (held[UP].__setitem__((0, 0), math.nan), held[EMBEDDING].__setitem__((1, 0), -math.inf)))(
+        folder
+    )
+    load_model(folder)
+    warned = f"{folder}: 2 of 15 weights contain NaN or infinite values, for example "
+    assert warned in caplog.text and (UP in caplog.text or EMBEDDING in caplog.text)
 
 
 def test_a_neox_weight_of_another_shape_has_its_own_name(folder: Path) -> None:

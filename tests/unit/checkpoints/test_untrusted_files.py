@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import subprocess
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,26 +19,29 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from megatron_coca import cli
 from megatron_coca.ablation.grid import read_ablation
 from megatron_coca.checkpoints import CheckpointError, load_model
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.neox.optimizer import TYPES
-from megatron_coca.checkpoints.weights import RANDOM_STATE, load_pickle
+from megatron_coca.checkpoints.weights import RANDOM_STATE, load_pickle, names_in_pickle, open_pickles
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data import CorpusSource, DataError, Execution, Rules, load_tokenizer, prepare
 from megatron_coca.data.preparation.block_files import _decoded
 from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.preparation.recipe import read_recipe
-from megatron_coca.data.readers.folders import saved_splits
-from megatron_coca.data.readers.source import SourceSpec
+from megatron_coca.data.readers import open_reader
+from megatron_coca.data.readers.folders import corpus_files, saved_splits
+from megatron_coca.data.readers.source import ReadingProblems, SourceSpec
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.chat import ChatTemplate
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.evaluation.report.curves import metrics
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.suite import read_suite
-from megatron_coca.support.processes import PROGRAM
+from megatron_coca.sinks.json_lines import continues
 from megatron_coca.training.randomness import load_rng_states
-from megatron_coca.training.sinks import _continues
+from megatron_coca.work.processes import PROGRAM
 from tests.checkpoint_files import TINY, write_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -81,6 +85,28 @@ def test_pickles(allowed: Any, place: Callable[[Any], Any], marker: Path, tmp_pa
             load_pickle(path, allowed)
         with pytest.raises(CheckpointError, match="contains objects other than tensors|a pickle without weights"):
             load_rng_states(path)
+
+
+def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:
+    """A file of some kilobytes could otherwise fill the memory."""
+    plain, path = tmp_path / "plain.bin", tmp_path / "bomb.bin"
+    torch.save({"a": torch.zeros(2)}, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            padding = b"\0" * (1 << 24) if entry.filename.endswith("data.pkl") else b""
+            target.writestr(entry.filename, source.read(entry) + padding)
+    assert path.stat().st_size < 1 << 17
+    for load in (load_pickle, names_in_pickle, load_rng_states):
+        with pytest.raises(CheckpointError, match=r"bomb.bin: .*data.pkl is compressed \(16,.* bytes\)"):
+            load(path)
+    assert names_in_pickle(plain) == ["a"]
+
+
+def test_nested_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "nested.bin"
+    torch.save({"a": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])}, path)
+    with pytest.raises(CheckpointError, match="a has nested tensors and torch.float32, which is not supported"):
+        open_pickles({"a": path}, tmp_path)
 
 
 def test_arrays_of_objects(marker: Path, tmp_path: Path) -> None:
@@ -206,6 +232,134 @@ def test_a_link_out_of_a_model_is_not_copied_into_an_export(name: str, tmp_path:
     assert (tmp_path / "out" / name).exists() and not (tmp_path / "out" / name).is_symlink()
 
 
+@pytest.mark.parametrize("where", ["checkpoint", "--tokenizer"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+def test_an_export_publishes_no_code_of_others(name: str, where: str, tmp_path: Path) -> None:
+    """The model card tells readers to pass trust_remote_code=True for the modelling file of an export."""
+    saved = write_checkpoint(tmp_path / "run", load_config([], TINY))
+    folder = export(saved, tmp_path / "hf").folder
+    config = json.loads((folder / name).read_text()) | {"auto_map": {"AutoTokenizer": ["tokenization_evil.Evil", None]}}
+    config |= {"tokenizer_class": "Evil"}
+    (folder / name).write_text(json.dumps(config).replace("auto_map", "auto\\u005fmap"))
+    (folder / "tokenization_evil.py").write_text("class Evil: pass\n")
+    made = export(
+        folder if where == "checkpoint" else saved,
+        tmp_path / "out",
+        tokenizer=None if where == "checkpoint" else folder,
+    )
+    assert f"{folder / name}: auto_map is left out" in str(made.tokenizer_note)
+    content = json.loads((tmp_path / "out" / name).read_text())
+    assert "auto_map" not in content and content["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert [path.name for path in (tmp_path / "out").glob("*.py")] == ["modeling_coca.py"]
+
+
+LINKED = (
+    *("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "tokenizer.json", "merges.txt"),
+    "special_tokens_map.json",
+)
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_among_tokenizer_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its content would be published by an export of the imported or trained model."""
+    folder = export(write_checkpoint(tmp_path / "run", load_config([], TINY)), tmp_path / "hf").folder
+    private = tmp_path / "private"
+    private.write_bytes((folder / name).read_bytes() if (folder / name).exists() else b"secret")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(private)
+    text = tmp_path / "a.txt"
+    text.write_text("a text. " * 99)
+    out = str(tmp_path / "out")
+    commands = [
+        ["import", str(folder), out],
+        ["export", "huggingface", str(folder), out],
+        ["export", "huggingface", str(tmp_path / "run"), out, "--tokenizer", str(folder)],
+        ["train", str(folder), "train_iters=1", "optimizer.params.lr=0.1"],
+        ["generate", "--checkpoint", str(folder), "--prompt", "a"],
+        [
+            "prepare",
+            "--input",
+            f"a={text}",
+            "--tokenizer-type",
+            "HFTokenizer",
+            "--vocab-file",
+            str(folder),
+            "--output",
+            out,
+        ],
+    ]
+    for command in commands:
+        assert cli.main(command) == 2, command
+        assert f"{folder / name}: a link to {private}, which is outside the folder" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_in_the_cache_of_the_hub_has_links_to_blobs(tmp_path: Path) -> None:
+    cache = tmp_path / "models--me--it"
+    folder = cache / "snapshots" / "abc" / "run" / "tokenizer"
+    (cache / "blobs").mkdir(parents=True)
+    tokenizer_of(tmp_path / "hf").save(folder)
+    (folder / "tokenizer.json").rename(cache / "blobs" / "0123")
+    (folder / "tokenizer.json").symlink_to(Path("../../../../blobs/0123"))
+    assert load_saved_tokenizer(folder).vocab_size
+    moved = cache.rename(tmp_path / "other")
+    with pytest.raises(DataError, match="outside the folder"):
+        load_saved_tokenizer(moved / folder.relative_to(cache))
+
+
+def tokenizer_of(folder: Path) -> Any:
+    return load_tokenizer(
+        "HFTokenizer", export(write_checkpoint(folder / "run", load_config([], TINY)), folder / "hf").folder
+    )
+
+
+def test_a_saved_tokenizer_names_no_file_outside(tmp_path: Path) -> None:
+    load_tokenizer("CharLevelTokenizer").save(tmp_path / "saved")
+    description = tmp_path / "saved" / DESCRIPTION
+    for name in ("../private.json", str(tmp_path / "private.json")):
+        content = {"tokenizer_type": "HFTokenizer", "fingerprint": "0", "vocab_file": name}
+        description.write_text(json.dumps(content))
+        with pytest.raises(DataError, match="outside the folder"):
+            load_saved_tokenizer(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", ["../private.arrow", "ABSOLUTE", "link.arrow", 3])
+def test_a_saved_data_set_names_no_file_outside(name: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "link.arrow").symlink_to(tmp_path / "private.arrow")
+    name = str(tmp_path / "private.arrow") if name == "ABSOLUTE" else name
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(DataError, match="is no file name in the folder|which is outside the folder"):
+        corpus_files([folder])
+
+
+@pytest.mark.parametrize("named", ["ABSOLUTE", "../private.jsonl", "http://127.0.0.1:1/a.jsonl", "zip://a::private"])
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+def test_the_description_of_a_data_set_names_no_file_outside(named: str, file: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "private.jsonl").write_text('{"text": "a secret"}\n' * 9)
+    (tmp_path / "set" / "a.jsonl").write_text('{"text": "a text"}\n' * 9)
+    reader = SourceSpec("a", [tmp_path / "set"], reader="huggingface")
+    assert [document.text for document in _documents(reader)] == ["a text"] * 9
+    named = str(tmp_path / "private.jsonl") if named == "ABSOLUTE" else named
+    description = json.dumps(
+        {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": named}]}]}
+    )
+    (tmp_path / "set" / file).write_text(f"---\n{description}\n---\n" if file == "README.md" else description)
+    with pytest.raises(DataError, match="which is outside the data set"):
+        assert all(document.text == "a text" for document in _documents(reader))
+        raise DataError("not read, which is outside the data set")
+
+
+def _documents(spec: SourceSpec) -> list[Any]:
+    reader, problems = open_reader(spec), ReadingProblems()
+    chunks = (chunk for unit in reader.units() for chunk in reader.chunks(unit))
+    return [document for chunk in chunks for document in reader.documents(chunk, problems)]
+
+
 @pytest.mark.parametrize(
     ("name", "read"),
     [
@@ -224,7 +378,7 @@ def test_very_many_levels_of_json_are_an_error(name: str, read: Callable[[Path],
 def test_metrics_of_very_many_levels_are_dropped(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "metrics_run.json"):
         (tmp_path / name).write_text("[" * 100_000 + "\n")
-    assert list(metrics(tmp_path)) == [] and not _continues(tmp_path, "run")
+    assert list(metrics(tmp_path)) == [] and not continues(tmp_path, "run")
 
 
 BUILTIN = ("eval", "exec", "compile", "__import__")
@@ -238,8 +392,8 @@ RUNNING: dict[str, tuple[str, ...]] = {
     "spec_from_file_location": ("methods/user_methods.py", "checkpoints/huggingface/transformers_check.py"),
     "from_pretrained": (
         "checkpoints/huggingface/transformers_check.py",
-        "evaluation/tasks/lm_eval_data.py",
-        "evaluation/tasks/ruler_lengths.py",
+        "evaluation/tasks/lm_eval/data.py",
+        "evaluation/tasks/lm_eval/ruler_lengths.py",
     ),
     "run_path": ("neox_plugin/__main__.py",),
     "import_module": (
@@ -248,9 +402,11 @@ RUNNING: dict[str, tuple[str, ...]] = {
         "cli.py",
         "evaluation/__init__.py",
         "evaluation/cli.py",
+        "evaluation/report/sections.py",
         "evaluation/subcommands.py",
-        "evaluation/tasks/lm_eval_model.py",
-        "evaluation/tasks/ruler_lengths.py",  # modules of the harness
+        "evaluation/tasks/__init__.py",  # the tasks' own declarations
+        "evaluation/tasks/lm_eval/model.py",
+        "evaluation/tasks/lm_eval/ruler_lengths.py",  # modules of the harness
         "neox_plugin/upstream.py",
     ),
     "extractall": (),
@@ -267,7 +423,7 @@ def test_code_beside_a_tokenizer_of_a_task(tmp_path: Path) -> None:
     """Tasks of lm-evaluation-harness open the tokenizer that the metadata name, and ask for its code."""
     from transformers import AutoTokenizer
 
-    from megatron_coca.evaluation.tasks.lm_eval_data import TaskData
+    from megatron_coca.evaluation.tasks.lm_eval.data import TaskData
 
     folder, ran = tmp_path / "tokenizer", tmp_path / "ran"
     folder.mkdir()

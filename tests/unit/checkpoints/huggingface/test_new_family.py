@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, StableLmConfig
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.exporting import export
-from megatron_coca.checkpoints.huggingface import families, families_llama
+from megatron_coca.checkpoints.huggingface import families
+from megatron_coca.checkpoints.huggingface.families import llama_like
 from megatron_coca.checkpoints.huggingface.write import EXPORTERS, family_exporter
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.evaluation.cli import main as evaluate
@@ -27,10 +28,10 @@ SHAPE = {
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 24, "bos_token_id": None, "eos_token_id": None}
 
 
-def row_of_the_guide() -> tuple[str, families_llama.Family]:
+def row_of_the_guide() -> tuple[str, llama_like.Family]:
     section = (ROOT / "CONTRIBUTING.md").read_text().partition("## A model family")[2].partition("\n## ")[0]
     row = section.partition("```text\n")[2].partition("```")[0]
-    ((name, family),) = eval(f"{{{row}}}", vars(families_llama)).items()
+    ((name, family),) = eval(f"{{{row}}}", vars(llama_like)).items()
     return name, family
 
 

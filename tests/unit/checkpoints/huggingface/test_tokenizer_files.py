@@ -12,7 +12,7 @@ import tokenizers
 from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.exporting import export
-from megatron_coca.checkpoints.huggingface.tokenizer_files import THEIRS
+from megatron_coca.checkpoints.huggingface.tokenizer_files import TOKENIZER_FILES
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.commands import export as export_command
 from megatron_coca.commands import import_checkpoint as import_tool
@@ -29,7 +29,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same_files(one: Path, other: Path) -> bool:
-    names = [name for name in THEIRS if (one / name).is_file()]
+    names = [name for name in TOKENIZER_FILES if (one / name).is_file()]
     assert len(names) == 5
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
@@ -87,7 +87,7 @@ def ending(folder: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "other ids": (another, r"produces other ids than the checkpoint's HFTokenizer for 'The quick"),
     "no tokenizer": (without, "no tokenizer for the export .* has none"),
-    "too many": (larger, "has 510 ids, but the embedding has 500 rows"),
+    "too many": (larger, "has token id 509, but the model has only 500 tokens"),
     "added outside": (
         lambda f: write(f / "added_tokens.json", {"<x>": 500}),
         "has token id 500, but the model has only 500 tokens",

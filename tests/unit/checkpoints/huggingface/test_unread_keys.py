@@ -83,7 +83,7 @@ def test_every_command_that_opens_a_folder_has_the_option(folder: Path, tmp_path
     assert meta["imported"]["ignored_keys"] == ["sliding_window"]
     exported = ["huggingface", str(folder), str(tmp_path / "exported"), *option]
     assert export.main(exported) == 0 and "sliding_window" not in (tmp_path / "exported" / "config.json").read_text()
-    options = train.parser().parse_args([str(folder), "train_iters=1", "optimizer.params.lr=0.1", *option])
+    options = train.parser().parse_args([str(folder), "train_iters=1", "train_batch_size=1", *option])
     config, _ = train.read_config(options)
     assert config.checkpoint.ignore_keys == ["sliding_window"] and config.checkpoint.load == str(folder)
     chosen = generate.parser().parse_intermixed_args(["--checkpoint", str(folder), *option, *option[:1], "b"])

@@ -1,6 +1,7 @@
 """The architecture that an export chooses, its errors, which leave nothing on disk, and packed weights."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface import tokenizer_files as export_tokenizer
-from megatron_coca.checkpoints.huggingface import weight_map
+from megatron_coca.checkpoints.huggingface import transformers_check, weight_map
 from megatron_coca.checkpoints.huggingface.model_source import modelling_file
+from megatron_coca.checkpoints.huggingface.transformers_check import Written
 from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE
 from megatron_coca.commands.export import main
 from megatron_coca.data import train_sentencepiece
@@ -74,6 +76,24 @@ def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     assert not list((tmp_path / "model").iterdir())
 
 
+def test_a_complete_folder_is_compared_outside_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill during the second comparison must not leave files in a folder that may be published."""
+    source, model = random_checkpoint(tmp_path / "run", **NEOX), tmp_path / "model"
+    export(source, model)
+    files, seen = sorted(os.listdir(model)), []
+
+    def record(written: Written, folder: Path, ids: torch.Tensor) -> Any:
+        seen.append((folder.parent, sorted(os.listdir(model))))
+        return compare(written, folder, ids)
+
+    compare = transformers_check._their_logits
+    monkeypatch.setattr(transformers_check, "_their_logits", record)
+    (tmp_path / ".model.partial" / ".excerpt0").mkdir(parents=True)  # of a killed comparison
+    export(source, model)
+    assert seen == [(tmp_path / ".model.partial", files)]
+    assert sorted(os.listdir(model)) == files and sorted(os.listdir(tmp_path)) == ["model", "run"]
+
+
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -121,5 +141,14 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert config["vocab_size"] == 512 and config["intermediate_size"] == 52
     assert main(["huggingface", str(run), str(tmp_path / "other"), "--set", "logit_scaling=log_n"]) == 0
     assert "other: a coca_dense model" in (said := capsys.readouterr().out) and "trust_remote_code=True" in said
-    assert cli.main(["export", "huggingface", str(run), str(tmp_path / "model")]) == 2
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "model").iterdir()}
+    again = ["export", "huggingface", str(run), str(tmp_path / "model")]
+    assert cli.main([*again, "--dtype", "bfloat16", "--set", *changes]) == 0, "a scheduler has started it again"
+    assert "model: a llama model" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "model").iterdir()} == before
+    for others in ([], ["--dtype", "float16", "--set", *changes]):
+        assert cli.main([*again, *others]) == 2 and "exists already" in capsys.readouterr().err
+    other = random_checkpoint(tmp_path / "run2", tokenizer=None, **LLAMA | {"seed": 5})
+    again[2] = str(other)
+    assert cli.main([*again, "--dtype", "bfloat16", "--set", *changes]) == 2
     assert "exists already" in capsys.readouterr().err

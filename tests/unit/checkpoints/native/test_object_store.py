@@ -207,9 +207,9 @@ def test_the_local_folder_of_a_url_is_below_the_cache() -> None:
             local_folder(url, "cache", CheckpointError)
 
 
-def test_an_unknown_scheme_names_the_package_to_install() -> None:
+def test_a_missing_package_is_named() -> None:
     with pytest.raises(CheckpointError, match="s3:// needs the package s3fs"):
-        RemoteFolder("nowhere://bucket/run")
+        RemoteFolder("oci://bucket/run")
 
 
 @pytest.mark.parametrize(

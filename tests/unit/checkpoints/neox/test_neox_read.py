@@ -16,7 +16,9 @@ from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoi
 from megatron_coca.checkpoints.neox import read as neox
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.documents import default_data
+from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.subject import Evaluation
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
 from tests.neox_files import write_neox
@@ -308,9 +310,11 @@ def test_evaluation_reads_the_test_data_of_the_run(recorded: dict[str, Any], fou
     run = written(tmp_path / "run", KEYS)
     file = next((run / "configs").iterdir())
     file.write_text(file.read_text() + yaml.safe_dump(recorded))
-    trained = open_checkpoint(run).trained
+    evaluation = Evaluation(
+        SubjectOptions(str(run), (Variant("a", (), ()),), "cpu", "float32", None, False), "perplexity"
+    )
     if isinstance(found, list):
-        assert default_data(trained) == found
+        assert default_data(evaluation) == found
     else:
         with pytest.raises(EvaluationError, match=found):
-            default_data(trained)
+            default_data(evaluation)

@@ -158,5 +158,8 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opened = open_checkpoint(tmp_path / "neox")
     assert opened.trained.position.rotary_emb_base == 50000.0 and opened.trained.position.pos_emb == "coca"
     assert {entry.dtype for entry in opened.weights().entries.values()} == {torch.bfloat16}
-    assert cli.main(["export", "neox", str(run), str(tmp_path / "neox")]) == 2
-    assert "exists already" in capsys.readouterr().err
+    again = ["export", "neox", str(run), str(tmp_path / "neox")]
+    assert cli.main([*again, *more, "--set", "rotary_emb_base=50000"]) == 0
+    assert capsys.readouterr().out == said.out
+    for others in ([], [*more, "--set", "rotary_emb_base=40000"], ["--dtype", "float16", *more[2:]]):
+        assert cli.main([*again, *others]) == 2 and "exists already" in capsys.readouterr().err

@@ -4,13 +4,14 @@ The caller raises an error for every key of config.json that neither the row nor
 config.json back and compares it with the model, so it uses a family only if the family can represent the whole model.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface.family_defaults import NotSupported
+from megatron_coca.checkpoints.huggingface.families.defaults import NotSupported
 from megatron_coca.checkpoints.huggingface.rope import (
     MAXIMUM,
     check_consistent,
@@ -150,6 +151,36 @@ class Family:
     read: Callable[[Json, Json], dict[str, Any]] = lambda config, keys: {}
     write: Callable[[Config], dict[str, Any]] = lambda config: {}
     harmless: frozenset[str] = frozenset()
+
+
+class ConfigReader(NamedTuple):
+    """Functions that read one architecture.
+
+    Attributes:
+        shape: (config.json, its path) -> our network keys.
+        position: (config.json, its path, the names of the weights) -> our position keys.
+        rows: (config.json, the names of the weights) -> the table of weight names.
+        unneeded: names of masks and frequencies that older versions of transformers saved. They are never read.
+    """
+
+    shape: Callable[[Json, Path], dict[str, Any]]
+    position: Callable[[Json, Path, Collection[str]], dict[str, Any]]
+    rows: Callable[[Json, Collection[str]], tuple[Row, ...]]
+    unneeded: re.Pattern[str]
+
+
+class Exporter(NamedTuple):
+    """Functions that export one architecture of transformers.
+
+    Attributes:
+        architecture: name of the transformers class.
+        rows: our configuration -> the table of weight names.
+        keys: (our configuration, the keys that all architectures have) -> content of config.json.
+    """
+
+    architecture: str
+    rows: Callable[[Config], tuple[Row, ...]]
+    keys: Callable[[Config, dict[str, Any]], dict[str, Any]]
 
 
 # Which layers have a window -------------------------------------------------------------------------------------------

@@ -1,27 +1,48 @@
-"""Families with the scales of Granite. Each is a row (see `family_keys.Family`)."""
+"""Families of IBM's Granite and HyperCLOVA X, which has its scales. Each is a row (see `keys.Family`)."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from megatron_coca.checkpoints.huggingface import family_tables
-from megatron_coca.checkpoints.huggingface.family_defaults import (
+from megatron_coca.checkpoints.huggingface.families.defaults import (
     BIASES,
     MLP_BIAS,
     MODERN,
     RMS,
     RMS_5,
+    Json,
     NotSupported,
-    inverse,
     rows_of,
 )
-from megatron_coca.checkpoints.huggingface.family_keys import FIRST_WITHOUT, WITH_BASE, Family
+from megatron_coca.checkpoints.huggingface.families.keys import FIRST_WITHOUT, WITH_BASE, Family
 from megatron_coca.checkpoints.huggingface.unsupported_types import EXPERTS, RECURRENT
-from megatron_coca.checkpoints.huggingface.weight_map import PRE, Row, like_llama
+from megatron_coca.checkpoints.huggingface.weight_map import GATE_FIRST, PRE, SINGLE, Row, layer_rows, like_llama
 from megatron_coca.config import Config, ModelConfig
 
-Json = Mapping[str, Any]
+GRANITE_SWA = (
+    *like_llama(PRE),
+    Row("blocks.{i}.attention.position_sinks.weight", ("model.layers.{i}.self_attn.sinks",)),
+)
+
+_GRANITE_HYBRID = {
+    "mlp.linear1": ("shared_mlp.input_linear", GATE_FIRST),
+    "mlp.linear2": ("shared_mlp.output_linear", SINGLE),
+}
+
+GRANITE_HYBRID = (
+    *(row for row in like_llama(PRE) if ".mlp." not in row.ours),
+    *layer_rows("model.layers.{i}", _GRANITE_HYBRID),
+)
+
 ATTENTION = ("attention", "full_attention")
 """Names of layers with attention in the config.json of Granite 4."""
+
+
+def inverse(value: float) -> float:
+    """Return 1 / value. If the result is within the rounding error of a number with few digits, return that number.
+
+    A factor that an import inverts is then the same after an export, which inverts it again.
+    """
+    result = 1.0 / value
+    return float(f"{result:.12g}") if abs(float(f"{result:.12g}") * value - 1.0) < 1e-15 else result
 
 
 def _granite(config: Json, keys: Json) -> dict[str, Any]:
@@ -40,6 +61,7 @@ MULTIPLIERS = {
     "embedding_multiplier": ("embedding_scale", 1.0),
     "residual_multiplier": ("residual_scale", 1.0),
 }
+
 GRANITE = MULTIPLIERS | {"attention_multiplier": ("softmax_scale", 1.0)}
 
 
@@ -91,7 +113,7 @@ def _to_granite_hybrid(config: Config) -> dict[str, Any]:
     }
 
 
-LIKE_GRANITE: dict[str, Family] = {
+FAMILIES: dict[str, Family] = {
     "granite": Family(
         "GraniteForCausalLM",
         rows_of(like_llama(PRE)),
@@ -102,7 +124,7 @@ LIKE_GRANITE: dict[str, Family] = {
     ),
     "granite_swa": Family(
         "GraniteSWAForCausalLM",
-        rows_of(family_tables.GRANITE_SWA),
+        rows_of(GRANITE_SWA),
         MODERN | {"sink_logits": True},
         RMS_5 | BIASES | MLP_BIAS | GRANITE,
         tied=True,
@@ -114,7 +136,7 @@ LIKE_GRANITE: dict[str, Family] = {
     ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
-        rows_of(family_tables.GRANITE_HYBRID),
+        rows_of(GRANITE_HYBRID),
         MODERN,
         RMS | BIASES | GRANITE,
         names={"intermediate_size": "shared_intermediate_size"},

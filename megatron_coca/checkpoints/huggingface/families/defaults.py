@@ -64,24 +64,24 @@ def one_bias(default: bool) -> dict[str, Any]:
     return {"read": read, "write": lambda config: {"use_bias": config.model.use_bias_in_mlp}}
 
 
-def inverse(value: float) -> float:
-    """Return 1 / value. If the result is within the rounding error of a number with few digits, return that number.
-
-    A factor that an import inverts is then the same after an export, which inverts it again.
-    """
-    result = 1.0 / value
-    return float(f"{result:.12g}") if abs(float(f"{result:.12g}") * value - 1.0) < 1e-15 else result
-
-
-def gemma_scales(config: Json, keys: Json) -> dict[str, Any]:
-    """Return the scales of Gemma's attention and embedding."""
-    return {
-        "softmax_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
-        "embedding_scale": float(config["hidden_size"]) ** 0.5,
+GPT_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+    "attention_dropout": "attn_pdrop",
+    "num_key_value_heads": None,
+}
+"""GPT-2's names of common keys."""
+SUMMARY = frozenset(
+    {
+        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+        *("n_ctx", "gradient_checkpointing", "rotary", "scale_attn_weights"),
     }
+)
+"""Keys of GPT-2's folders that its class ignores."""
 
 
-def to_gemma_scale(config: Config) -> dict[str, Any]:
-    """Return Gemma's key for the scale of attention."""
-    scale = config.model.softmax_scale or config.model.head_dim**-0.5
-    return {"query_pre_attn_scalar": round(scale**-2)}
+def has_qk_layernorm(config: Config) -> dict[str, Any]:
+    return {"qk_layernorm": config.model.qk_norm is not None}

@@ -1,4 +1,4 @@
-"""The text networks of Gemma 4 that are dense decoders. Each is a row (see `family_keys.Family`)."""
+"""The text networks of Gemma 4 that are dense decoders. Each is a row (see `keys.Family`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -6,11 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints.huggingface.family_defaults import BIASES, MODERN, RMS, NotSupported
-from megatron_coca.checkpoints.huggingface.family_keys import FULL, SLIDING, Family, Windows, every
+from megatron_coca.checkpoints.huggingface.families.defaults import BIASES, MODERN, RMS, NotSupported
+from megatron_coca.checkpoints.huggingface.families.keys import FULL, SLIDING, Family, Windows, every
 from megatron_coca.checkpoints.huggingface.rope import rope_parameters
 from megatron_coca.checkpoints.huggingface.unsupported_types import EXPERTS
-from megatron_coca.checkpoints.huggingface.weight_map import BY_HEAD, QK_HEAD, SANDWICH, Heads, Packing, Row, like_llama
+from megatron_coca.checkpoints.huggingface.weight_map import (
+    BY_HEAD,
+    QK_HEAD,
+    SANDWICH,
+    Heads,
+    Row,
+    WeightPacking,
+    like_llama,
+)
 from megatron_coca.config import Config, ModelConfig
 from megatron_coca.config.model import GLOBAL
 
@@ -32,16 +40,16 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts))
 
 
-def _packing(heads: Heads, separate: bool) -> Packing:
+def _packing(heads: Heads, separate: bool) -> WeightPacking:
     """Return the packing of a layer with these heads. Unless values are `separate`, it has only queries and keys."""
     if separate:
-        return Packing(
+        return WeightPacking(
             lambda parts, _: BY_HEAD.join(parts, heads),
             lambda packed, _, count: BY_HEAD.split(packed, heads, count),
             lambda shapes, _: BY_HEAD.wanted(shapes, heads),
         )
     counts = (heads.query, heads.key)
-    return Packing(
+    return WeightPacking(
         lambda parts, _: _joined(parts),
         lambda packed, _, count: packed.split([len(packed) * part // sum(counts) for part in counts]),
         lambda shapes, _: BY_HEAD.wanted(shapes, heads)[:2],
@@ -222,7 +230,7 @@ def _family(architecture: str, window: int, defaults: Json) -> Family:
     )
 
 
-LIKE_GEMMA4: dict[str, Family] = {
+FAMILIES: dict[str, Family] = {
     "gemma4_text": _family("Gemma4ForCausalLM", 512, {"hidden_size_per_layer_input": 256}),
     "gemma4_unified_text": _family("Gemma4UnifiedForCausalLM", 1024, {}),
 }

@@ -1,0 +1,46 @@
+"""Families of OLMo. Each is a row (see `keys.Family`)."""
+
+from megatron_coca.checkpoints.huggingface.families.defaults import BIASES, MODERN, RMS_5, Json, rows_of
+from megatron_coca.checkpoints.huggingface.families.keys import Family, every
+from megatron_coca.checkpoints.huggingface.weight_map import POST, PRE, QK_PROJECTION, like_llama
+
+OLMO = RMS_5 | BIASES
+
+
+def _two_keys(scaling: Json) -> Json:
+    """Return only the two keys that OLMo's class in transformers 4 accepts.
+
+    The class stops with an error on other extensions, so these are returned unchanged.
+    """
+    if scaling["rope_type"] not in ("linear", "dynamic"):
+        return scaling
+    return {"type": scaling["rope_type"], "factor": scaling["factor"]}
+
+
+FAMILIES: dict[str, Family] = {
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        rows_of(like_llama(POST | QK_PROJECTION)),
+        MODERN | {"norm_position": "post", "qk_norm": "projection"},
+        OLMO,
+        older=_two_keys,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        rows_of(like_llama(POST | QK_PROJECTION)),
+        MODERN | {"norm_position": "post", "qk_norm": "projection"},
+        OLMO,
+        rope=500000.0,
+        windows=every(4),
+        window=4096,
+        by_type=(None, 500000.0),
+        older=_two_keys,
+    ),
+    "olmo": Family(
+        "OlmoForCausalLM",
+        rows_of(like_llama(PRE)),
+        MODERN | {"norm": "non_parametric_layernorm", "layernorm_epsilon": 1e-5},
+        BIASES | {"clip_qkv": ("clip_qkv", None)},
+    ),
+}
+"""`model_type` -> family."""

@@ -1,0 +1,32 @@
+"""Read the header of a GGUF file of a stranger. Every count in it is checked against the size of the file."""
+
+from pathlib import Path
+from typing import Any
+
+MOST_VALUES = 1 << 22
+"""Maximum number of values in a header. The largest vocabularies have a tenth of it. The package gguf makes an object
+for each of them.
+"""
+
+
+def read_header(path: Path) -> Any:
+    """Return the `GGUFReader` of a file. Raises ValueError if a count exceeds the file or `MOST_VALUES`, and any error
+    of the package gguf for other damage.
+    """
+    import gguf
+
+    class HeaderReader(gguf.GGUFReader):
+        """The package's reader returns empty values beyond the end of the file, as often as the header asks for."""
+
+        _values = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)
+            self._values += 1
+            if len(found) != int(count) or offset < 0:
+                raise ValueError(f"it announces more than its {len(self.data):,} bytes contain")
+            if self._values > MOST_VALUES:
+                raise ValueError(f"its header has more than {MOST_VALUES:,} values")
+            return found
+
+    return HeaderReader(path)
