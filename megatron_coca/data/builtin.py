@@ -23,8 +23,10 @@ from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execut
 from megatron_coca.data.preparation.run import prepare
 from megatron_coca.data.readers.source import ReadingProblems, SourceSpec
 from megatron_coca.data.tokenizers import train_sentencepiece
-from megatron_coca.support.atomic_write import atomic_dir, exclusive_lock
 from megatron_coca.support.console import Progress
+from megatron_coca.support.errors import why_not_written
+from megatron_coca.work.folders import atomic_dir
+from megatron_coca.work.locks import exclusive_lock
 
 # Tests, demos, packages of other projects, and packages that are missing from some builds or from the next version of
 # Python.
@@ -143,7 +145,7 @@ def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
     problems = ReadingProblems()
     paths = {source: folder / f"{source}.jsonl" for source in SOURCES}
     modules = Progress("reading the standard library", unit="modules", show=progress)
-    with paths["text"].open("w") as text, paths["code"].open("w") as code, modules:
+    with paths["text"].open("w", encoding="utf-8") as text, paths["code"].open("w", encoding="utf-8") as code, modules:
         streams = {"text": text, "code": code}
         for source, record in _records(problems, modules):
             digest = hashlib.sha256(record["text"].encode()).digest()
@@ -164,7 +166,7 @@ def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = T
     Returns the path of the manifest, `<root>/builtin/shards/manifest.json`. Raises `DataError` if `<root>/builtin`
     exists or cannot be written.
     """
-    final = Path(root) / FOLDER
+    final = builtin_folder(root)
     with atomic_dir(final, DataError) as folder:
         sources = _write_jsonl(folder, progress)
         rules = Rules(valid_fraction=0, test_fraction=TEST_FRACTION, strict=True)
@@ -175,13 +177,17 @@ def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = T
     return final / "shards" / MANIFEST
 
 
+def builtin_folder(root: Path) -> Path:
+    return Path(root) / FOLDER
+
+
 def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE) -> Path:
     """Return the path of the manifest of the built-in corpus under `root`. A missing corpus is prepared first; if
     several processes call this function, only one of them prepares the corpus.
 
     Raises `DataError` if the existing corpus has a different vocabulary size or is damaged.
     """
-    folder = Path(root) / FOLDER
+    folder = builtin_folder(root)
     if not folder.exists():
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
@@ -189,7 +195,7 @@ def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE) -> Path:
                 if not folder.exists():
                     return prepare_builtin(root, vocab_size)
         except OSError as error:
-            raise DataError(f"{root}: cannot be written ({error}); choose another data_root") from error
+            raise DataError(f"{root}: {why_not_written(error, 'choose another data_root')}") from error
     path = folder / "shards" / MANIFEST
     try:
         manifest = read_manifest(path)

@@ -1,7 +1,9 @@
 """Inspect prepared data: find shards, decode samples, compute statistics of document lengths."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ import numpy as np
 from megatron_coca.data.blend import Blend
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
+from megatron_coca.data.readers import open_reader
+from megatron_coca.data.readers.source import ReadingProblems, SourceSpec
 from megatron_coca.data.shards import SUFFIXES, Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.support.console import Progress
+from megatron_coca.support.regular_files import inside
 
 BLOCK_DOCUMENTS = 1 << 18
 BLOCK_TOKENS = 1 << 20
@@ -26,6 +31,7 @@ class ShardEntry:
         source: name of the source in the manifest, or the file name if there is no manifest.
         split: train, valid or test.
         prefix: path of the files without their suffix.
+        largest_id: largest token id, which older manifests do not contain.
         sha256: SHA-256 of the .bin file, hexadecimal.
         labels, labels_sha256: prefix of the label shard and SHA-256 of its .bin file, if there is a label shard.
     """
@@ -35,6 +41,7 @@ class ShardEntry:
     prefix: Path
     documents: int | None = None
     tokens: int | None = None
+    largest_id: int | None = None
     sha256: str | None = None
     labels: Path | None = None
     labels_sha256: str | None = None
@@ -83,10 +90,10 @@ def manifest_entries(folder: Path) -> list[ShardEntry]:
     for source in read_manifest(folder / MANIFEST)["sources"]:
         for split, facts in source.items():
             if isinstance(facts, dict) and facts.get("prefix"):
-                names = ("documents", "tokens", "sha256", "labels_sha256")
+                names = ("documents", "tokens", "largest_id", "sha256", "labels_sha256")
                 values = {name: facts.get(name) for name in names}
-                labels = folder / facts["labels"] if facts.get("labels") else None
-                prefix = folder / facts["prefix"]
+                labels = inside(folder, facts["labels"], DataError) if facts.get("labels") else None
+                prefix = inside(folder, facts["prefix"], DataError)
                 entries.append(ShardEntry(source["name"], split, prefix, labels=labels, **values))
     return entries
 
@@ -205,17 +212,42 @@ def sample_text(view: SampleView, tokenizer: Tokenizer | None, pieces: bool = Fa
         texts = [_decoded(part, tokenizer, pieces) for part in view.parts]
     else:
         heading += f"; {ANSWER[0]}{ANSWER[1]} mark the {view.facts()['tokens_in_loss']:,} tokens that count in the loss"
-        texts = [_with_answers(*part, tokenizer, pieces) for part in zip(view.parts, view.counted, strict=True)]
+        parts = zip(view.parts, view.counted, strict=True)
+        texts = [with_answers(*part, partial(_decoded, tokenizer=tokenizer, pieces=pieces), pieces) for part in parts]
     return f"{heading}\n\n" + f"\n{SAMPLE_BOUNDARY}\n".join(texts)
 
 
-def _with_answers(tokens: np.ndarray, counted: np.ndarray, tokenizer: Tokenizer, pieces: bool) -> str:
-    """Return the text of a document with marks around the tokens that count in the loss."""
+def with_answers(
+    tokens: np.ndarray,
+    counted: np.ndarray,
+    text_of: Callable[[np.ndarray], str],
+    pieces: bool = False,
+    marks: tuple[str, str] = ANSWER,
+) -> str:
+    """Return the text of a document with marks around the tokens that count in the loss; `text_of` decodes tokens."""
     edges = np.flatnonzero(np.diff(counted)) + 1
-    runs = [_decoded(run, tokenizer, pieces) for run in np.split(tokens, edges)]
+    runs = map(text_of, np.split(tokens, edges))
     first = bool(counted[0]) if len(counted) else False
-    marked = (f"{ANSWER[0]}{run}{ANSWER[1]}" if (number % 2 == 0) == first else run for number, run in enumerate(runs))
+    marked = (f"{marks[0]}{run}{marks[1]}" if (number % 2 == 0) == first else run for number, run in enumerate(runs))
     return (" " if pieces else "").join(marked)
+
+
+def read_chat(path: str, number: int) -> tuple[str, dict[str, Any]]:
+    """Return (place, record) of the chat with a number, from 0, among those of a file or folder. The record has the
+    keys `messages` and `tools`, as for `encode_chat`.
+
+    Raises `DataError` if there are fewer chats, or if a file cannot be read.
+    """
+    reader, problems, seen = open_reader(SourceSpec("chat", (path,), messages="answers")), ReadingProblems(), 0
+    for unit in reader.units():
+        for chunk in reader.chunks(unit):
+            for document in reader.documents(chunk, problems):
+                if seen == number:
+                    return unit.path, json.loads(document.text)
+                seen += 1
+    faulty = f" and {problems.total} faulty records, such as {problems.named[0]}" if problems.total else ""
+    remedy = f"give a --number from 0 to {seen - 1}" if seen else "correct the file"
+    raise DataError(f"{path}: has {seen} chats{faulty}; {remedy}")
 
 
 def _decoded(tokens: np.ndarray, tokenizer: Tokenizer, pieces: bool) -> str:

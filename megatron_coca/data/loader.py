@@ -199,6 +199,6 @@ class Loader:
         row = int(np.flatnonzero(wrong.any(axis=1))[0])
         return DataError(
             f"{self._blend.origin(int(numbers[row]))}: token id {tokens[row][wrong[row]][0]} is outside the model's "
-            f"vocabulary, vocab_size={vocab_size}; use shards prepared with the model's tokenizer, or increase "
-            "vocab_size"
+            f"vocabulary, vocab_size={vocab_size}; use shards prepared with the model's tokenizer and without this "
+            "token, or a model with a row for it"
         )

@@ -3,26 +3,34 @@ need them.
 
 The order of a run is a shuffle of the whole shard, so the samples of a step come from all over the shard. A block cache
 would fetch megabytes for each sample of a few kilobytes, and a full copy of the shards would need their whole size on
-the disk of every host. Instead, the loader's threads, which read ahead, request exactly the tokens of a step, all at
+the disk of every host. Instead, the threads of the loader read ahead: they request exactly the tokens of a step, all at
 once.
 """
 
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.remote import DataFiles
-from megatron_coca.support.atomic_write import exclusive_lock, write_file
+from megatron_coca.support.atomic_write import write_file
 from megatron_coca.support.plain_text import masked
-from megatron_coca.support.remote_files import is_url, local_folder
+from megatron_coca.support.regular_files import read_regular
+from megatron_coca.support.remote_files import is_url, local_folder, not_read
+from megatron_coca.work.locks import exclusive_lock
 
 SMALL_BYTES = 256 << 20
 """The files next to the shards (manifest, tokenizer) are copied if they have at most this many bytes."""
+LONGEST_NOTE = 1 << 16
 NOTE = ".remote"
 """Suffix of a local JSON file, `<prefix>.bin.remote`, that describes tokens on a store."""
+_NAMED: dict[Path, str] = {}
+"""The URLs that this process was told to read, by the note that was written for them. The address in a note is never
+used, because a downloaded folder may contain a note.
+"""
 
 
 def local_prefix(prefix: str, root: str | Path = "data") -> str:
@@ -41,8 +49,9 @@ def local_prefix(prefix: str, root: str | Path = "data") -> str:
         _copy(files, f"{name}.idx", folder)
         if (facts := files.facts(f"{name}.bin")) is None:
             raise _missing(f"{prefix}.bin")
-        note = {"url": url, "name": f"{name}.bin", "size": facts[0]}
-        write_file(folder / f"{name}.bin{NOTE}", json.dumps(note))
+        note = folder / f"{name}.bin{NOTE}"
+        write_file(note, json.dumps({"url": masked(url), "size": facts[0]}))
+        _NAMED[note.resolve()] = url
     return str(folder / name)
 
 
@@ -64,7 +73,7 @@ def _copy(files: DataFiles, name: str, folder: Path) -> None:
     if (facts := files.facts(name)) is None:
         raise _missing(f"{files.url}/{name}")
     state, local, known = json.dumps(facts), folder / name, folder / f"{name}.state"
-    if local.is_file() and known.is_file() and known.read_text() == state:
+    if local.is_file() and known.is_file() and known.read_text(encoding="utf-8") == state:
         return
     known.unlink(missing_ok=True)
     files.get(name, local)
@@ -81,8 +90,12 @@ class RemoteTokens:
     """The tokens of a shard on a store. The local file `<prefix>.bin.remote` describes them."""
 
     def __init__(self, note: Path, dtype: np.dtype) -> None:
-        facts = json.loads(note.read_text())
-        self._files, self._name, self._dtype = DataFiles(facts["url"]), facts["name"], dtype
+        """Open the tokens. Raises `DataError` if `local_prefix` did not write the note in this process."""
+        facts, url = _read_note(note), _NAMED.get(note.resolve())
+        if url is None:
+            address = f"{facts.get('url')}/{note.name.removesuffix('.bin' + NOTE)}"
+            raise DataError(f"{note}: {not_read([address], 'name it instead of the local path')}")
+        self._files, self._name, self._dtype = DataFiles(url), note.name.removesuffix(NOTE), dtype
         self._size: int = facts["size"]
 
     @property
@@ -110,4 +123,16 @@ class RemoteTokens:
 def remote_size(bin_path: Path) -> int | None:
     """Return the size of the tokens in bytes if they are on a store, or None if they are local."""
     note = bin_path.with_name(bin_path.name + NOTE)
-    return json.loads(note.read_text())["size"] if note.is_file() else None
+    return _read_note(note)["size"] if note.is_file() else None
+
+
+def _read_note(note: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(read_regular(note, LONGEST_NOTE))
+        if not (isinstance(facts, dict) and isinstance(facts.get("size"), int)):
+            raise ValueError("no size")
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{note}: cannot be read ({error}); remove the file, and name the address of the shard instead"
+        ) from error
+    return facts

@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.remote_shards import NOTE, RemoteTokens, remote_size
-from megatron_coca.support.processes import TOO_MANY_FILES
+from megatron_coca.support.open_files import TOO_MANY_FILES
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
@@ -57,12 +57,12 @@ class ShardHeader(NamedTuple):
 
     @property
     def pointers_at(self) -> int:
-        """Offset in bytes of the pointers, int64 [sequences], in the file."""
+        """Position in the file, in bytes, at which the pointers begin: int64 [sequences]."""
         return HEADER.size + 4 * self.sequences
 
     @property
     def boundaries_at(self) -> int:
-        """Offset in bytes of the document index, int64 [entries], in the file."""
+        """Position in the file, in bytes, at which the document index begins: int64 [entries]."""
         return self.pointers_at + 8 * self.sequences
 
     @property
@@ -240,6 +240,11 @@ class Shard:
         self._check_size()
         begin, end = self._document_offset(index), self._document_offset(index + 1)
         return self.tokens(begin, end - begin)
+
+    def largest_id(self) -> int:
+        """Read all tokens and return the largest id."""
+        blocks = pairwise([*range(0, self.len_tokens, _BLOCK), self.len_tokens])
+        return max((int(self.tokens(begin, end - begin).max()) for begin, end in blocks), default=-1)
 
     def document_lengths(self, first: int, last: int) -> np.ndarray:
         """Return the lengths of documents `first` to `last` (exclusive) in tokens, separators included, int64 [last -

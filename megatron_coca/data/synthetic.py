@@ -153,12 +153,11 @@ QUESTIONS = ("latest", "first", "back")
 
 
 def ordered_recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
-    """Facts that give keys new values, and questions about their order; facts and questions are in random places.
+    """Generate facts that give keys new values, and questions about their order, both in random places.
 
-    Every key of a sample is told `updates` times, each time with another value. After at least one fact a question asks
-    for the latest value of a key, for its first value, or for the value that was told k facts before, whatever its key,
-    with k up to `back`.
-    Questions have one token that asks and one that answers.
+    Every key of a sample gets `updates` different values, one after the other. A question comes after at least one
+    fact. It asks for the latest value of a key, for its first value, or for the value of the fact k facts before,
+    whatever its key, with k up to `back`. A question has one token that asks and one that answers.
     """
     samples, width = filler.shape
     facts, rows = settings.facts, np.arange(filler.shape[0])[:, None]
@@ -180,10 +179,10 @@ def ordered_recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> 
 def ordered_question(
     settings: TaskSettings, filler: np.ndarray, draws: Draws
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Evaluation inputs of `ordered_recall`: all facts in random places, and one question at the end.
+    """Generate evaluation inputs of `ordered_recall`: all facts in random places, and one question at the end.
 
-    Returns the inputs, the answers and the places of the facts as `recall_question`, and the kind of each question, its
-    index in `QUESTIONS`, int64 [samples].
+    Returns the inputs, the answers and the places of the facts as `recall_question` does, and the kind of each question
+    as its index in `QUESTIONS`, int64 [samples].
     """
     samples, length = filler.shape
     keys, values = _told(settings, draws, samples)
@@ -196,8 +195,18 @@ def ordered_question(
     return tokens, settings.value(answers), where, kinds[:, 0]
 
 
+def chances_without_order(facts: int, updates: int, values: int) -> dict[str, float]:
+    """Return how often a random choice answers each kind of question in `QUESTIONS`, in evaluation inputs.
+
+    A model that knows the facts, but not their order, can choose among the values of a key for its latest or first
+    value, and among the values of all facts for the value told k facts earlier. Values of different keys can be equal.
+    """
+    of_key = 1.0 / updates
+    return {"latest": of_key, "first": of_key, "back": (1.0 + (facts - updates) / values) / facts}
+
+
 def _told(settings: TaskSettings, draws: Draws, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values in the order in which they are told, int64 [samples, facts]. The values of a key differ."""
+    """Draw keys and values in the order in which they are told, int64 [samples, facts]. The values of a key differ."""
     facts, updates = settings.facts, settings.updates or 1
     of_sample = draws.subset(facts // updates, settings.keys)
     of_key = np.stack([draws.subset(updates, settings.values) for _ in range(facts // updates)], axis=1)
@@ -211,8 +220,8 @@ def _told(settings: TaskSettings, draws: Draws, samples: int) -> tuple[np.ndarra
 def _order_questions(
     settings: TaskSettings, draws: Draws, keys: np.ndarray, before: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw questions after `before` facts, int64 [samples, questions]: the token that asks, the index of the fact with
-    the answer, and the kind, each of that shape.
+    """Draw questions after `before` facts, int64 [samples, questions]. Return three arrays of this shape: the tokens
+    that ask, the indices of the facts with the answers, and the kinds.
     """
     count = before.shape[1]
     kinds, chosen = draws.integers(count, len(QUESTIONS)), draws.integers(count, before)

@@ -2,9 +2,9 @@
 length.
 
 `randomized` is the method of Ruoss et al. (2023), "Randomized Positional Encodings Boost Length Generalization of
-Transformers", `pose` is that of Zhu et al. (2024), "PoSE: Efficient Context Window Extension of LLMs via Positional
-Skip-wise Training", and `stretched` is that of Chen et al. (2024), "CLEX: Continuous Length Extrapolation for Large
-Language Models". Positions are drawn on the host and depend only on the seed, the step and the sample number.
+Transformers". `pose` is the method of Zhu et al. (2024), "PoSE: Efficient Context Window Extension of LLMs via
+Positional Skip-wise Training". `stretched` is the method of Chen et al. (2024), "CLEX: Continuous Length Extrapolation
+for Large Language Models". Positions are drawn on the host and depend only on the seed, the step and the sample number.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ class DrawnPositions:
         """Draw positions, int64 [n, length], for the samples of `step` with these global numbers, int64 [n].
 
         With `begins`, bool [n, length], the positions of each document in a sample are drawn separately. All documents
-        of a step have the same bound, also with `stretched`.
+        of a step have the same bound, even with `stretched`.
         """
         (words_for, make), largest = DRAWN[self.type], self.largest
         if self.type == "stretched":

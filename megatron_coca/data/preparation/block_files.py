@@ -17,7 +17,7 @@ from megatron_coca.data.readers.source import ReadingProblems
 from megatron_coca.data.tokenizers.losses import Sample
 from megatron_coca.support.atomic_write import flush
 
-BLOCK_FORMAT = 3  # a part of the names of blocks; increase it if the content or the meaning of a block file changes
+BLOCK_FORMAT = 4  # a part of the names of blocks; increase it if the content or the meaning of a block file changes
 DOCUMENT = np.dtype([("high", "<u8"), ("low", "<u8"), ("unit", "<i4")])
 """A document for the removal of duplicates: both halves of the digest of its text, and the number of its unit within
 the block.

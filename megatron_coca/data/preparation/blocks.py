@@ -35,8 +35,8 @@ from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.source import Chunk, ReadUnit
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
-from megatron_coca.support.atomic_write import atomic_dir, exclusive_lock
 from megatron_coca.support.console import Progress
+from megatron_coca.work.folders import make_once
 
 TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
 """A tokenizer, or a function that trains a tokenizer in the given folder. The function is called once; the trained
@@ -58,9 +58,13 @@ def settings_of(
     by_name = {source.spec.name: asdict(replace(source, spec=replace(source.spec, paths=()))) for source in sources}
     for values in by_name.values():
         del values["spec"]["max_record_mib"], values["max_faulty"]
-        # The key is left out, so that the digest of a corpus without chats does not depend on it.
+        # These keys are left out, so that the digest of a corpus without chats, or with many documents, does not depend
+        # on them.
         if values["spec"]["messages"] is None:
             del values["spec"]["messages"]
+        for name, default in (("cut", False), ("train_from", None)):
+            if values[name] == default:
+                del values[name]
     fingerprint = None if callable(tokenizer) else tokenizer.fingerprint
     settings = {"sources": by_name, "tokenizer": fingerprint, **fractions, **(notes or {})}
     if not callable(tokenizer) and tokenizer.start_symbol is not None:
@@ -69,7 +73,17 @@ def settings_of(
         settings["chat"] = None if tokenizer.chat is None else asdict(tokenizer.chat)
         if settings["chat"] is not None and (now := settings["chat"].pop("now")) is not None:
             settings["chat"]["time"] = now
+        if settings["chat"] is not None and not settings["chat"]["variables"]:
+            del settings["chat"]["variables"]
     return json.loads(json.dumps(settings, default=str))
+
+
+def made_from(inputs: Inputs, settings: Mapping[str, Any], rules: Rules) -> str:
+    """Return a digest of everything that determines the content of a preparation. `settings` is the result of
+    `settings_of`.
+    """
+    read = [identity(unit) for _, unit in inputs.units]
+    return _digest([settings, rules.strict, rules.shard_gib, read, token_libraries()])
 
 
 def block_bytes(size: int) -> int:
@@ -86,7 +100,7 @@ def _digest(content: object) -> str:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockContent:
     """The content of a block: the `units`, or a piece of a single unit.
 
     A piece has the chunks that start at offset `begin` or later and before offset `end`. Offsets are the sums of
@@ -98,29 +112,29 @@ class Block:
     end: float = math.inf
 
 
-def cut(sizes: Sequence[int]) -> list[Block]:
+def cut(sizes: Sequence[int]) -> list[BlockContent]:
     """Cut units into blocks, given the size of each unit on disk. A unit at least as large as two blocks is cut into
     several blocks.
     """
-    aim, blocks, first, size = block_bytes(sum(sizes)), list[Block](), 0, 0
+    aim, blocks, first, size = block_bytes(sum(sizes)), list[BlockContent](), 0, 0
     for number, own in enumerate(sizes):
         pieces = own // aim
         if first < number and pieces > 1:
-            blocks.append(Block(range(first, number)))
+            blocks.append(BlockContent(range(first, number)))
             first, size = number, 0
         size += own
         if pieces > 1:
             begins = [own * piece // pieces for piece in range(pieces)]
-            blocks += map(Block, [range(number, number + 1)] * pieces, begins, [*begins[1:], math.inf])
+            blocks += map(BlockContent, [range(number, number + 1)] * pieces, begins, [*begins[1:], math.inf])
         elif size >= aim or number + 1 == len(sizes):
-            blocks.append(Block(range(first, number + 1)))
+            blocks.append(BlockContent(range(first, number + 1)))
         else:
             continue
         first, size = number + 1, 0
     return blocks
 
 
-def contents(blocks: Sequence[Block], units: Sequence[tuple[int, ReadUnit]]) -> Iterator[tuple[int, int, int]]:
+def contents(blocks: Sequence[BlockContent], units: Sequence[tuple[int, ReadUnit]]) -> Iterator[tuple[int, int, int]]:
     """Yield (source, block, bytes on disk) for each source of each block, in order."""
     for number, block in enumerate(blocks):
         for source, own in groupby(units[block.units.start : block.units.stop], key=lambda unit: unit[0]):
@@ -134,7 +148,7 @@ class ChunkStream:
         self._chunks, self._position = chunks, 0
         self._damage: DataError | None = None
 
-    def piece(self, block: Block) -> Iterator[Chunk]:
+    def piece(self, block: BlockContent) -> Iterator[Chunk]:
         """Yield the chunks of a piece. Pieces must be requested in order. Raises `DataError` if the unit is damaged in
         this piece or in an earlier piece.
         """
@@ -207,12 +221,14 @@ class Blocks:
 
     def _share(self, source: TokenizerSource) -> Tokenizer:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(self._saved.with_suffix(".lock"), DataError, busy=None):
-            if not self._saved.is_dir():
-                with tempfile.TemporaryDirectory() as scratch, atomic_dir(self._saved, DataError) as folder:
-                    tokenizer = source(Path(scratch)) if callable(source) else source
-                    with self._set_time(tokenizer):
-                        tokenizer.save(folder)
+
+        def save(folder: Path) -> None:
+            with tempfile.TemporaryDirectory() as scratch:
+                tokenizer = source(Path(scratch)) if callable(source) else source
+                with self._set_time(tokenizer):
+                    tokenizer.save(folder)
+
+        make_once(self._saved, save, DataError, wait=True)
         return load_saved_tokenizer(self._saved)
 
     @contextmanager
@@ -228,7 +244,7 @@ class Blocks:
         finally:
             tokenizer.chat = chat
 
-    def _name(self, block: Block, settings: Mapping[str, Any]) -> str:
+    def _name(self, block: BlockContent, settings: Mapping[str, Any]) -> str:
         units = self._inputs.units[block.units.start : block.units.stop]
         names = [self._sources[source].spec.name for source, _ in units]
         own = {**settings, "sources": {name: settings["sources"][name] for name in names}}

@@ -65,7 +65,7 @@ def _write_run(folder: Path, number: int, waiting: list[np.ndarray]) -> int:
 def _sorted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the documents by digest, and a mask of those with a digest that occurred before.
 
-    Equal digests stay in their order, which is that of their positions.
+    Documents with equal digests stay in the order of their positions.
     """
     rows = rows[:, np.lexsort((rows[1], rows[0]))]
     again = np.zeros(rows.shape[1], dtype=bool)

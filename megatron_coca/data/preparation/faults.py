@@ -2,48 +2,84 @@
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.fields import NAME_IT
-from megatron_coca.data.readers.source import ReadingProblems
+from megatron_coca.data.readers.source import NOT_COUNTED, ReadingProblems
+from megatron_coca.data.readers.streams import BINARY
 
-FEW = 10
-"""Up to this many faulty records are always accepted, so that a bad line in a small file does not stop a preparation.
-"""
-NOT_COUNTED = frozenset({"empty text"})
-"""Kinds of faults that do not count, because they do not suggest a wrong format. Tables of paragraphs have many empty
-rows.
+FEW, FEW_BYTES = 10, 1 << 16
+"""Up to this many faulty records, and faulty records of up to this size together, are always accepted, so that a bad
+line in a small file does not stop a preparation.
 """
 EARLY_FAULTS, EARLY_SHARE = 10_000, 0.9
 """A preparation stops early if it finds more than `EARLY_FAULTS` faulty records and their share of the records so far
 is above `EARLY_SHARE`.
 """
-_AS_JSON = "if the files are plain text, give them the suffix .txt, before any compression suffix (log.txt.gz)"
+WITHOUT_ANSWER = "chat without an answer"
+"""A kind of fault: no token of the chat counts in the loss."""
+NOT_ENCODED = "text that the tokenizer cannot encode"
+"""A kind of fault, such as a run of millions of spaces."""
+_AS_JSON = (
+    "write one JSON object per line, as json.dumps does; if the files are plain text, give them the suffix .txt, "
+    "before any compression suffix (log.txt.gz)"
+)
+_NOT_LINES = "not JSON lines"
+_CHAT = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 REMEDIES = {
     "invalid JSON": _AS_JSON,
-    "not JSON lines": "write one object per line, as jq -c '.[]' does",
+    _NOT_LINES: "write one object per line, as jq -c '.[]' does",
     "not a JSON object": _AS_JSON,
     "missing field": NAME_IT,
+    "missing key": "give every record a key, or name another field with `fields: {key: NAME}`",
+    "unusable key": "name a field with text, numbers or dates with `fields: {key: NAME}`",
+    "missing set": "name the field with `fields: {set: NAME}`",
+    "missing messages": (
+        "name the field with `fields: {messages: NAME}`, or convert the records, such as prompts with completions, to "
+        + _CHAT
+    ),
     "text is not a string": NAME_IT,
     "invalid UTF-8": "convert the files to UTF-8",
+    BINARY: (
+        "leave out binary files, give compressed files their suffix (.gz), and convert text in UTF-16 with "
+        "iconv -f UTF-16LE -t UTF-8"
+    ),
     "record too long": "increase max_record_mib (--max-record-mib)",
     "chat that cannot be rendered": "check the chat template (chat_template, --chat-template)",
+    NOT_ENCODED: "leave out or shorten these texts, or use another tokenizer",
+    WITHOUT_ANSWER: "rename the role of the answers to assistant, or train on all tokens with --messages all",
 }
 """Remedies by kind of fault."""
 
 
-def check_faults(name: str, documents: int, problems: ReadingProblems, most: float, early: bool = False) -> None:
-    """Raise `DataError` if the share of faulty records in the source `name` is above `most`.
+def remedy_of(problems: ReadingProblems) -> tuple[str, str]:
+    """Return the kind of the faults to show, and its remedy."""
+    kind = next((kind for kind, _ in problems.sizes.most_common() if kind not in NOT_COUNTED), "")
+    if kind == "invalid JSON" and _NOT_LINES in problems.sizes:
+        kind = _NOT_LINES  # a value over many lines is the reason why its later lines are invalid
+    return kind, REMEDIES.get(kind, "correct the files")
 
-    `documents` is the number of usable records. Set `early` if the source is not completely read yet; the limit is then
-    much higher (see `EARLY_SHARE`).
+
+def check_faults(name: str, documents: int, problems: ReadingProblems, most: float, early: bool = False) -> None:
+    """Raise `DataError` if the share of faulty records in the source `name` is above `most`. The share is computed in
+    records, in bytes, and in files without any usable record.
+
+    `documents` is the number of usable records. Set `early` if the source is not completely read yet; then only the
+    share of the records counts, and its limit is much higher (see `EARLY_SHARE`).
     """
-    faulty = sum(count for kind, count in problems.counts.items() if kind not in NOT_COUNTED)
     records = documents + problems.total + problems.filtered.total()
-    if faulty <= (EARLY_FAULTS if early else FEW) or faulty <= records * (max(most, EARLY_SHARE) if early else most):
-        return
-    kind = next(kind for kind, _ in problems.counts.most_common() if kind not in NOT_COUNTED)
-    example = next((line for line in problems.named if f": {kind}" in line), kind)
-    share = min(1.0, faulty / records + 0.05)
-    accepting = f", or accept the faults with max_faulty of the source (--max-faulty {share:.2f})" if documents else ""
-    raise DataError(
-        f"{name}: {faulty:,} of {records:,} records are faulty, which is more than {most:.0%} (for example "
-        f"{example}); {REMEDIES.get(kind, 'correct the files')}{accepting}"
+    shares = (
+        (problems.faulty, records, EARLY_FAULTS if early else FEW, "{:,} of {:,} records are faulty"),
+        (problems.faulty_bytes, problems.read, FEW_BYTES, "{:,} of {:,} bytes are in faulty records"),
+        (problems.lost_files if documents else 0, problems.files, 0, "{:,} of {:,} files have no usable record"),
     )
+    limit = max(most, EARLY_SHARE) if early else most
+    for faulty, total, few, sentence in shares[:1] if early else shares:
+        if faulty > max(few, total * limit):
+            kind, remedy = remedy_of(problems)
+            example = next((line for line in problems.named if f": {kind}" in line), kind)
+            share = min(1.0, max(faulty / max(1, total) for faulty, total, _, _ in shares) + 0.05)
+            accepting = (
+                f", or accept the faults with max_faulty of the source (--max-faulty {share:.2f})" if documents else ""
+            )
+            raise DataError(
+                f"{name}: {sentence.format(faulty, total)}, which is more than {limit:.0%} (for example {example}); "
+                f"{remedy}{accepting}"
+            )

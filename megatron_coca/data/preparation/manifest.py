@@ -20,13 +20,14 @@ from megatron_coca.data.readers.source import ReadingProblems
 from megatron_coca.data.shards import LABELS_SUFFIX, Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 from megatron_coca.data.tokenizers.losses import Sample
-from megatron_coca.support.plain_text import masked
+from megatron_coca.support.plain_text import masked, plain
 from megatron_coca.support.regular_files import read_regular
 
 FORMAT = 2  # version of the manifest and of the split; increase it if the meaning of either changes
 MANIFEST = "manifest.json"
 RUN_CONFIG = "data.yml"
 _LIBRARIES = ("sentencepiece", "tokenizers", "numpy")
+ADD_DOCUMENTS = "add documents (with --documents line, every line of a text file is one)"
 _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": None}
 
 
@@ -84,6 +85,8 @@ def build_manifest(
                 "written": written,
                 "problems": dict(problems.counts),
                 "problems_named": problems.named,
+                "problems_bytes": dict(problems.sizes),
+                "files_lost": problems.lost_files,
                 "left_out": dict(problems.filtered),
                 "unread": dict(inputs.unread[number]),
                 "sample": asdict(findings[number].sample),
@@ -115,7 +118,7 @@ def shard_facts(folder: Path, name: str, documents: int, tokens: int, text_bytes
             "same command again"
         )
     facts = {"prefix": name, "documents": documents, "tokens": tokens, "bytes": text_bytes}
-    facts["sha256"] = _sha256(shard_paths(folder / name)[0])
+    facts |= {"largest_id": shard.largest_id(), "sha256": _sha256(shard_paths(folder / name)[0])}
     return facts | ({"labels": labels.name, "labels_sha256": _sha256(shard_paths(labels)[0])} if labelled else {})
 
 
@@ -145,7 +148,7 @@ def write_run_config(
     folder: Path,
     final: Path,
     sources: Sequence[CorpusSource],
-    entries: Sequence[Mapping[str, Any]],
+    record: Mapping[str, Any],
     tokenizer: Tokenizer,
 ) -> None:
     """Write `data.yml` into `folder`, which is later renamed to `final`. The paths in `data.yml` are relative to this
@@ -154,6 +157,7 @@ def write_run_config(
     A split without documents gets no shards; the shards of another split are not used instead.
     """
     keys: dict[str, Any] = {}
+    entries = record["sources"]
     weights = training_weights(sources, entries)
     for split in SPLITS:
         chosen = [entry for entry in entries if entry[split]["documents"]]
@@ -165,28 +169,36 @@ def write_run_config(
         labels = [entry[split].get("labels") for entry in chosen]
         if any(labels):
             keys[f"{split}_label_data_paths"] = [name and f"./{name}" for name in labels]
-    saved = json.loads((folder / DESCRIPTION).read_text())
+    saved = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
     files = {name: f"./{saved[name]}" for name in ("vocab_file", "merge_file") if saved.get(name)}
     keys |= {"tokenizer_type": tokenizer.tokenizer_type, **files, "vocab_size": tokenizer.vocab_size}
     header = f"# Written with {final}/{MANIFEST}. Use: megatron-coca train MODEL.yml {final}/{RUN_CONFIG}\n"
-    header += "".join(f"# {line}\n" for line in empty_splits(entries, sources))
-    (folder / RUN_CONFIG).write_text(header + yaml.safe_dump(keys, sort_keys=False, width=120))
+    header += "".join(f"# {line}\n" for line in empty_splits(record, sources))
+    (folder / RUN_CONFIG).write_text(plain(header) + yaml.safe_dump(keys, sort_keys=False, width=120), encoding="utf-8")
 
 
-def empty_splits(entries: Sequence[Mapping[str, Any]], sources: Sequence[CorpusSource] = ()) -> list[str]:
-    """Return a warning for each of the validation and test splits that has no documents.
+def empty_splits(record: Mapping[str, Any], sources: Sequence[CorpusSource] = ()) -> list[str]:
+    """Return a line for each of the validation and test splits that has no documents according to the manifest.
 
-    All files of a repository are in one split, so one repository cannot fill another split.
+    All files of a repository are in one split, so one repository cannot fill another split. The same is true for all
+    documents with the same key. If the fraction is 0, the user chose this, so the line states only its effect.
     """
-    repositories = any(source.spec.reader == "repositories" for source in sources)
-    more = "add repositories, or a source with `split: {split}` in a recipe" if repositories else "add documents"
-    effects = {"valid": "training reports no validation loss", "test": "evaluation requires --data"}
-    return [
-        f"{split}_fraction: the {split} split has no documents, so {effect}; increase {split}_fraction, or "
-        + more.format(split=split)
-        for split, effect in effects.items()
-        if not any(entry[split]["documents"] for entry in entries)
-    ]
+    more = ADD_DOCUMENTS
+    if any("key" in source.spec.fields for source in sources):
+        more = "choose a key with more different values"
+    if any(source.spec.reader == "repositories" for source in sources):
+        more = "add repositories, or a source with `split: {split}` in a recipe"
+    lines = []
+    for split, effect in (("valid", "training reports no validation loss"), ("test", "evaluation requires --data")):
+        if any(entry[split]["documents"] for entry in record["sources"]):
+            continue
+        fraction = f"{split}_fraction"
+        if record["settings"][fraction]:
+            remedy = f"increase {fraction}, or {more.format(split=split)}"
+            lines.append(f"{fraction}: the {split} split has no documents, so {effect}; {remedy}")
+        else:
+            lines.append(f"{fraction} is 0, so {effect}")
+    return lines
 
 
 def training_weights(sources: Sequence[CorpusSource], entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:

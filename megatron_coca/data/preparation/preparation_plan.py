@@ -6,13 +6,14 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.preparation.faults import check_faults
+from megatron_coca.data.preparation.faults import REMEDIES, check_faults, remedy_of
+from megatron_coca.data.preparation.text_cuts import cut_text
 from megatron_coca.data.readers import open_reader
-from megatron_coca.data.readers.source import ReadingProblems, ReadUnit, SourceSpec
+from megatron_coca.data.readers.source import Document, ReadingProblems, ReadUnit, SourceSpec
 
 SPLITS = ("train", "valid", "test")
 MAX_RECORD_MIB = 2048
@@ -31,6 +32,8 @@ class CorpusSource:
         fraction: use only this fraction of the documents, chosen by a hash of the text.
         split: put all documents into this split, instead of choosing the split of each document by a hash of its key.
         max_faulty: maximum share of faulty records.
+        cut: whether long texts are cut into a part for each split (`text_cuts`).
+        train_from: documents with this hash of their key or above it are used for training.
     """
 
     spec: SourceSpec
@@ -40,6 +43,8 @@ class CorpusSource:
     fraction: float = 1.0
     split: str | None = None
     max_faulty: float = 0.1
+    cut: bool = False
+    train_from: float | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,17 @@ def split_of(key: str, rules: Rules) -> str:
     if fraction < rules.test_fraction:
         return "test"
     return "valid" if fraction < rules.test_fraction + rules.valid_fraction else "train"
+
+
+def parts_of(source: CorpusSource, document: Document, rules: Rules) -> list[tuple[Document, str]]:
+    """Return (document, split) for a document of a source, or for each part of it if the source is cut."""
+    if source.split is not None:
+        return [(document, source.split)]
+    if source.cut:
+        parts = cut_text(document.text, rules.valid_fraction, rules.test_fraction)
+        return [(replace(document, text=text), split) for text, split in parts]
+    trains = source.train_from is not None and hash_fraction(document.key) >= source.train_from
+    return [(document, "train" if trains else split_of(document.key, rules))]
 
 
 def shard_name(source: str, part: str, split: str, number: int | None = None) -> str:
@@ -217,7 +233,8 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
             usable += len(documents)
             if due <= 0:
                 continue
-            texts = [d.text for d in documents if (source.split or split_of(d.key, rules)) == "train"]
+            parts = [part for document in documents for part in parts_of(source, document, rules)]
+            texts = [part.text for part, split in parts if split == "train"]
             # The order is random but reproducible.
             for text in sorted(texts, key=lambda text: hash_fraction(f"tokenizer/{text}")):
                 due -= len(text)
@@ -235,7 +252,9 @@ def no_usable_document(source: CorpusSource, units: Sequence[ReadUnit], problems
     left_out = "; ".join(f"{count} left out: {reason}" for reason, count in problems.filtered.most_common(3))
     reasons = "; ".join(filter(None, (*problems.named[:3], left_out))) or "the files are empty"
     paths = ", ".join(unit.path for unit in units[:3])
+    kind, remedy = remedy_of(problems)
+    known = f", or {remedy}" if kind in REMEDIES and remedy not in reasons else ""
     return (
         f"{source.spec.name}: no usable document in {paths} ({reasons}); check the files, fields and filters of the "
-        "source"
+        f"source{known}"
     )

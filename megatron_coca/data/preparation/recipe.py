@@ -14,7 +14,7 @@ import difflib
 import glob
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +26,7 @@ from megatron_coca.data.preparation.preparation_plan import MAX_RECORD_MIB, Corp
 from megatron_coca.data.readers.remote import joined, matching
 from megatron_coca.data.readers.source import Filters, SourceSpec
 from megatron_coca.data.tokenizers import TOKENIZERS
+from megatron_coca.data.tokenizers.chat import template_path
 from megatron_coca.support.remote_files import is_url
 from megatron_coca.support.safe_yaml import YamlFault, as_list, read_yaml
 
@@ -119,6 +120,7 @@ class _Recipe(_Strict):
     end_token: str | None = Field(default=None, min_length=1)
     accept_tokenizer: bool = False
     chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     chat_time: datetime | None = None
     valid_fraction: Share = Rules.valid_fraction
     test_fraction: Share = Rules.test_fraction
@@ -140,6 +142,7 @@ class Recipe:
     training: TokenizerTraining | None
     chat_template: Path | None = None
     chat_time: str | None = None
+    chat_variables: Mapping[str, Any] = field(default_factory=dict)
     start_token: str | None = None
 
 
@@ -204,7 +207,8 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
         training=recipe.train_tokenizer,
         start_token=recipe.start_token,
         chat_time=None if recipe.chat_time is None else recipe.chat_time.isoformat(),
-        chat_template=None if recipe.chat_template is None else beside / os.path.expanduser(recipe.chat_template),
+        chat_template=None if recipe.chat_template is None else template_path(recipe.chat_template, beside),
+        chat_variables=recipe.chat_template_kwargs,
     )
 
 

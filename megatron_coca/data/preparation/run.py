@@ -19,10 +19,12 @@ from megatron_coca.data.preparation.blocks import (
     blocks_folder,
     contents,
     cut,
+    made_from,
     remove_blocks,
     settings_of,
 )
 from megatron_coca.data.preparation.faults import check_faults
+from megatron_coca.data.preparation.few_documents import with_splits
 from megatron_coca.data.preparation.manifest import Findings, WrittenShard
 from megatron_coca.data.preparation.preparation_plan import (
     CorpusSource,
@@ -36,7 +38,8 @@ from megatron_coca.data.preparation.preparation_plan import (
 from megatron_coca.data.preparation.shard_files import collect
 from megatron_coca.data.preparation.shard_plan import divide
 from megatron_coca.data.preparation.stages import STAGES, run_stages
-from megatron_coca.support.atomic_write import atomic_dir, require_new
+from megatron_coca.support.console import write
+from megatron_coca.work.folders import atomic_dir, require_new
 
 
 def prepare(
@@ -53,7 +56,8 @@ def prepare(
     ends with `tokenizer.eod`. The result depends neither on `execution` nor on interruptions.
 
     The folder appears only after it is complete. Until then the tokenized blocks and the complete shards are kept in
-    `.<output>.blocks`; after a kill or an error, the same call continues from them.
+    `.<output>.blocks`; after a kill or an error, the same call continues from them. If the folder is complete already
+    and has the same settings and inputs, nothing is done.
 
     Args:
         sources: sources in reading order. If documents are equal, the first one is kept.
@@ -69,15 +73,18 @@ def prepare(
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
-    output = Path(output)
+    output, inputs = Path(output), find_inputs(sources)
+    sources = with_splits(sources, inputs, rules)
     if (output / manifest.MANIFEST).is_file():
         remove_blocks(output)  # left over if an earlier call was killed after the folder was complete
+    if (done := completed(sources, output, tokenizer, rules, notes)) is not None:
+        return done
     require_new(output, DataError)
-    inputs = find_inputs(sources)
     with atomic_dir(output, DataError) as folder:
         try:
             with _work_is_kept(output):
                 settings = settings_of(sources, tokenizer, rules, notes)
+                origin = made_from(inputs, settings, rules)
                 blocks = Blocks(sources, inputs, output, tokenizer, rules, settings)
                 if blocks.chat_time is not None:
                     settings["chat"]["time"] = blocks.chat_time
@@ -93,13 +100,38 @@ def prepare(
                 if rules.shard_gib is not None:
                     settings["shard_gib"] = rules.shard_gib
                 record = manifest.build_manifest(sources, blocks.tokenizer, settings, inputs, shards, findings)
-                manifest.write_run_config(folder, output, sources, record["sources"], blocks.tokenizer)
-                (folder / manifest.MANIFEST).write_text(json.dumps(record, indent=1) + "\n")
+                manifest.write_run_config(folder, output, sources, record, blocks.tokenizer)
+                text = json.dumps(record | {"made_from": origin}, indent=1) + "\n"
+                (folder / manifest.MANIFEST).write_text(text, encoding="utf-8")
         except DataError:
             remove_blocks(output, unused=True)
             raise
     remove_blocks(output)
     return output / manifest.MANIFEST
+
+
+def completed(
+    sources: Sequence[CorpusSource],
+    output: Path,
+    tokenizer: TokenizerSource,
+    rules: Rules,
+    notes: dict[str, Any] | None = None,
+) -> Path | None:
+    """Return the manifest if `output` is complete and has the same settings and inputs as this preparation, else None.
+
+    A scheduler often starts a call again that was killed after its folder was complete. This call then succeeds.
+    """
+    path = output / manifest.MANIFEST
+    try:
+        origin = manifest.read_manifest(path).get("made_from")
+    except DataError:
+        return None
+    if origin is None or origin != made_from(
+        find_inputs(sources), settings_of(sources, tokenizer, rules, notes), rules
+    ):
+        return None
+    write(f"{output}: is complete already, with the same settings and inputs")
+    return path
 
 
 def prepare_part(
@@ -119,11 +151,15 @@ def prepare_part(
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
+    inputs = find_inputs(sources)
+    sources = with_splits(sources, inputs, rules)
+    if completed(sources, output, tokenizer, rules, notes) is not None:
+        return f"{output}: is complete"
     require_new(output, DataError)
     try:
         with _work_is_kept(output):
             settings = settings_of(sources, tokenizer, rules, notes)
-            blocks = Blocks(sources, find_inputs(sources), output, tokenizer, rules, settings)
+            blocks = Blocks(sources, inputs, output, tokenizer, rules, settings)
             if missing := blocks.missing():
                 blocks.make([number for number in missing if number % parts == part], execution)
                 return f"{blocks.folder}: {len(blocks) - len(blocks.missing())} of {len(blocks)} blocks are built"

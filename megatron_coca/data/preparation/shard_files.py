@@ -17,7 +17,7 @@ from megatron_coca.data.preparation.block_files import read_block
 from megatron_coca.data.preparation.duplicates import Dropped
 from megatron_coca.data.preparation.manifest import Findings, WrittenShard, shard_facts
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, has_labels, shard_name
-from megatron_coca.data.preparation.shard_plan import Piece, ShardPlan
+from megatron_coca.data.preparation.shard_plan import ShardPlan, SourcePiece
 from megatron_coca.data.preparation.workers import TokenizedChunk
 from megatron_coca.data.readers.source import ReadingProblems
 from megatron_coca.data.shards import LABELS_SUFFIX, ShardWriter
@@ -48,13 +48,13 @@ def write_shards(plan: ShardPlan, number: int, folder: Path, advance: Callable[[
         "findings": {source: _facts(found) for source, found in findings.items()},
         "sizes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
     }
-    (folder / _RECORD).write_text(json.dumps(record))
+    (folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
 
 
 def _write_block(
     plan: ShardPlan,
     block: int,
-    pieces: Mapping[int, Piece],
+    pieces: Mapping[int, SourcePiece],
     dropped: np.ndarray,
     findings: Mapping[int, Findings],
     outputs: "Outputs",
@@ -80,7 +80,9 @@ def _write_block(
 class Outputs:
     """The shard writers of a task in a folder. A writer is opened when its first document is written."""
 
-    def __init__(self, folder: Path, sources: Sequence[CorpusSource], vocab_size: int, pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, folder: Path, sources: Sequence[CorpusSource], vocab_size: int, pieces: Sequence[SourcePiece]
+    ) -> None:
         self._folder, self._sources, self._vocab_size = folder, sources, vocab_size
         self._numbers = {piece.source: piece.number for piece in pieces}
         self._writers: dict[Key, ShardWriter] = {}

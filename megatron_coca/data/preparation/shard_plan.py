@@ -18,7 +18,7 @@ TASK_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
-class Piece:
+class SourcePiece:
     """The part of a source in one task: the documents of the source in consecutive blocks.
 
     Each set and split of a piece is a shard. `number` is the number of the piece in the source, or None if the source
@@ -49,7 +49,7 @@ class ShardPlan:
     vocab_size: int
     owners: np.ndarray
     blocks: Sequence[tuple[Path, int]]
-    tasks: Sequence[Sequence[Piece]]
+    tasks: Sequence[Sequence[SourcePiece]]
 
     @property
     def last_compared(self) -> int:
@@ -61,13 +61,13 @@ class ShardPlan:
         return self.folder / f"{kind}-{number:06d}"
 
 
-def divide(contents: Iterable[tuple[int, int, int]], shard_bytes: int | None) -> list[list[Piece]]:
+def divide(contents: Iterable[tuple[int, int, int]], shard_bytes: int | None) -> list[list[SourcePiece]]:
     """Divide a corpus into tasks, given (source, block, bytes on disk) in order.
 
     A source of at least two times `shard_bytes` is divided into pieces of about this size. Small sources share a task,
     and a task has at most one piece of each source.
     """
-    tasks, size, least = list[list[Piece]](), 0, min(shard_bytes or TASK_BYTES, TASK_BYTES)
+    tasks, size, least = list[list[SourcePiece]](), 0, min(shard_bytes or TASK_BYTES, TASK_BYTES)
     for source, rows in groupby(contents, key=itemgetter(0)):
         for piece in _pieces(source, [row[1:] for row in rows], shard_bytes):
             if not tasks or size >= least or tasks[-1][-1].source == source:
@@ -78,7 +78,7 @@ def divide(contents: Iterable[tuple[int, int, int]], shard_bytes: int | None) ->
     return tasks
 
 
-def _pieces(source: int, blocks: Sequence[tuple[int, int]], shard_bytes: int | None) -> list[Piece]:
+def _pieces(source: int, blocks: Sequence[tuple[int, int]], shard_bytes: int | None) -> list[SourcePiece]:
     """Divide a source into pieces of about the same size, given (block, bytes on disk) in order."""
     ends = np.cumsum([size for _, size in blocks])
     total = int(ends[-1])
@@ -88,6 +88,6 @@ def _pieces(source: int, blocks: Sequence[tuple[int, int]], shard_bytes: int | N
     numbers = [None] if len(borders) == 2 else range(len(borders) - 1)
     first = blocks[0][0]
     return [
-        Piece(source, number, range(first + begin, first + end), sum(size for _, size in blocks[begin:end]))
+        SourcePiece(source, number, range(first + begin, first + end), sum(size for _, size in blocks[begin:end]))
         for number, (begin, end) in zip(numbers, pairwise(borders), strict=True)
     ]

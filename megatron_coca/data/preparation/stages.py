@@ -5,7 +5,6 @@ complete. A process locks an item while it works on it, so processes on many hos
 The lock of a killed process ends with it, and another process does the item.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,9 +26,10 @@ from megatron_coca.data.preparation.duplicates import (
 from megatron_coca.data.preparation.preparation_plan import Execution
 from megatron_coca.data.preparation.shard_files import SHARDS, write_shards
 from megatron_coca.data.preparation.shard_plan import ShardPlan
-from megatron_coca.data.preparation.workers import lost_worker, process_pool
-from megatron_coca.support.atomic_write import complete_folder, exclusive_lock
+from megatron_coca.data.preparation.workers import lost_worker
 from megatron_coca.support.console import Progress, write
+from megatron_coca.work.folders import make_once
+from megatron_coca.work.workers import end_pool, process_pool
 
 POLL = 0.5
 """Seconds between two looks at items that other processes are doing."""
@@ -71,35 +71,11 @@ STAGES = (
 )
 
 
-class _Busy(Exception):
-    """Another process is doing the item."""
-
-
-def _not_locked(message: str) -> Exception:
-    return DataError(message) if message else _Busy()
-
-
 def attempt(plan: ShardPlan, number: int, item: int, advance: Callable[[float], None]) -> bool:
     """Do an item of stage `number` unless its result exists. Return False if another process is doing it."""
     stage = STAGES[number]
     final = plan.result(stage.kind, item)
-    if final.is_dir():
-        return True
-    unfinished = final.with_name(f".{final.name}.partial")
-    try:
-        with exclusive_lock(final.with_name(f".{final.name}.lock"), _not_locked, "", temporary=True):
-            if final.is_dir():
-                return True
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a killed process
-            unfinished.mkdir()
-            try:
-                stage.make(plan, item, unfinished, advance)
-                complete_folder(unfinished, final)
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
-    except _Busy:
-        return False
-    return True
+    return make_once(final, lambda folder: stage.make(plan, item, folder, advance), DataError)
 
 
 # Each worker process gets the plan once, because the plan of a large corpus has many blocks.
@@ -114,13 +90,6 @@ def _start_worker(plan: ShardPlan) -> None:
 def _attempt_in_worker(number: int, item: int) -> bool:
     assert _plan is not None
     return attempt(_plan, number, item, lambda size: None)
-
-
-def _end(pool: ProcessPoolExecutor) -> None:
-    """End worker processes at once, even during an item. Then its result is missing, and its lock is free."""
-    for process in list((pool._processes or {}).values()):
-        process.kill()
-    pool.shutdown(cancel_futures=True)
 
 
 class _Team:
@@ -145,7 +114,7 @@ class _Team:
     def _in_workers(self, number: int, sizes: dict[int, int], progress: Progress) -> int:
         if self._executor is None:
             self._executor = process_pool(self._execution.workers, partial(_start_worker, self._plan))
-            self._stack.callback(_end, self._executor)
+            self._stack.callback(end_pool, self._executor)
         made = 0
         try:
             futures = [self._executor.submit(_attempt_in_worker, number, item) for item in sizes]

@@ -14,7 +14,7 @@ _TOKEN_LIBRARIES = ("sentencepiece", "tokenizers")
 
 
 def identity(unit: ReadUnit) -> list[object]:
-    """Return (name, size, digest of both ends) of a file. The name decides how the file is read.
+    """Return (name, size, digest of both ends) of a file. The name determines how the file is read.
 
     A folder of a repository or a data set, and an object in a store, have their path and their stamp instead.
     Raises `DataError` if the file cannot be read.
@@ -33,5 +33,5 @@ def identity(unit: ReadUnit) -> list[object]:
 
 
 def token_libraries() -> Mapping[str, str]:
-    """Return the versions of the libraries that decide the tokens of a text."""
+    """Return the versions of the libraries that determine the tokens of a text."""
     return {name: version(name) for name in _TOKEN_LIBRARIES}

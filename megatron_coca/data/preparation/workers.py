@@ -2,29 +2,28 @@
 
 import hashlib
 import json
-import signal
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.preparation.preparation_plan import CorpusSource, Rules, hash_fraction, split_of
+from megatron_coca.data.preparation.faults import NOT_ENCODED, WITHOUT_ANSWER
+from megatron_coca.data.preparation.preparation_plan import CorpusSource, Rules, hash_fraction, parts_of
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems
 from megatron_coca.data.shards import MASKED, token_dtype
 from megatron_coca.data.tokenizers import load_saved_tokenizer
+from megatron_coca.data.tokenizers.chat_labels import Counted, encode_chat, roles_of
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import PASSAGE, Sample, passages_of, sampled
 from megatron_coca.support.errors import FAILED
-from megatron_coca.support.processes import exit_with_parent, safe_path
+from megatron_coca.work.workers import process_pool
 
 DIGEST_BYTES = 16
 IN_FLIGHT = 4
@@ -98,17 +97,17 @@ class ChunkTokenizer:
                 documents.append(document)
             else:
                 problems.leave_out("not in the fraction")
-        if source.spec.messages is None:
-            done = [self._text(document.text) for document in documents]
-        else:
+        if source.spec.messages is not None:
             documents, done = self._chats(documents, source.spec.messages, problems)
+            divided = [part for document in documents for part in parts_of(source, document, self._rules)]
+        else:
+            divided, done = self._texts(source, documents, problems)
         tokens = [each.tokens for each in done]
         labels = [each.labels for each in done if each.labels is not None]
         targets: dict[tuple[str, str], int] = {}
         target = []
-        for document in documents:
+        for document, split in divided:
             part = document.part if source.spec.divide else ""
-            split = source.split or split_of(document.key, self._rules)
             target.append(targets.setdefault((part, split), len(targets)))
         digests = [hashlib.blake2b(each.text, digest_size=DIGEST_BYTES).digest() for each in done]
         return TokenizedChunk(
@@ -118,7 +117,7 @@ class ChunkTokenizer:
             text_bytes=np.array([len(each.text) for each in done], dtype=np.int64),
             tokens=np.concatenate([np.empty(0, dtype=self._dtype), *tokens]),
             digests=np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES),
-            sets=frozenset(document.part for document in documents if document.part),
+            sets=frozenset(document.part for document, _ in divided if document.part),
             problems=problems,
             read=chunk.read,
             labels=np.concatenate(labels) if labels else None,
@@ -131,45 +130,48 @@ class ChunkTokenizer:
         heads = [texts[number][: 4 * PASSAGE * SAMPLED // len(chosen)].decode(errors="ignore") for number in chosen]
         return sampled(self._tokenizer, passages_of(heads, SAMPLED))
 
+    def _texts(
+        self, source: CorpusSource, documents: Sequence[Document], problems: ReadingProblems
+    ) -> tuple[list[tuple[Document, str]], list[Tokenized]]:
+        """Return ((document or part of it, split) of the documents that the tokenizer can encode, their tokens). The
+        other documents are added to `problems`.
+        """
+        divided, done = [], []
+        for document in documents:
+            parts = parts_of(source, document, self._rules)
+            try:
+                done += [self._text(part.text) for part, _ in parts]
+                divided += parts
+            except DataError as error:
+                problems.add(document.place, NOT_ENCODED, str(error), len(document.text))
+        return divided, done
+
     def _text(self, text: str) -> Tokenized:
         tokens = [*self._start, *self._tokenizer.encode(text), self._tokenizer.eod]
         return Tokenized(text.encode(), np.array(tokens, dtype=self._dtype))
 
     def _chats(
-        self, documents: Sequence[Document], counted: str, problems: ReadingProblems
+        self, documents: Sequence[Document], counted: Counted, problems: ReadingProblems
     ) -> tuple[list[Document], list[Tokenized]]:
-        """Return (documents that the chat template can render, their tokens). The other documents are added to
-        `problems`.
+        """Return (documents that the chat template can render and that have an answer, their tokens). The other
+        documents are added to `problems`.
         """
         kept, done = [], []
         for document in documents:
             try:
-                done.append(self._chat(json.loads(document.text), counted))
-                kept.append(document)
+                record = json.loads(document.text)
+                chat = encode_chat(self._tokenizer, record, counted)
             except (DataError, RecursionError) as error:
-                problems.add(document.key, "chat that cannot be rendered", str(error))
+                problems.add(document.place, "chat that cannot be rendered", str(error), len(document.text))
+                continue
+            if not chat.counts.any():
+                problems.add(document.place, WITHOUT_ANSWER, f"its roles are {roles_of(record)}", len(document.text))
+                continue
+            tokens = chat.tokens.astype(self._dtype)
+            labels = None if counted == "all" else np.where(chat.counts, chat.tokens, MASKED).astype(np.int32)
+            done.append(Tokenized(chat.text.encode(), tokens, labels))
+            kept.append(document)
         return kept, done
-
-    def _chat(self, record: Mapping[str, Any], counted: str) -> Tokenized:
-        template, tokenizer = self._tokenizer.chat, self._tokenizer
-        assert template is not None, "the sources have been checked"
-        if counted == "all":
-            text, spans = template.render(record["messages"], record["tools"]), None
-        else:
-            text, spans = template.answers(record["messages"], record["tools"])
-            spans = spans[-1:] if counted == "last" else spans
-        ids, places = tokenizer.encode_rendered(text)
-        tokens = np.array(ids if ids[-1:] == [tokenizer.eod] else [*ids, tokenizer.eod], dtype=self._dtype)
-        if spans is None:
-            return Tokenized(text.encode(), tokens)
-        begins, ends = np.array([*places, (0, 0)], dtype=np.int64).T
-        answers = np.zeros(len(places) + 1, dtype=bool)
-        for first, last in spans:
-            answers |= (begins < last) & (ends > first)
-        answers[-1] = bool(places) and answers[-2]  # the separator after an answer counts in the loss, too
-        labels = tokens.astype(np.int32)
-        labels[~answers[: len(tokens)]] = MASKED
-        return Tokenized(text.encode(), tokens, labels)
 
 
 # One tokenizer per worker process, because opening a tokenizer takes longer than tokenizing a chunk.
@@ -184,28 +186,6 @@ def _start_worker(sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules
 def _tokenize_in_worker(number: int, chunk: Chunk) -> TokenizedChunk:
     assert _chunk_tokenizer is not None
     return _chunk_tokenizer.tokenize(number, chunk)
-
-
-def _start(initializer: Callable[[], None]) -> None:
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    initializer()
-
-
-def process_pool(workers: int, initializer: Callable[[], None]) -> ProcessPoolExecutor:
-    """Return a pool of processes that end when this process is killed. Each of them calls `initializer` first.
-
-    Ctrl-C reaches the whole process group. Workers inherit a handler that ignores Ctrl-C, and this process ends them.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
-    try:
-        with safe_path():
-            pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start, initargs=(initializer,))
-            pool.submit(int)  # starts a worker process
-            return pool
-    finally:
-        if in_main:
-            signal.signal(signal.SIGINT, before)
 
 
 class Pool:

@@ -4,6 +4,7 @@ pyarrow takes long to import, so it is imported inside the functions that need i
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers.source import Chunk, ReadingProblems, Row
+from megatron_coca.data.readers.source import Chunk, RawRecord, ReadingProblems
 from megatron_coca.data.readers.streams import TooLong
 
 Choose = Callable[[list[str]], list[str]]
@@ -86,11 +87,7 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
     """
     import pyarrow as arrow
 
-    # Bytes of each row: exact for text columns, averaged for other columns.
-    lengths = np.zeros(batch.num_rows, dtype=np.int64)
-    for column in batch.columns:
-        texts = _text_lengths(column)
-        lengths += column.nbytes // max(1, len(column)) if texts is None else texts
+    lengths = sum((_lengths(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))
     ends, start = np.cumsum(lengths), 0
     while start < batch.num_rows:
         if lengths[start] > limit:
@@ -102,37 +99,139 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
         longer = np.flatnonzero(lengths[start:stop] > limit)
         stop = start + int(longer[0]) if longer.size else stop
         # The slice is serialized, because a pickled slice would include the whole batch.
+        piece = _without_shared_values(batch.slice(start, stop - start))
         sink = arrow.BufferOutputStream()
-        with arrow.ipc.new_stream(sink, batch.schema) as writer:
-            writer.write_batch(batch.slice(start, stop - start))
+        with arrow.ipc.new_stream(sink, piece.schema) as writer:
+            writer.write_batch(piece)
         yield stop - start, sink.getvalue().to_pybytes()
         start = stop
 
 
-def _text_lengths(column: Any) -> np.ndarray | None:
-    """Return the number of bytes of each text in a column, int64 [rows], or None for a column of another type."""
-    from pyarrow import compute, types
+def _lengths(column: Any) -> np.ndarray:
+    """Return the number of bytes of each value in a column, int64 [rows], with each text counted as often as it occurs.
+    Types without texts have their average size.
+    """
+    from pyarrow import BaseExtensionType, compute, types
 
     kind = column.type
+    if isinstance(kind, BaseExtensionType):
+        return _lengths(column.storage)
+    if types.is_dictionary(kind):
+        indices = column.indices.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        of_values = _lengths(column.dictionary)
+        return of_values[indices] if len(of_values) else np.zeros(len(column), dtype=np.int64)
     if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
-        lengths = compute.binary_length(column)
-        return lengths.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    return None
+        return compute.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    if str(kind) in _VIEWS and column.buffers()[1] is not None:
+        views = np.frombuffer(column.buffers()[1], dtype=np.int32).reshape(-1, 4)  # a view begins with its length
+        return views[column.offset : column.offset + len(column), 0] * column.is_valid().to_numpy(zero_copy_only=False)
+    if types.is_struct(kind):
+        return sum(map(_lengths, column.flatten()), np.zeros(len(column), dtype=np.int64))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+        inner = column.cast(_as_list(kind)) if types.is_map(kind) else column
+        ends = np.concatenate([[0], np.cumsum(_lengths(inner.values))])
+        return np.diff(ends[inner.offsets.to_numpy(zero_copy_only=False)])
+    return np.full(len(column), column.nbytes // max(1, len(column)), dtype=np.int64)
 
 
-def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-    """Yield ("path:number", row) for the rows of a packed batch. Rows are numbered from `chunk.first`."""
+_VIEWS = {"string_view": "large_string", "binary_view": "large_binary"}
+"""The types of text with values in shared buffers, and the types with the same values in their own buffers."""
+
+
+def _as_list(kind: Any) -> Any:
+    import pyarrow as arrow
+
+    pair = [arrow.field("key", kind.key_type), arrow.field("value", kind.item_type)]
+    return arrow.list_(arrow.struct(pair))
+
+
+def _without_shared_values(batch: Any) -> Any:
+    """Return a slice of a batch with its own copy of the values in dictionaries and views. Serialization would
+    otherwise include the values of the whole batch in every slice.
+    """
+    import pyarrow as arrow
+
+    schema = arrow.schema([field.with_type(_own_type(field.type)) for field in batch.schema])
+    columns = [
+        column if column.type == field.type else column.cast(field.type)
+        for column, field in zip(batch.columns, schema, strict=True)
+    ]
+    return arrow.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _own_type(kind: Any) -> Any:
+    """Return a type without dictionaries and views that represents the same values."""
+    import pyarrow as arrow
+
+    if arrow.types.is_dictionary(kind):
+        return _own_type(kind.value_type)
+    if str(kind) in _VIEWS:
+        return getattr(arrow, _VIEWS[str(kind)])()
+    if arrow.types.is_struct(kind):
+        return arrow.struct([field.with_type(_own_type(field.type)) for field in kind])
+    if arrow.types.is_list(kind) or arrow.types.is_large_list(kind):
+        made = arrow.list_ if arrow.types.is_list(kind) else arrow.large_list
+        return made(kind.value_field.with_type(_own_type(kind.value_type)))
+    return kind
+
+
+def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[RawRecord]:
+    """Yield the rows of a packed batch as the records that the same data has in JSON lines. Rows are numbered from
+    `chunk.first`.
+    """
     from pyarrow import ipc
 
     batch = ipc.open_stream(chunk.payload).read_next_batch()
+    converters = [_converter(field) for field in batch.schema]
+    size = len(chunk.payload) // max(1, batch.num_rows)
     for index in range(batch.num_rows):
         place = f"{chunk.path}:{chunk.first + index}"
         try:
-            row = {name: column[index].as_py() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+            values = (column[index].as_py() for column in batch.columns)
+            row = {
+                name: value if convert is None or value is None else convert(value)
+                for name, value, convert in zip(batch.schema.names, values, converters, strict=True)
+            }
         except UnicodeDecodeError as error:
-            problems.add(place, "invalid UTF-8", f"byte {error.start}")
+            problems.add(place, "invalid UTF-8", f"byte {error.start}", size)
+        except (ValueError, RecursionError) as error:  # of a column of JSON
+            problems.add(place, "invalid JSON", str(error), size)
         else:
-            yield place, row
+            yield RawRecord(place, row, size)
+
+
+def _converter(field: Any, in_list: bool = False) -> Callable[[Any], Any] | None:
+    """Return the function that converts a value that is not null, as pyarrow returns it, to the value in JSON lines;
+    None if they are equal.
+
+    Columns of JSON (`arrow.json`, which `datasets` writes for `Json`) are parsed. Maps become objects. All objects in a
+    list share the keys of one struct, so a null there stands for an absent key.
+    """
+    from pyarrow import types
+
+    kind, metadata = field.type, field.metadata or {}
+    if "arrow.json" in (getattr(kind, "extension_name", ""), metadata.get(b"ARROW:extension:name", b"").decode()):
+        return json.loads
+    if types.is_struct(kind):
+        inner = {each.name: _converter(each, in_list) for each in kind}
+        if not in_list and not any(inner.values()):
+            return None
+        return lambda value: {
+            name: item if item is None or inner[name] is None else inner[name](item)  # type: ignore[misc]
+            for name, item in value.items()
+            if item is not None or not in_list
+        }
+    if types.is_map(kind):
+        of_item = _converter(kind.item_field, True) or _same
+        return lambda value: {key: None if item is None else of_item(item) for key, item in value}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        convert = _converter(kind.value_field, True)
+        return convert and (lambda value: [None if item is None else convert(item) for item in value])
+    return None
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 @contextlib.contextmanager

@@ -134,8 +134,8 @@ def _content(place: str, stream: Any, size: int) -> Iterator[bytes]:
 def members(place: str, blocks: Iterator[bytes]) -> Iterator[tuple[str, Iterator[bytes] | None]]:
     """Yield (name, content) for all members of a tar archive except folders. The content is None for links and devices.
 
-    Content that is not read before the next member is requested is skipped. Concatenated archives are read as one
-    archive. Raises `DataError` for a damaged header or an incomplete archive.
+    If the caller requests the next member before it has read the content, the rest of the content is skipped.
+    Concatenated archives are read as one archive. Raises `DataError` for a damaged header or an incomplete archive.
     """
     try:
         # backslashreplace: names that are not UTF-8 must stay printable. ignore_zeros: read past the first end mark.

@@ -1,16 +1,22 @@
 """Convert records to documents: look up the text and metadata of a record, and apply the filters."""
 
-import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any
+from uuid import UUID
 
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers.chats import chat_text
 from megatron_coca.data.readers.source import (
+    EMPTY_TEXT,
     Document,
     Filters,
     LeftOut,
+    RawRecord,
     ReadingProblems,
     RejectedRecord,
     Row,
@@ -164,13 +170,12 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "repository": ("repository", "repo_name", "max_stars_repo_name"),
     "messages": ("messages", "conversations"),
     "tools": ("tools",),
+    "system": ("system",),
 }
 """The paths in a record at which each field is looked up, in order of preference. They include the names of the Pile
 and The Stack.
 """
 
-ROLES = {"human": "user", "gpt": "assistant"}
-"""The usual names of the roles in ShareGPT records."""
 _ABSENT = object()
 NAME_IT = "name the text field with --text-field NAME, or with `fields: {text: NAME}` in a recipe"
 
@@ -186,17 +191,17 @@ class Fields:
         self._sets, self._divide = frozenset(spec.sets), spec.divide
         self._filters = spec.filters if spec.filters != Filters() else None
 
-    def documents(self, rows: Iterable[tuple[str, Row]], problems: ReadingProblems) -> Iterator[Document]:
-        """Yield the documents for pairs (place, record). Records that yield no document are added to `problems`."""
-        for place, row in rows:
+    def documents(self, records: Iterable[RawRecord], problems: ReadingProblems) -> Iterator[Document]:
+        """Yield the documents of records. Records that yield no document are added to `problems`."""
+        for place, row, size in records:
             try:
                 set_name = self._set(row) if self._sets or self._divide else ""
                 text = self._text(row) if self._content == "text" else self._chat(row)
                 if self._filters and (reason := admit(text, self._facts(row), self._filters)):
                     raise LeftOut(reason)
-                document = Document(text, self._key(row) or content_key(text), set_name)
+                document = Document(text, self._key(row) or content_key(text), set_name, place)
             except RejectedRecord as rejected:
-                problems.add(place, rejected.kind, rejected.detail)
+                problems.add(place, rejected.kind, rejected.detail, size)
             except LeftOut as left_out:
                 problems.leave_out(left_out.reason)
             else:
@@ -207,7 +212,7 @@ class Fields:
         the text.
         """
         needed = [self._content, "key", "repository"]
-        needed += ["tools"] if self._content == "messages" else []
+        needed += ["tools", "system"] if self._content == "messages" else []
         if self._sets or self._divide:
             needed.append("set")
         if self._filters:
@@ -227,9 +232,9 @@ class Fields:
         return None
 
     def _set(self, row: Row) -> str:
-        name = self._look_up(row, "set")
-        if not isinstance(name, str) or not name:
-            raise _missing(row, self._paths["set"][0])
+        name = as_text(self._look_up(row, "set"))
+        if not name:
+            raise _missing(row, "set", self._paths["set"][0])
         if self._sets and name not in self._sets:
             raise LeftOut("set not chosen")
         return _valid(name)
@@ -238,43 +243,37 @@ class Fields:
         path = self._paths["text"][0]
         text = row[path] if path in row else _nested(row, path)
         if text is _ABSENT:
-            raise _missing(row, path, f"; {NAME_IT}")
+            raise _missing(row, "field", path, f"; {NAME_IT}")
+        if text is None:
+            raise RejectedRecord(EMPTY_TEXT, "null")
         text = decode(text) if isinstance(text, bytes) else text  # tables may store strings as bytes
         if not isinstance(text, str):
             raise RejectedRecord("text is not a string", f"field {path!r} is of type {type(text).__name__}")
         if not text or text.isspace():
-            raise RejectedRecord("empty text")
+            raise RejectedRecord(EMPTY_TEXT)
         return _valid(text)
 
     def _chat(self, row: Row) -> str:
-        """Return the messages and tools of a chat as JSON. The keys `from` and `value` are renamed to `role` and
-        `content`.
-        """
-        messages, tools = self._look_up(row, "messages"), self._look_up(row, "tools")
+        """Return the messages and tools of a chat as JSON."""
+        messages = self._look_up(row, "messages")
         if messages is None:
-            raise _missing(row, self._paths["messages"][0])
-        if not (isinstance(messages, list) and messages and all(isinstance(each, Mapping) for each in messages)):
-            raise RejectedRecord("messages are not a list of objects")
-        renamed = [
-            {"role": ROLES.get(each["from"], each["from"]), "content": each.get("value")} if "from" in each else each
-            for each in messages
-        ]
-        if not all(isinstance(each.get("role"), str) for each in renamed):
-            raise RejectedRecord("a message has no role")
-        try:
-            return _valid(json.dumps({"messages": renamed, "tools": tools or None}, ensure_ascii=False, default=str))
-        except RecursionError as error:
-            raise RejectedRecord("messages have too many levels of lists") from error
+            raise _missing(row, "messages", self._paths["messages"][0])
+        return _valid(chat_text(messages, self._look_up(row, "tools"), self._look_up(row, "system")))
 
     def _key(self, row: Row) -> str:
-        """Return the key of a record, or else its repository, or else an empty string."""
-        if self._named_key and self._named_key not in row and _nested(row, self._named_key) is _ABSENT:
-            raise _missing(row, self._named_key)
-        for name in ("key", "repository"):
-            value = self._look_up(row, name)
-            if isinstance(value, str | int) and value != "":
-                return _valid(str(value))
-        return ""
+        """Return the key of a record, else its repository, else an empty string. If `fields` names the key, it must
+        exist.
+        """
+        if self._named_key is not None:
+            value = self._look_up(row, "key")
+            if value is None:
+                raise _missing(row, "key", self._named_key)
+            if not (key := as_text(value)):
+                found = "is empty" if value == "" else f"is of type {type(value).__name__}"
+                raise RejectedRecord("unusable key", f"field {self._named_key!r} {found}")
+            return _valid(key)
+        keys = (as_text(self._look_up(row, name)) for name in ("key", "repository"))
+        return _valid(next(filter(None, keys), ""))
 
     def _facts(self, row: Row) -> Facts:
         stars, language, path = (self._look_up(row, name) for name in ("stars", "language", "path"))
@@ -284,9 +283,27 @@ class Fields:
             stars = None
         return Facts(
             stars=stars,
-            language=language if isinstance(language, str) else None,
-            path=path if isinstance(path, str) else None,
+            language=as_text(language) or None,
+            path=as_text(path) or None,
         )
+
+
+def as_text(value: Any) -> str:
+    """Return a key or name as text, so that it is equal in every file format; empty for null, NaN, lists and objects.
+
+    A whole number has no decimal point, even if it is stored as a float or Decimal. Dates are in ISO 8601. Bytes are
+    UTF-8, or else hexadecimal.
+    """
+    if isinstance(value, float | Decimal) and math.isfinite(value):
+        return str(int(value)) if value == int(value) else str(value)
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value.hex()
+    if isinstance(value, date):  # also a time
+        return value.isoformat()
+    return str(value) if isinstance(value, str | int | UUID) else ""
 
 
 def _nested(row: Row, path: str) -> Any:
@@ -309,8 +326,9 @@ def _roots(path: str) -> list[str]:
     return [".".join(names[:count]) for count in range(1, len(names) + 1)]
 
 
-def _missing(row: Row, path: str, hint: str = "") -> RejectedRecord:
-    return RejectedRecord("missing field", f"no {path!r}, only {sorted(map(str, row))[:8]}{hint}")
+def _missing(row: Row, what: str, path: str, hint: str = "") -> RejectedRecord:
+    known = [str(name) for name, value in sorted(row.items(), key=str) if value is not None]
+    return RejectedRecord(f"missing {what}", f"no {path!r}, only {known[:8]}{hint}")
 
 
 def _valid(text: str) -> str:

@@ -28,12 +28,15 @@ from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingPr
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
 from megatron_coca.support.remote_files import is_url
 
-# Values of `form` for a `TypedChunk` without records, which has the reason as its payload.
-_UNREAD, _TOO_LONG = "unread", "too long"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_UNREAD = "unread"
+"""The `form` of a `TypedChunk` for a file that is not read. Its payload is the reason."""
 
 
 class TypedChunk(NamedTuple):
-    """Records from one file in one format. `chunk.read` is not used."""
+    """Records from one file in one format, or a record that is `TooLong`. The first record has the number
+    `chunk.first`, which is 0 if the whole file is one record. `chunk.read` is not used.
+    """
 
     form: str
     chunk: Chunk
@@ -79,15 +82,30 @@ class FileReader(Reader):
                 sent = position
 
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
-        for form, records in chunk.payload:
-            if form == _UNREAD:
-                problems.leave_out(records.payload)
-            elif form == _TOO_LONG:
-                place = f"{records.path}:{records.first}" if records.first else records.path
-                problems.add(place, "record too long", records.payload)
-            else:
-                rows = table_rows if form in TABLE_FORMATS else self._formats[form].rows
-                yield from self.fields.documents(rows(records, problems), problems)
+        for typed in chunk.payload:
+            if typed.form == _UNREAD:
+                problems.leave_out(typed.chunk.payload)
+                continue
+            usable, left_out, faulty = 0, problems.filtered.total(), problems.faulty
+            for document in self._documents(typed, problems):
+                usable += 1
+                yield document
+            usable += problems.filtered.total() - left_out
+            path, first = typed.chunk.path, typed.chunk.first
+            problems.file_part(path, begins=first <= 1, usable=usable, faulty=problems.faulty - faulty)
+
+    def _documents(self, typed: TypedChunk, problems: ReadingProblems) -> Iterator[Document]:
+        form, records = typed
+        if isinstance(records.payload, TooLong):
+            place, length = f"{records.path}:{records.first}" if records.first else records.path, records.payload.length
+            hint = "write one JSON object per line, read text by line, or increase max_record_mib"
+            detail = f"{length:,} bytes, more than max_record_mib: {self.spec.max_record_mib}; {hint}"
+            problems.read += length
+            problems.add(place, "record too long", detail, length)
+            return
+        problems.read += len(records.payload)
+        rows = table_rows if form in TABLE_FORMATS else self._formats[form].rows
+        yield from self.fields.documents(rows(records, problems), problems)
 
     def stamp(self, unit: ReadUnit) -> str:
         return file_unit(unit.path).stamp
@@ -96,30 +114,24 @@ class FileReader(Reader):
         """Count the skipped files in the folders of the source by reason. The folders are listed again."""
         return unread_files(self.spec.paths)
 
-    def typed_chunk(self, form: str, path: str, number: int, records: bytes | str | TooLong) -> TypedChunk:
-        """Return a chunk with `records` of a file, or with the reason why a record is too long. The first record has
-        the number `number`, which is 0 if the whole file is one record.
-        """
-        if isinstance(records, TooLong):
-            hint = "write one JSON object per line, read text by line, or increase max_record_mib"
-            records = f"{records.length:,} bytes, more than max_record_mib: {self.spec.max_record_mib}; {hint}"
-            form = _TOO_LONG
-        return TypedChunk(form, Chunk(path, number, records, 0))
-
     def _table_payloads(self, path: str, form: str) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
         """Yield (payload, bytes of the table read so far)."""
         number, size = 1, file_unit(path).size
         choose = partial(self.fields.columns, place=path)
         with local_input(path) as file:
+            with _opened(file) as raw:
+                _check_is_content(path, raw.read(len(_LFS_POINTER)))
             for batch, position in TABLE_FORMATS[form](file, choose, self._block):
                 for rows, data in packed(batch, 2 * self._block, self.spec.max_record):
-                    yield (self.typed_chunk(form, path, number, data),), min(position, size)
+                    yield (TypedChunk(form, Chunk(path, number, data, 0)),), min(position, size)
                     number += rows
         yield (), size
 
     def _payloads(self, path: str, kind: FileKind) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
         """Yield (payload, bytes of the file read so far). Every payload except the last has at least `block` bytes."""
         with local_input(path) as file, _opened(file) as raw:
+            _check_is_content(path, raw.read(len(_LFS_POINTER)))
+            raw.seek(0)
             payload, size = list[TypedChunk](), 0
             for typed in self._typed_chunks(path, kind, raw_blocks(path, raw, self._block)):
                 payload.append(typed)
@@ -141,7 +153,7 @@ class FileReader(Reader):
             if reason is None and kind is not None and kind.form in TABLE_FORMATS:
                 reason = f"not readable in an archive ({kind.form})"
             if kind is None or reason or content is None:
-                yield self.typed_chunk(_UNREAD, path, 0, reason or "not a regular file")
+                yield TypedChunk(_UNREAD, Chunk(path, 0, reason or "not a regular file", 0))
             else:
                 yield from self._typed_chunks(path, kind, content)
 
@@ -149,9 +161,15 @@ class FileReader(Reader):
         lines = self._formats[form].lines
         number = int(lines)
         for records in pieces(blocks, lines, self._block, self.spec.max_record):
-            yield self.typed_chunk(form, place, number, records)
+            yield TypedChunk(form, Chunk(place, number, records, 0))
             if lines:
                 number += 1 if isinstance(records, TooLong) else records.count(b"\n")
+
+
+def _check_is_content(path: str, head: bytes) -> None:
+    """Raise `DataError` for a pointer of Git LFS. `git clone` writes it in place of a file if LFS is not installed."""
+    if head == _LFS_POINTER:
+        raise DataError(f"{path}: is a pointer of Git LFS instead of the file; run `git lfs pull` in its repository")
 
 
 def _opened(path: Path) -> IO[bytes]:

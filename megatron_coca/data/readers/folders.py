@@ -14,9 +14,9 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.columnar_files import TABLE_FORMATS
 from megatron_coca.data.readers.compression import COMPRESSIONS
 from megatron_coca.data.readers.remote import DataFiles, opened
-from megatron_coca.data.readers.source import printable
+from megatron_coca.data.readers.source import is_utf8, printable
 from megatron_coca.data.readers.streams import JSON_LINES, StreamFormat
-from megatron_coca.support.regular_files import read_regular
+from megatron_coca.support.regular_files import inside, read_regular
 from megatron_coca.support.remote_files import is_url
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
@@ -29,6 +29,13 @@ READABLE = (
     ".jsonl, .json, .ndjson, .txt, .text, .md, wiki_00 (WikiExtractor --json) or .tar, each plain or with .gz, .zst, "
     ".bz2 or .xz; .parquet, .arrow"
 )
+_TABLE = "convert the table to .jsonl or .parquet, for instance with pandas"
+_CONVERSIONS = {
+    **dict.fromkeys((".csv", ".tsv", ".xls", ".xlsx"), _TABLE),
+    **dict.fromkeys((".zip", ".7z", ".rar"), "unpack the archive"),
+    **dict.fromkeys((".pdf", ".html", ".htm", ".epub", ".doc", ".docx"), "convert the document to .txt"),
+}
+"""What to do with files of known types that are not read. Another suffix would not help."""
 _SHORT = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
 # Files that describe the data next to them. If they were read, they would become documents or be reported as damaged.
 _DESCRIPTION = re.compile(
@@ -82,6 +89,8 @@ def unknown_type(name: str) -> str:
     example = f": {base}.jsonl{compression}, for example" if compression else ""
     if ".xml" in base:
         return "XML is not supported; convert a dump with WikiExtractor --json, or use wikimedia/wikipedia from the Hub"
+    if conversion := _CONVERSIONS.get(PurePath(base).suffix):
+        return f"unsupported file type ({_ending(name)}); {conversion} (supported: {READABLE})"
     return (
         f"unknown file type ({_ending(name)}); rename the file to a suffix that matches its content "
         f"({READABLE}){example}"
@@ -167,7 +176,7 @@ def _remote_listing(url: str) -> tuple[list[str], Counter[str]]:
 
 def _listing(path: Path) -> tuple[list[Path], Counter[str]]:
     """Return (files to read, number of skipped files by reason)."""
-    if printable(str(path)) != str(path):
+    if not is_utf8(str(path)):
         raise DataError(f"{printable(str(path))}: the name is not valid UTF-8; rename the file or folder")
     if not path.exists():
         raise DataError(f"{path}: no such file or folder; check the path of the corpus")
@@ -183,7 +192,7 @@ def _listing(path: Path) -> tuple[list[Path], Counter[str]]:
                 unread["hidden folder"] += 1
             elif os.path.islink(os.path.join(folder, name)):
                 unread["link to a folder"] += 1
-            elif printable(name) != name:
+            elif not is_utf8(name):
                 unread[_MISNAMED] += 1
             else:
                 entered.append(name)
@@ -214,6 +223,10 @@ def _reasons(folder: Path, names: list[str]) -> dict[str, str | None]:
             saved = [entry["filename"] for entry in json.loads(read_regular(state))["_data_files"]]
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise DataError(f"{state}: cannot be read ({error!r}); save the data set again") from error
+        for name in saved:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise DataError(f"{state}: {name!r:.80} is no file name in the folder; save the data set again")
+            inside(folder, name, DataError)
         # All other Arrow files in the folder are caches with the same rows. A missing file is reported when it is
         # opened.
         skipped = {name: unread_reason(name) or "next to a saved data set" for name in names if name not in saved}
@@ -225,7 +238,7 @@ def _irregular(path: str) -> str | None:
     """Return the reason to skip a path that is not a regular file. Return None for a regular file, or if the path must
     be opened to find out.
     """
-    if printable(path) != path:
+    if not is_utf8(path):
         return _MISNAMED
     try:
         return None if stat.S_ISREG(os.stat(path).st_mode) else "not a regular file"

@@ -5,6 +5,7 @@
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,24 +13,27 @@ from typing import Any
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.columnar_files import packed
-from megatron_coca.data.readers.files import FileReader, file_unit
+from megatron_coca.data.readers.files import FileReader, TypedChunk, file_unit
 from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset, kind_of, saved_splits
 from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK
+from megatron_coca.support.regular_files import inside
 
 OPTIONS = ("name", "split", "revision")
 DEFAULT_SPLIT = "train"
 _ROWS = 100  # rows per read: a few hundred KB of articles, or tens of MB of books
 _FORM = ".arrow"
+HUB_DATA = "hf://datasets/"
 
 
 class HuggingFaceReader(Reader):
     """Reads one split of a data set with the library `datasets`.
 
     `spec.paths` are folders that `save_to_disk` wrote (their Arrow files are read directly), other data files or
-    folders, or names of data sets on the Hub. The latter two are streamed, without a copy in the cache of the library.
-    `spec.options` are the `name` of the configuration, the `split` (default: train) and the `revision` on the Hub.
-    Raises `DataError` for an unknown option, for a key that this reader does not use, and as `FileReader` does.
+    folders, or names of data sets on the Hub. Other data files, and data sets on the Hub, are streamed without a copy
+    in the cache of the library. `spec.options` are the `name` of the configuration, the `split` (default: train) and
+    the `revision` on the Hub. Raises `DataError` for an unknown option, for a key that this reader does not use, and as
+    `FileReader` does.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
@@ -85,7 +89,7 @@ class HuggingFaceReader(Reader):
             for table in self._stream(unit).with_format("arrow").iter(batch_size=_ROWS):
                 for batch in table.combine_chunks().to_batches():
                     for rows, data in packed(batch, 2 * BLOCK, self.spec.max_record):
-                        payload = (self._files.typed_chunk(_FORM, unit.path, number, data),)
+                        payload = (TypedChunk(_FORM, Chunk(unit.path, number, data, 0)),)
                         yield Chunk(unit.path, number, payload, 0)
                         number += rows
 
@@ -100,18 +104,48 @@ class HuggingFaceReader(Reader):
             raise DataError(
                 f"{folder}: has no split {self._split!r}; set the option split to one of {', '.join(splits)}"
             )
-        return folder / self._split
+        return inside(folder, self._split, DataError)
 
     def _stream(self, unit: ReadUnit) -> Any:
         import datasets
 
         path = Path(unit.path)
+        root = os.path.realpath(path if path.is_dir() else path.parent) if path.exists() else f"{HUB_DATA}{unit.path}@"
         source: dict[str, Any] = {"path": unit.path, "revision": unit.stamp}
         if path.exists():
             source = {"path": str(path)} if path.is_dir() else {"path": str(path.parent), "data_files": path.name}
-        stream = datasets.load_dataset(**source, name=self.spec.options.get("name"), split=self._split, streaming=True)
+        with _only_below(root):
+            options = {"name": self.spec.options.get("name"), "split": self._split}
+            stream = datasets.load_dataset(**source, **options, streaming=True)
         names = stream.column_names
         return stream.select_columns(self._files.fields.columns(names, unit.path)) if names else stream
+
+
+@contextlib.contextmanager
+def _only_below(root: str) -> Iterator[None]:
+    """Let `datasets` find files only below `root`: the metadata in a data set's README.md can name any file or URL."""
+    import datasets
+
+    resolve = datasets.data_files.resolve_pattern
+
+    def checked(pattern: str, base_path: str, *args: Any, **kwargs: Any) -> list[str]:
+        relative = "://" not in pattern and "::" not in pattern and not os.path.isabs(pattern)
+        place = f"{base_path}/{pattern}" if relative else pattern
+        local = "://" not in place
+        found = os.path.abspath(f"{os.path.realpath(base_path)}/{pattern}" if relative else place) if local else place
+        within = Path(found).is_relative_to(root) if local else found.startswith(root) and ".." not in found.split("/")
+        if not within or "::" in found:
+            raise DataError(
+                f"{root}: the description of the data set names {pattern}, which is outside the data set; read that "
+                "file as a source of its own if you trust the data set"
+            )
+        return resolve(pattern, base_path, *args, **kwargs)
+
+    datasets.data_files.resolve_pattern = checked
+    try:
+        yield
+    finally:
+        datasets.data_files.resolve_pattern = resolve
 
 
 def _stamp(path: Path) -> str:

@@ -146,14 +146,16 @@ class RepositoryReader(Reader):
         for name in files.names:
             path = os.path.join(chunk.path, name)
             facts = replace(known, language=language_of_path(name), path=printable(name))
+            size = _size(path)
+            problems.read += size
             try:
-                text = _read(path, facts, self._spec)
+                text = _read(path, size, facts, self._spec)
             except RejectedRecord as fault:
-                problems.add(path, fault.kind, fault.detail)
+                problems.add(path, fault.kind, fault.detail, size)
             except LeftOut as left_out:
                 problems.leave_out(left_out.reason)
             else:
-                yield Document(text, files.repository)
+                yield Document(text, files.repository, place=path)
 
     def _name(self, path: str) -> str:
         """Return the name of the repository at `path`."""
@@ -268,14 +270,21 @@ def _fingerprint(repository: str) -> tuple[int, str]:
     return total, digest.hexdigest()
 
 
-def _read(path: str, facts: Facts, spec: SourceSpec) -> str:
-    """Return the text of a file. Raises `RejectedRecord` for a fault, or `LeftOut` if the file is not wanted (before
-    reading the file, if possible).
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0  # the error is reported when the file is read
+
+
+def _read(path: str, size: int, facts: Facts, spec: SourceSpec) -> str:
+    """Return the text of a file of `size` bytes. Raises `RejectedRecord` for a fault, or `LeftOut` if the file is not
+    wanted (before reading the file, if possible).
     """
     if facts.language and (reason := admit_facts(facts, spec.filters)):
         raise LeftOut(reason)
     try:
-        if reason := size_reason(os.path.getsize(path), Filters(max_bytes=spec.filters.max_bytes)):
+        if reason := size_reason(size, Filters(max_bytes=spec.filters.max_bytes)):
             raise LeftOut(reason)
         with open(path, "rb") as stream:
             head = stream.read(_HEAD_BYTES)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -16,6 +16,11 @@ from megatron_coca.support.plain_text import plain
 from megatron_coca.support.safe_yaml import as_list
 
 NAMED_PROBLEMS = 1000  # limits the memory if all lines of a corpus are faulty
+EMPTY_TEXT = "empty text"
+NOT_COUNTED = frozenset({EMPTY_TEXT})
+"""Kinds of faults that do not count, because they do not suggest a wrong format. Tables of paragraphs have many empty
+rows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +32,13 @@ class Document:
         key: determines the split; documents with the same key are in the same split.
         part: name of the set in the source to which the document belongs, if sets are selected or divided; otherwise
             empty.
+        place: the file and line of the record, for messages.
     """
 
     text: str
     key: str
     part: str = ""
+    place: str = field(default="", compare=False)
 
 
 class RejectedRecord(Exception):
@@ -56,19 +63,33 @@ class ReadingProblems:
 
     Faults are counted by kind, and the first `NAMED_PROBLEMS` faults are listed with file and line. With `strict`, the
     first fault raises `DataError`. Records that a filter or a selection leaves out are counted by reason.
+
+    Attributes:
+        counts, sizes: number and total size in bytes of the faulty records, by kind.
+        read: total size in bytes of all records.
+        files: number of files that begin in the part that was read, if the reader reads files.
+        without_record: identities of files with a first part in which every record is faulty.
+        with_record: identities of files with a usable record in a later part.
     """
 
     strict: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     named: list[str] = field(default_factory=list)
     filtered: Counter[str] = field(default_factory=Counter)
+    sizes: Counter[str] = field(default_factory=Counter)
+    read: int = 0
+    files: int = 0
+    # Not compared, because they depend on the division of files into parts. Their difference does not.
+    without_record: set[str] = field(default_factory=set, compare=False)
+    with_record: set[str] = field(default_factory=set, compare=False)
 
-    def add(self, place: str, kind: str, detail: str = "") -> None:
-        """Count and list a fault at `place` ("file:line")."""
+    def add(self, place: str, kind: str, detail: str = "", size: int = 0) -> None:
+        """Count and list a fault at `place` ("file:line") in a record of `size` bytes."""
         line = plain(f"{printable(place)}: {kind}" + (f" ({detail})" if detail else "")).replace("\n", "\\n")
         if self.strict:
             raise DataError(f"{line}; correct or remove the record")
         self.counts[kind] += 1
+        self.sizes[kind] += size
         if len(self.named) < NAMED_PROBLEMS:
             self.named.append(line)
 
@@ -77,25 +98,84 @@ class ReadingProblems:
         if count:
             self.filtered[reason] += count
 
+    def file_part(self, path: str, begins: bool, usable: int, faulty: int) -> None:
+        """Note how many usable and faulty records a part of a file has. A file is lost if no part has a usable
+        record.
+        """
+        identity = hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()
+        self.files += begins
+        if begins and faulty and not usable:
+            self.without_record.add(identity)
+        elif usable and not begins:
+            self.with_record.add(identity)
+
     def merge(self, other: "ReadingProblems") -> None:
         """Add the counts for a later part of the same source."""
         self.counts.update(other.counts)
         self.filtered.update(other.filtered)
         self.named += other.named[: NAMED_PROBLEMS - len(self.named)]
+        self.sizes.update(other.sizes)
+        self.read += other.read
+        self.files += other.files
+        self.without_record |= other.without_record
+        self.with_record |= other.with_record
 
     def facts(self) -> dict[str, Any]:
         """Return the counts as a mapping for JSON."""
-        return {"problems": dict(self.counts), "named": list(self.named), "left_out": dict(self.filtered)}
+        return {
+            "problems": dict(self.counts),
+            "named": list(self.named),
+            "left_out": dict(self.filtered),
+            "sizes": dict(self.sizes),
+            "read": self.read,
+            "files": self.files,
+            "without_record": sorted(self.without_record),
+            "with_record": sorted(self.with_record),
+        }
 
     @classmethod
     def restored(cls, facts: Mapping[str, Any]) -> Self:
         """Recreate the counts from the result of `facts`."""
-        return cls(False, Counter(facts["problems"]), list(facts["named"]), Counter(facts["left_out"]))
+        return cls(
+            strict=False,
+            counts=Counter(facts["problems"]),
+            named=list(facts["named"]),
+            filtered=Counter(facts["left_out"]),
+            sizes=Counter(facts["sizes"]),
+            read=facts["read"],
+            files=facts["files"],
+            without_record=set(facts["without_record"]),
+            with_record=set(facts["with_record"]),
+        )
 
     @property
     def total(self) -> int:
         """The total number of faults."""
         return sum(self.counts.values())
+
+    @property
+    def faulty(self) -> int:
+        """The number of faulty records that count."""
+        return sum(count for kind, count in self.counts.items() if kind not in NOT_COUNTED)
+
+    @property
+    def faulty_bytes(self) -> int:
+        """The size of the faulty records that count."""
+        return sum(size for kind, size in self.sizes.items() if kind not in NOT_COUNTED)
+
+    @property
+    def lost_files(self) -> int:
+        """The number of files without any usable record."""
+        return len(self.without_record - self.with_record)
+
+
+def is_utf8(path: str) -> bool:
+    """Return True if a path is valid UTF-8 on disk. In another locale, its characters in Python differ from those."""
+    try:
+        os.fsencode(path).decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def printable(path: str) -> str:
@@ -111,7 +191,17 @@ def content_key(text: str) -> str:
 
 
 Row = Mapping[str, Any]
-"""A raw record: the object in a JSON line, or a row of a table."""
+"""The content of a raw record: the object in a JSON line, or a row of a table."""
+
+
+class RawRecord(NamedTuple):
+    """A raw record: its place ("file:line"), its content and its size in bytes. In a table, the size is an average. It
+    is 0 if the reader does not count bytes.
+    """
+
+    place: str
+    row: Row
+    size: int = 0
 
 
 @dataclass(frozen=True)

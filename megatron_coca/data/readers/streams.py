@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import IO, NamedTuple
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers.source import Chunk, ReadingProblems, RejectedRecord, Row
+from megatron_coca.data.readers.source import Chunk, RawRecord, ReadingProblems, RejectedRecord
 
 BLOCK = 1 << 20  # bytes; a chunk contains about one block, unless the stream is shorter
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -84,15 +84,15 @@ class StreamFormat(NamedTuple):
     Attributes:
         lines: whether each line is a record, so that a file can be cut between lines. Otherwise the whole file is one
             record.
-        rows: a function that yields ("path:number", record) for the records in a chunk's payload (bytes), numbered from
-            `chunk.first`. It adds invalid records to the problems.
+        rows: a function that yields the records in a chunk's payload (bytes), numbered from `chunk.first`. It adds
+            invalid records to the problems.
     """
 
     lines: bool
-    rows: Callable[[Chunk, ReadingProblems], Iterator[tuple[str, Row]]]
+    rows: Callable[[Chunk, ReadingProblems], Iterator[RawRecord]]
 
 
-def _json_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
+def _json_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[RawRecord]:
     for number, line in _lines(chunk):
         place = f"{chunk.path}:{number}"
         try:
@@ -101,37 +101,37 @@ def _json_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, R
                 if start in (b"[", b"{") or (start[:1] == b"[" and start[1:].lstrip()[:1] == b"{"):
                     hint = "the file seems to be a single JSON value; write one object per line, as jq -c '.[]' does"
                     raise RejectedRecord("not JSON lines", hint)
-            record = json.loads(decode(line))
+            record = json.loads(decode(_without_zeros(line)))
             if not isinstance(record, dict):
                 raise RejectedRecord("not a JSON object", type(record).__name__)
-            yield place, record
+            yield RawRecord(place, record, len(line))
         except (ValueError, RecursionError) as error:  # ValueError is also raised for a number with too many digits
-            problems.add(place, "invalid JSON", str(error))
+            problems.add(place, "invalid JSON", str(error), len(line))
         except RejectedRecord as rejected:
-            problems.add(place, rejected.kind, rejected.detail)
+            problems.add(place, rejected.kind, rejected.detail, len(line))
 
 
 JSON_LINES = StreamFormat(True, _json_rows)
 """One JSON object per line; blank lines are skipped."""
 
 
-def _file_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
+def _file_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[RawRecord]:
     return _text_rows([(chunk.path, chunk.payload.removeprefix(BYTE_ORDER_MARK))], problems)
 
 
-def _line_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
+def _line_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[RawRecord]:
     lines = ((f"{chunk.path}:{number}", line.removesuffix(b"\r")) for number, line in _lines(chunk))
     return _text_rows(lines, problems)
 
 
-def _text_rows(records: Iterable[tuple[str, bytes]], problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
+def _text_rows(records: Iterable[tuple[str, bytes]], problems: ReadingProblems) -> Iterator[RawRecord]:
     for place, raw in records:
         try:
-            row = {"text": decode(raw)}
+            row = {"text": decode(_without_zeros(raw))}
         except RejectedRecord as rejected:
-            problems.add(place, rejected.kind, rejected.detail)
+            problems.add(place, rejected.kind, rejected.detail, len(raw))
         else:
-            yield place, row
+            yield RawRecord(place, row, len(raw))
 
 
 TEXT_FORMATS: dict[str, StreamFormat] = {
@@ -143,12 +143,23 @@ documents are skipped.
 """
 
 
+BINARY = "binary data"
+"""A kind of fault: bytes with zeros, such as UTF-16 without a byte order mark, which is valid UTF-8."""
+
+
 def decode(raw: bytes) -> str:
     """Decode UTF-8. Raises `RejectedRecord` if `raw` is not valid UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RejectedRecord("invalid UTF-8", f"byte {error.start}") from error
+
+
+def _without_zeros(raw: bytes) -> bytes:
+    """Return `raw`. Raises `RejectedRecord` if it contains a zero byte; a JSON text can contain only its escape."""
+    if (place := raw.find(b"\0")) >= 0:
+        raise RejectedRecord(BINARY, f"byte {place} is zero")
+    return raw
 
 
 def _without_mark(chunk: Chunk) -> bytes:

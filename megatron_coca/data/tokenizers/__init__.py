@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.chat import find_template, saved_template
-from megatron_coca.data.tokenizers.end_tokens import named_ends, read_object
+from megatron_coca.data.tokenizers.end_tokens import check_links, named_ends, read_object
 from megatron_coca.data.tokenizers.kinds import (
     DESCRIPTION,
     CharLevelTokenizer,
@@ -17,13 +17,15 @@ from megatron_coca.data.tokenizers.kinds import (
     GPT2BPETokenizer,
     HFGPT2Tokenizer,
     HFTokenizer,
+    LibraryError,
     Tokenizer,
     fingerprint_of,
 )
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
 from megatron_coca.data.tokenizers.text_rules import find_rules, rules_of
 from megatron_coca.data.tokenizers.training import train_sentencepiece
-from megatron_coca.support.regular_files import read_regular
+from megatron_coca.data.tokenizers.vocab_and_merges import as_tokenizer_json, class_of, has_files
+from megatron_coca.support.regular_files import inside, read_regular
 
 __all__ = ["TOKENIZERS", "load_saved_tokenizer", "load_tokenizer", "needs_files", "train_sentencepiece"]
 
@@ -56,13 +58,19 @@ def load_tokenizer(
     If `vocab_file` is a folder, the files with the usual names in it are read. `eod` is the symbol that ends documents.
     By default it is the end-of-text symbol that the files next to `vocab_file` define, or else the default of the type.
     A symbol other than the default of the type changes the fingerprint. Raises `DataError` for an unknown type, for a
-    symbol that is not in the vocabulary, and for a file that is missing, unreadable or in another format.
+    symbol that is not in the vocabulary, for a file that is missing, unreadable or in another format, and for a link
+    among the files next to it that leads out of the folder.
     """
     given = {"vocab_file": vocab_file, "merge_file": merge_file}
+    if vocab_file is not None:
+        check_links(
+            Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent, named=(vocab_file, merge_file)
+        )
     if vocab_file is not None and Path(vocab_file).is_dir():
         for argument, name in _file_names(tokenizer_type).items():
             given[argument] = (merge_file if argument == "merge_file" else None) or Path(vocab_file) / name
-    files, place = _read_files(tokenizer_type, given), str(vocab_file or tokenizer_type)
+    place = str(vocab_file or tokenizer_type)
+    files = _assembled(tokenizer_type, Path(place)) or _read_files(tokenizer_type, given)
     if eod is None and vocab_file is not None and (Path(vocab_file).is_dir() or _is_usual(tokenizer_type, vocab_file)):
         folder = Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent
         tokenizer = _open_with_named_end(tokenizer_type, files, folder, place)
@@ -78,6 +86,23 @@ def load_tokenizer(
         with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
             _take_settings(tokenizer, json.loads(read_regular(folder / DESCRIPTION)))
     return tokenizer
+
+
+def _assembled(tokenizer_type: str, folder: Path) -> Files | None:
+    """Return a tokenizer.json for a folder with vocab.json, merges.txt and files that add to them, or None.
+
+    Raises `DataError` if the folder's tokenizer splits texts differently from this type, or in an unknown way.
+    """
+    if not has_files(folder):
+        return None
+    if tokenizer_type == "HFTokenizer" and (content := as_tokenizer_json(folder)) is not None:
+        return {"vocab_file": ("tokenizer.json", content)}
+    if (
+        TOKENIZERS.get(tokenizer_type, (None, None))[1] is _GPT2_FILES
+        and (name := class_of(folder)) == "Qwen2Tokenizer"
+    ):
+        raise DataError(f"{folder}: is a {name}, which divides texts otherwise than {tokenizer_type}; use HFTokenizer")
+    return None
 
 
 def _take_settings(tokenizer: Tokenizer, saved: Mapping[str, Any]) -> None:
@@ -106,7 +131,9 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
             raise ValueError("eod_symbol is not text")
     except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise _unreadable(path, error) from error
-    files = _read_files(tokenizer_type, {argument: Path(folder) / name for argument, name in names.items() if name})
+    files = _read_files(
+        tokenizer_type, {argument: inside(folder, str(name), DataError) for argument, name in names.items() if name}
+    )
     # This check comes before the files are opened, because the libraries' errors for changed files are misleading.
     if fingerprint_of(tokenizer_type, files, eod) != fingerprint:
         raise DataError(f"{folder}: the tokenizer files have changed since they were saved; restore the original files")
@@ -203,11 +230,12 @@ def _open_first(
 def _open(tokenizer_type: str, files: Files, eod: str | None, place: str) -> Tokenizer:
     try:
         return TOKENIZERS[tokenizer_type][0](files, eod)
-    except DataError as error:
-        raise DataError(f"{place}: {error}") from error
-    # For files in other formats the libraries raise RuntimeError, plain Exception or ValueError.
+    # For files in other formats the libraries raise RuntimeError, plain Exception or ValueError, or panic.
     except Exception as error:
+        if isinstance(error, DataError) and not isinstance(error, LibraryError):
+            raise DataError(f"{place}: {error}") from error
+        reason = error.reason if isinstance(error, LibraryError) else error
         raise DataError(
-            f"{place}: {tokenizer_type} cannot open this file ({error}); check that the file is complete and matches "
+            f"{place}: {tokenizer_type} cannot open this file ({reason}); check that the file is complete and matches "
             "tokenizer_type"
         ) from error

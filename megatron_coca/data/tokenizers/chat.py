@@ -1,9 +1,10 @@
 """Chats: render messages with a tokenizer's chat template as transformers does, and locate the answers in the text."""
 
 import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain, pairwise
 from pathlib import Path
@@ -13,17 +14,24 @@ import jinja2
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.chat_sandbox import Budget, TooManySteps, compiled, render
+from megatron_coca.data.tokenizers.chat_values import Messages, forms
 from megatron_coca.data.tokenizers.end_tokens import read_object
 from megatron_coca.support.regular_files import read_regular
 
-Messages = Sequence[Mapping[str, Any]]
 Spans = list[tuple[int, int]]
 """Parts of a text, each as (index of the first character, end index)."""
 ANSWERING = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "mark_generation"))
+"""Variables of a template that `ChatTemplate.render` sets."""
+KEEPING = (
+    "use a template that keeps every turn (--chat-template chatml, or another one that docs/chat.md lists), put the "
+    "answers into {% generation %} in the template, or use --messages last"
+)
+"""The remedy for templates with answers that cannot be located."""
 
 
+SHIPPED = Path(__file__).parents[2] / "configs/chat"
 STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 1_000, 4
 """The steps (see `chat_sandbox`) that a template may take to render a chat: about a second, and more for longer chats.
 """
@@ -44,12 +52,14 @@ class ChatTemplate:
     Attributes:
         source: the text of the template.
         symbols: the special tokens that the template may print, such as `bos_token`.
+        variables: further values that the template reads, such as `enable_thinking`.
         now: the time that the template may print, in ISO 8601; None means the current time.
     """
 
     source: str
     symbols: Mapping[str, str]
     now: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def asks_for_time(self) -> bool:
@@ -68,60 +78,73 @@ class ChatTemplate:
         (`add_generation_prompt`).
 
         Raises `DataError` if the template is invalid, if it does not accept the messages, or if it takes more steps
-        than `budget` (by default the steps for rendering this chat once).
+        than `budget`, which is by default the budget for rendering this chat once.
         """
-        variables = {
-            "messages": [_with_reasoning(message) for message in messages],
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": prompt,
-            "mark_generation": mark,
-            **self.symbols,
-        }
-        try:
-            now = datetime.now() if self.now is None else datetime.fromisoformat(self.now)
-            return render(self.source, variables, _budget(messages, tools) if budget is None else budget, now)
-        except TooManySteps as error:
-            raise DataError(
-                f"chat template: cannot be used ({error}); correct the template, or choose another one"
-            ) from error
-        except Exception as error:  # a template may raise any exception, such as RecursionError or OverflowError
-            reason = repr(str(error)[:_SHOWN] or type(error).__name__)[1:-1]
-            raise DataError(
-                f"chat template: does not accept the messages ({reason}); correct the messages or the template"
-            ) from error
+        budget = _budget(messages, tools) if budget is None else budget
+        others = {"tools": tools, "documents": None, "add_generation_prompt": prompt, "mark_generation": mark}
+        variables = {**self.variables, **others, **self.symbols}
+        first: Exception | None = None
+        for form in forms(messages):
+            try:
+                now = datetime.now() if self.now is None else datetime.fromisoformat(self.now)
+                return render(self.source, variables | {"messages": form}, budget, now)
+            except TooManySteps as error:
+                raise DataError(
+                    f"chat template: cannot be used ({error}); correct the template, or choose another one"
+                ) from error
+            except Exception as error:  # a template may raise any exception, such as RecursionError or OverflowError
+                first = first or error
+        reason = repr(str(first)[:_SHOWN] or type(first).__name__)[1:-1]
+        raise DataError(
+            f"chat template: does not accept the messages ({reason}); correct the messages or the template"
+        ) from first
 
-    def answers(self, messages: Messages, tools: Any = None) -> tuple[str, Spans]:
+    def answers(self, messages: Messages, tools: Any = None, last: bool = False) -> tuple[str, Spans]:
         """Render a chat and return (text, parts of the text that are answers). If the template contains `{% generation
         %}` blocks, the answers are the text in these blocks; otherwise they are the text that each assistant message
-        adds after its prompt.
+        adds after its prompt. With `last`, only the last answer is located. Answers with `weight: 0` are left out.
 
-        Raises `DataError` as `render` does, and also if the template renders earlier messages differently in longer
-        chats. Without `{% generation %}` blocks, the number of steps grows with the square of the number of messages,
-        up to `STEPS_FOR_ANSWERS`.
+        Raises `DataError` as `render` does. Also raises it if the template renders a wanted answer differently in
+        longer chats. Without `{% generation %}` blocks, the number of steps grows with the square of the number of
+        messages, up to `STEPS_FOR_ANSWERS`.
         """
         first = _budget(messages, tools)
         text = self.render(messages, tools, budget=first)
         if _GENERATION.search(self.source):
-            return text, self._generated(messages, tools, text)
-        spans, budget = [], Budget(STEPS_FOR_ANSWERS)
-        if first.spent * sum(message.get("role") == ANSWERING for message in messages) > STEPS_FOR_ANSWERS:
+            spans = self._generated(messages, tools, text)
+            return text, _counted(spans, messages, last)
+        numbers = [number for number, message in enumerate(messages) if message.get("role") == ANSWERING]
+        numbers = [number for number in (numbers[-1:] if last else numbers) if messages[number].get("weight") != 0]
+        if first.spent * len(numbers) > STEPS_FOR_ANSWERS:
             raise DataError(
                 f"chat template: takes too many steps to find the answers among {len(messages)} messages; put the "
                 "answers into {% generation %} in the template, so that it is rendered only twice"
             )
-        for number, message in enumerate(messages):
-            if message.get("role") != ANSWERING:
-                continue
-            before = self.render(messages[:number], tools, True, budget=budget)
-            after = self.render(messages[: number + 1], tools, budget=budget)
-            if not (text.startswith(after) and after.startswith(before)):
-                raise DataError(
-                    "chat template: renders a message differently if further messages follow, so the answers cannot be "
-                    "located; put the answers into {% generation %} in the template"
-                )
-            spans.append((len(before), len(after)))
-        return text, spans
+        budget = Budget(STEPS_FOR_ANSWERS, first.steps)
+        return text, [self._answer(messages[: number + 1], tools, text, budget) for number in numbers]
+
+    def _answer(self, messages: Messages, tools: Any, text: str, budget: Budget) -> tuple[int, int]:
+        """Locate the last of `messages` in `text`, which begins with these messages."""
+        after = self.render(messages, tools, budget=budget.part())
+        if not text.startswith(after):
+            raise DataError(
+                "chat template: renders a message differently if further messages follow, so the answers cannot be "
+                f"located; {KEEPING}"
+            )
+        prompt = self.render(messages[:-1], tools, True, budget=budget.part())
+        if after.startswith(prompt):
+            return len(prompt), len(after)
+        # The prompt may continue with text that no message has, such as an opened thought. The answer begins after what
+        # the prompt and every answer have in common.
+        asked = self.render(messages[:-1], tools, budget=budget.part())
+        other = {"role": ANSWERING, "content": chr(_MARKS[0].start)}
+        begin = _common(prompt, self.render([*messages[:-1], other], tools, budget=budget.part()))
+        if len(begin) > len(asked) and after.startswith(begin) and begin.startswith(asked):
+            return len(begin), len(after)
+        raise DataError(
+            f"chat template: the prompt for an answer ends with {prompt[len(_common(prompt, after)) :]!r:.60}, "
+            f"with which answers do not begin, so they cannot be located; {KEEPING}"
+        )
 
     def _generated(self, messages: Messages, tools: Any, text: str) -> Spans:
         """Locate the answers by rendering the chat again with marks around the `{% generation %}` blocks. The mark is a
@@ -147,6 +170,26 @@ class ChatTemplate:
         return answered.rpartition("ANSWER")[2]
 
 
+def _counted(spans: Spans, messages: Messages, last: bool) -> Spans:
+    """Return the spans of the answers that count in the loss."""
+    answers = [message for message in messages if message.get("role") == ANSWERING]
+    if all(message.get("weight") != 0 for message in answers):
+        return spans[-1:] if last else spans
+    if len(spans) != len(answers):
+        raise DataError(
+            f"chat template: prints {len(answers)} answers in {len(spans)} {{% generation %}} blocks, so it is unknown "
+            "which of them have weight 0; use a block for each answer"
+        )
+    chosen = [*zip(spans, answers, strict=True)][-1 if last else 0 :]
+    return [span for span, message in chosen if message.get("weight") != 0]
+
+
+def _common(one: str, other: str) -> str:
+    """Return the longest text with which both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))]
+
+
 def _budget(messages: Messages, tools: Any) -> Budget:
     """Return the budget for rendering a chat once."""
     try:
@@ -156,34 +199,32 @@ def _budget(messages: Messages, tools: Any) -> Budget:
     return Budget(STEPS + STEPS_PER_MESSAGE * len(messages) + STEPS_PER_CHARACTER * characters)
 
 
-def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with its reasoning under all names that templates read."""
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
 def saved_template(saved: Mapping[str, Any]) -> ChatTemplate | None:
     """Return the template in the description of a saved tokenizer, or None. Raises ValueError if the template is not
     text.
     """
     source, symbols, now = (saved.get(name) for name in ("chat_template", "chat_symbols", "chat_time"))
+    variables = saved.get("chat_variables", {})
     if source is None:
         return None
     if not (isinstance(source, str) and isinstance(symbols, dict) and isinstance(now, str | None)):
         raise ValueError("chat_template, chat_symbols and chat_time are not text")
+    if not isinstance(variables, dict):
+        raise ValueError("chat_variables are not an object")
     if not all(isinstance(text, str) for text in symbols.values()):
         raise ValueError("chat_symbols are not text")
-    return ChatTemplate(source, symbols, now)
+    return ChatTemplate(source, symbols, now, variables)
 
 
 def find_template(folder: Path) -> ChatTemplate | None:
     """Return the chat template of a Hugging Face folder, or None. The template is the file `chat_template.jinja`, or
-    else the key `chat_template` of `tokenizer_config.json`.
+    else the key `chat_template` of `tokenizer_config.json`, or else the same key of `chat_template.json`, which models
+    with images use.
 
     Raises `DataError` if `chat_template.jinja` cannot be read as text.
     """
     found = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
-    source = found.get("chat_template")
+    source = found.get("chat_template") or read_object(folder / "chat_template.json").get("chat_template")
     if isinstance(source, list):
         named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
         source = named[0].get("template") if named else None
@@ -194,6 +235,17 @@ def find_template(folder: Path) -> ChatTemplate | None:
     symbols = {name: value.get("content") if isinstance(value, dict) else value for name, value in names.items()}
     texts = {name: value for name, value in symbols.items() if isinstance(value, str)}
     return ChatTemplate(source, texts) if isinstance(source, str) else None
+
+
+def shipped_templates() -> dict[str, Path]:
+    """Return the chat templates of this package by their names."""
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.jinja"))}
+
+
+def template_path(named: str, beside: Path = Path()) -> Path:
+    """Return the path of a chat template: a file in the folder `beside`, or else a template of this package."""
+    path = beside / os.path.expanduser(named)
+    return path if path.exists() else shipped_templates().get(named, path)
 
 
 def with_source(template: ChatTemplate | None, path: Path) -> ChatTemplate:
@@ -208,6 +260,21 @@ def with_source(template: ChatTemplate | None, path: Path) -> ChatTemplate:
     except Exception as error:  # also errors of Python, which compiles the generated code
         raise DataError(f"{path}: the chat template cannot be used ({error}); correct the template") from error
     return ChatTemplate(source, {} if template is None else template.symbols)
+
+
+def with_variables(template: ChatTemplate, variables: Mapping[str, Any] | None) -> ChatTemplate:
+    """Return the template with values of further variables, if any.
+
+    Raises `DataError` for a name that the template does not read.
+    """
+    for name in variables or ():
+        if name in RESERVED or name in template.symbols:
+            raise DataError(f"--chat-template-kwargs: {name} is set by this program; leave it out")
+        if not re.search(rf"\b{re.escape(name)}\b", template.source):
+            raise DataError(
+                f"--chat-template-kwargs: the chat template does not read {name!r}; correct the name, or leave it out"
+            )
+    return replace(template, variables={**template.variables, **(variables or {})})
 
 
 def _read_template(path: Path) -> str:

@@ -7,7 +7,7 @@ to its size. Steps are counted, not timed, so that a template stops at the same 
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache, wraps
 from itertools import chain
@@ -21,17 +21,26 @@ import jinja2.visitor
 from jinja2 import nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+
+from megatron_coca.data.tokenizers.chat_budget import (
+    CHARACTERS,
+    GROWING,
+    ITEM,
+    LARGEST_ARGUMENT,
+    Budget,
+    TooManySteps,
+    check_bits,
+    count_lines,
+    filled_in,
+)
+from megatron_coca.data.tokenizers.chat_values import is_none
+
+__all__ = ["Budget", "TooManySteps", "compiled", "render"]
 
 LONGEST = 1 << 18
 """Maximum number of characters of a template. The longest known templates have a tenth of this number."""
-CHARACTERS, ITEMS = 6, 2
-"""One step pays for 2^6 characters of text, or for 2^2 items of a list. The constants are the exponents."""
-LARGEST_BITS = 4096
-"""Maximum number of bits of a computed integer."""
-LARGEST_ARGUMENT = 1000
-"""Maximum of integer arguments of filters, such as widths and counts."""
-
+MOST_NODES = 1 << 14
+"""Maximum number of nodes of a parsed template, which bounds the time for compiling it."""
 METHODS: dict[type, frozenset[str]] = {
     str: frozenset(
         (
@@ -55,121 +64,30 @@ SHALLOW = frozenset(
 """Filters with an amount of work that depends on the number of items in their arguments, but not on the size of the
 items.
 """
+LISTING = SHALLOW | {"sort", "groupby", "join", "sum", "unique", "min", "max", "title", "wordcount", "urlencode"}
+"""Filters that make a list of the items of their first argument, or of the characters or words of a text."""
+ATTRIBUTES = {"selectattr": 0, "rejectattr": 0, "sum": 0, "groupby": 0, "min": 1, "max": 1, "unique": 1, "join": 1} | {
+    "sort": 2,
+    "map": None,
+}
+"""Filters that look up an attribute of each item. Maps the filter to the place of this argument after the first one, or
+None if it is only given by name.
+"""
+LONGEST_ATTRIBUTE = 64
+"""Maximum number of characters of such an attribute. Each dot in it is a look-up."""
+LOOK_UP = 16
+"""Steps for a look-up of an attribute of one item, which the sandbox checks."""
 ANY_NUMBER = frozenset(["default", "d", "int", "float", "abs", "sum", "min", "max", "truncate"])
 """Filters that accept integers of any size."""
 REMOVED = frozenset(["urlize", "wordwrap", "striptags", "pprint", "xmlattr"])
 """Filters that take more than linear time and that no chat template needs."""
-DEEP_TESTS = frozenset(
+CONSTANT_TESTS = frozenset(
     (
-        *("in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<="),
-        *("gt", "greaterthan", ">", "ge", ">="),
+        *("defined", "undefined", "none", "boolean", "true", "false", "integer", "float", "number", "string"),
+        *("mapping", "sequence", "iterable", "callable", "sameas", "escaped", "odd", "even", "divisibleby"),
     )
 )
-"""Tests that compare their arguments including all nested items."""
-
-
-class TooManySteps(jinja2.TemplateError):
-    """A template has used up its budget."""
-
-
-_ATOMS = frozenset((int, bool, float, type(None)))
-
-
-class Budget:
-    """The number of steps left, and the weights of the containers seen so far.
-
-    The weight of a container is a lower bound on the number of characters of its text. Repetitions count: a list that
-    contains another list twice includes the weight of that list twice.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self._steps = self._left = steps
-        self._weights, self._kept = dict[int, int](), list[Any]()
-
-    @property
-    def spent(self) -> int:
-        """The number of steps taken so far."""
-        return self._steps - self._left
-
-    def spend(self, steps: int) -> None:
-        """Take steps. Raises TooManySteps if too few are left."""
-        self._left -= steps
-        if self._left < 0:
-            raise TooManySteps("it takes too many steps")
-
-    def weigh(self, value: Any) -> int:
-        """Return the weight of a value. Raises `TemplateError` for a value with a text that is not reproducible, such
-        as a function.
-        """
-        # The first check is faster, and almost all values are of type str.
-        if type(value) is str or isinstance(value, (str, bytes)):
-            return len(value)
-        if value is None or isinstance(value, float | jinja2.Undefined):
-            return 1
-        if isinstance(value, int):
-            return 1 + (value.bit_length() >> 2)
-        if isinstance(value, range):
-            return 16 * len(value)
-        known = self._weights.get(id(value))
-        if known is not None:
-            return known
-        if isinstance(value, Mapping):
-            children: Any = chain.from_iterable(value.items())
-        elif isinstance(value, list | tuple | set | frozenset | type({}.items()) | type({}.keys()) | type({}.values())):
-            children = value
-        elif type(value).__str__ is object.__str__ or callable(value) or isinstance(value, Iterator | Namespace):
-            raise jinja2.TemplateError(f"it prints a {type(value).__name__}, which looks different in every process")
-        else:
-            return 1
-        self._weights[id(value)] = 1  # for a list that contains itself
-        total = 16 + sum(16 + self.weigh(child) for child in children)
-        self._weights[id(value)] = total
-        self._kept.append(value)  # keeps the object alive, so that no other object gets its id
-        return total
-
-    def read(self, value: Any) -> None:
-        """Take steps for an operation that reads a value with all nested items."""
-        if type(value) is str:
-            self.spend(len(value) >> CHARACTERS)
-        elif not isinstance(value, Iterator):
-            self.spend(self.weigh(value) >> CHARACTERS)
-
-    def pass_over(self, value: Any) -> None:
-        """Take steps for an operation that goes over the items of a value without reading them."""
-        if type(value) is str or isinstance(value, (str, bytes)):
-            self.spend(len(value) >> CHARACTERS)
-        elif type(value) not in _ATOMS and isinstance(value, (Mapping, Sequence)):
-            self.spend(len(value) >> ITEMS)
-
-    def made(self, value: Any) -> Any:
-        """Take steps for a new value, and return the value. An iterator takes steps as its items are requested."""
-        if type(value) is str or isinstance(value, (str, bytes)):
-            self.spend(len(value) >> CHARACTERS)
-        elif isinstance(value, (list, tuple, dict)):
-            self.spend((len(value) >> ITEMS) + (self.weigh(value) >> 2 * CHARACTERS))
-        elif type(value) not in _ATOMS and isinstance(value, Iterator):
-            return self._counted(value)
-        return value
-
-    def _counted(self, items: Iterator[Any]) -> Iterator[Any]:
-        for item in items:
-            self.spend(1)
-            yield item
-
-    def fill_in(self, form: str, values: Sequence[Any]) -> None:
-        """Take steps for filling in a format string. The fields may repeat values and may have widths."""
-        widths = sum(int(run[:12]) for run in re.findall(r"\d+", form))
-        widths += sum(abs(value) for value in values if isinstance(value, int))
-        places = 1 + form.count("%") + form.count("{")
-        self.spend(widths + places * max(map(self.weigh, values), default=1) + len(form) >> CHARACTERS)
-
-    def replace(self, text: str, old: str, new: str) -> None:
-        """Take steps for replacing a substring of a text."""
-        self.spend(len(text) + text.count(old) * len(new) >> CHARACTERS)
-
-    def join(self, separator: str, items: Any) -> None:
-        """Take steps for joining items with separators."""
-        self.spend(self.weigh(items) + len(separator) * len(items) >> CHARACTERS)
+"""Tests that do a constant amount of work for arguments of any size."""
 
 
 class _Context(Context):
@@ -193,71 +111,62 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget: Budget = context.budget  # type: ignore[attr-defined]  # the context is a _Context
-        if type(left) is str and type(right) is str and operator == "+":
-            budget.spend(1 + (len(left) + len(right) >> CHARACTERS))
-            return left + right
         budget.spend(1)
+        if type(left) is str and type(right) is str and operator == "+":
+            budget.pay(len(left) + len(right))
+            return left + right
         if operator == "%" and isinstance(left, str):
-            budget.fill_in(left, right if isinstance(right, tuple) else (right,))
+            budget.pay(filled_in(budget, left, right if isinstance(right, tuple) else (right,)))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _check_bits(left.bit_length() * max(0, right))
+            check_bits(left.bit_length() * max(0, right))
         elif operator == "*" and isinstance(left, int) != isinstance(right, int):
             times, repeated = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(repeated, Sequence):
-                budget.spend(max(0, times) * len(repeated) >> (CHARACTERS if isinstance(repeated, str) else ITEMS))
+                budget.pay(max(0, times) * len(repeated) * (1 if isinstance(repeated, str) else ITEM))
         elif not isinstance(left, int | float):
             budget.pass_over(left)
             budget.pass_over(right)
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, int):
-            _check_bits(result.bit_length())
-        return budget.made(result)
+        return budget.made(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
         assert isinstance(__context, _Context)
         budget = __context.budget
-        budget.spend(1)
+        budget.spend(1 + len(args) + len(kwargs))
         method = getattr(__obj, "__wrapped__", __obj)  # unwrap the sandboxed str.format
         if isinstance(method, BuiltinMethodType | MethodType):
-            args = _checked_arguments(budget, method.__self__, method.__name__, args)
+            args = tuple(map(_as_list, [budget] * len(args), args))
+            kwargs = {name: _as_list(budget, value) for name, value in kwargs.items()}
+            _pay_for_method(budget, method.__self__, method.__name__, [*args, *kwargs.values()])
+        elif __obj is dict:  # the keys are hashed with all their items
+            for value in args:
+                budget.read(value)
         for value in chain(args, kwargs.values()):
             budget.pass_over(value)
         return budget.made(super().call(__context, __obj, *args, **kwargs))
 
 
-def _check_bits(bits: int) -> None:
-    if bits > LARGEST_BITS:
-        raise TooManySteps("it computes a number that is too large")
+def _as_list(budget: Budget, value: Any) -> Any:
+    return list(budget.made(value)) if isinstance(value, Iterator) else value
 
 
-def _checked_arguments(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Take steps for a method call. Return the arguments with iterators converted to lists."""
+def _pay_for_method(budget: Budget, owner: Any, name: str, values: Sequence[Any]) -> None:
+    """Take steps for a method call. Raises TemplateError if the method is not available."""
     kind = next((kind for kind in METHODS if isinstance(owner, kind)), None)
-    if kind is None and not isinstance(owner, int | float | bytes | range | set | type):
-        return args  # a function of jinja2, or a macro
-    if kind is None or name not in METHODS[kind]:
-        raise jinja2.TemplateError(f"it calls the method {name} of a {type(owner).__name__}, which is not available")
-    args = tuple(list(budget.made(value)) if isinstance(value, Iterator) else value for value in args)
-    if kind is not str:
-        if kind is not Mapping:
-            budget.read(owner)
-        for value in args:
+    if kind is None and not isinstance(owner, int | float | bytes | range | set | type):  # a method of a jinja2 object
+        for value in values:
             budget.read(value)
-        return args
-    texts = [value for value in args if isinstance(value, str)]
-    budget.spend(len(owner) * (1 + max(map(len, texts), default=0)) >> 2 * CHARACTERS)
-    if name == "replace" and len(texts) > 1:
-        budget.replace(owner, *texts[:2])
-    elif name == "join" and args:
-        budget.join(owner, args[0])
-    elif name in ("format", "format_map"):
-        if any("{" in (width or "") for _, _, width, _ in Formatter().parse(owner)):
-            raise TooManySteps("it uses a format with a width that is itself a field")
-        budget.fill_in(owner, args)
+    elif kind is None or name not in METHODS[kind]:
+        raise jinja2.TemplateError(f"it calls the method {name} of a {type(owner).__name__}, which is not available")
+    elif kind is not str:
+        for value in values if kind is Mapping else (owner, *values):
+            budget.read(value)
     else:
-        tabs = 1 + owner.count("\t") if name == "expandtabs" else 1
-        budget.spend(sum(abs(value) for value in args if isinstance(value, int)) * tabs >> CHARACTERS)
-    return args
+        longest = max((len(value) for value in values if isinstance(value, str)), default=0)
+        budget.spend((len(owner) >> CHARACTERS) + (len(owner) * longest >> 2 * CHARACTERS))
+        if name in ("format", "format_map") and any("{" in (form or "") for _, _, form, _ in Formatter().parse(owner)):
+            raise TooManySteps("it uses a format with a width that is itself a field")
+        if name in GROWING:
+            budget.pay(GROWING[name](budget, owner, values))
 
 
 def _check_number(name: str, value: Any) -> None:
@@ -265,26 +174,35 @@ def _check_number(name: str, value: Any) -> None:
         raise TooManySteps(f"it passes a number that is too large to the filter {name}")
 
 
-def _expanded(budget: Budget, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Take steps for a filter that may return more than it gets. Return the arguments, with an iterator converted to a
-    list.
-    """
-    value, others = args[0], [*args[1:], *kwargs.values()]
+def _pay_for_filter(budget: Budget, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Take steps for a filter that may return more than it gets. `args` are the arguments after the first one."""
+    others = [*args, *kwargs.values()]
     for each in others if name not in ANY_NUMBER else ():
         _check_number(name, each)
+    if name in ATTRIBUTES:
+        place = ATTRIBUTES[name]
+        attribute = kwargs.get("attribute", args[place] if place is not None and place < len(args) else "")
+        if isinstance(attribute, str) and len(attribute) > LONGEST_ATTRIBUTE:
+            raise TooManySteps(f"it passes an attribute that is too long to the filter {name}")
+        if attribute != "":
+            budget.spend(LOOK_UP * (1 + str(attribute).count(".")) * len(value))
+    if name in LISTING:
+        budget.list_items(value)
     texts = [each for each in others if isinstance(each, str)]
-    if name in ("join", "sum"):
-        value = list(value)
-        budget.join(max(texts, key=len, default=""), value)
-        budget.spend(len(value) * budget.weigh(value) >> 2 * CHARACTERS if name == "sum" else 0)
-    elif name == "replace" and len(texts) > 1:
-        budget.replace(str(value), *texts[:2])
+    longest = max(map(len, texts), default=0)
+    if name == "join":
+        budget.pay(budget.weigh(value) + (ITEM + longest) * len(value))
+    elif name == "sum":
+        budget.spend(len(value) * budget.weigh(value) >> 2 * CHARACTERS)
+    elif name == "replace":
+        text = str(value)
+        old = kwargs.get("old", args[0] if args else "")
+        budget.pay(len(text) + text.count(old) * longest)
     elif name == "indent":
-        width = max([4, *map(len, texts), *(each for each in others if isinstance(each, int))])
-        budget.spend(str(value).count("\n") * width >> CHARACTERS)
+        width = max([4, longest, *(each for each in others if isinstance(each, int))])
+        budget.pay(len(str(value)) + count_lines(str(value)) * width)
     elif name == "format":
-        budget.fill_in(str(value), others)
-    return [value, *args[1:]]
+        budget.pay(filled_in(budget, str(value), others))
 
 
 _PASSED: dict[str, Callable[[_Context], tuple[Any, ...]]] = {
@@ -304,11 +222,14 @@ def _counting(name: str, function: Callable[..., Any], is_filter: bool = True) -
     @wraps(function)
     def counted(context: _Context, *args: Any, **kwargs: Any) -> Any:
         budget = context.budget
-        budget.spend(1)
+        budget.spend(1 + len(args) + len(kwargs))
+        if name in ATTRIBUTES:  # their work depends on the items
+            args = (_as_list(budget, args[0]), *args[1:])
         for value in chain(args, kwargs.values()) if name not in CONSTANT else ():
             walked(budget, value)
-        values = _expanded(budget, name, args, kwargs) if is_filter else args
-        return budget.made(function(*given(context), *values, **kwargs))
+        if is_filter:
+            _pay_for_filter(budget, name, args[0], args[1:], kwargs)
+        return budget.made(function(*given(context), *args, **kwargs))
 
     return jinja2.pass_context(counted)
 
@@ -327,10 +248,8 @@ def _printed(context: _Context, value: Any) -> Any:
 def _compared(context: _Context, value: Any) -> Any:
     budget = context.budget
     budget.spend(1)
-    if type(value) is str or isinstance(value, (str, list, tuple, dict)):
+    if isinstance(value, Collection):
         budget.read(value)
-    else:
-        budget.pass_over(value)
     return value
 
 
@@ -342,26 +261,50 @@ def _built(context: _Context, value: Any) -> Any:
 
 
 @jinja2.pass_context
-def _stepped(context: _Context, characters: int) -> bool:
-    """Take steps for an iteration or call that prints `characters` characters of the template's own text."""
-    context.budget.spend(1 + (characters >> CHARACTERS))
+def _spread(context: _Context, value: Any) -> Any:
+    """Take steps for a value with items that become arguments."""
+    value = _as_list(context.budget, value)
+    context.budget.list_items(value)
+    return value
+
+
+@jinja2.pass_context
+def _stepped(context: _Context, size: int) -> bool:
+    """Take steps for an iteration or call that runs a part of the template of this size."""
+    context.budget.spend(1 + (size >> CHARACTERS))
     return True
 
 
-_NODES = {"-printed": _printed, "-compared": _compared, "-built": _built, "-stepped": _stepped}
-"""The four filters above, under names that a template cannot spell."""
+_NODES = {"-printed": _printed, "-compared": _compared, "-built": _built, "-spread": _spread, "-stepped": _stepped}
+"""The five filters above, under names that a template cannot spell."""
+_NODE = 4
+"""The size of a node of a template, without the text that it prints."""
 
 
 class _Metering(jinja2.visitor.NodeTransformer):
     """Wraps the nodes of a template in the filters of `_NODES`."""
+
+    def __init__(self, tree: nodes.Template) -> None:
+        self._sizes = dict[int, int]()
+        self._measure(tree)
+        if len(self._sizes) > MOST_NODES:
+            raise jinja2.TemplateError(
+                f"it has {len(self._sizes):,} statements, expressions and texts, but at most {MOST_NODES:,} are allowed"
+            )
+
+    def _measure(self, node: nodes.Node) -> int:
+        """Record the size of a node and of all nodes in it."""
+        own = len(node.data) if isinstance(node, nodes.TemplateData) else 0
+        self._sizes[id(node)] = size = _NODE + own + sum(map(self._measure, node.iter_child_nodes()))
+        return size
 
     def _around(self, name: str, node: Any) -> Any:
         plain = isinstance(node, nodes.Const | nodes.TemplateData)
         return node if plain else nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
     def _step(self, node: Any) -> Any:
-        data = sum(len(each.data) for each in node.find_all(nodes.TemplateData))
-        return nodes.Filter(nodes.Const(data), "-stepped", [], [], None, None, lineno=node.lineno)
+        size = self._sizes[id(node)]
+        return nodes.Filter(nodes.Const(size), "-stepped", [], [], None, None, lineno=node.lineno)
 
     def _each(self, node: Any) -> Any:
         """Insert a step at the start of a macro, a call with a body, or a block."""
@@ -400,11 +343,28 @@ class _Metering(jinja2.visitor.NodeTransformer):
         stored = isinstance(node, nodes.Tuple) and node.ctx != "load"
         return node if stored or all(isinstance(each, nodes.Const) for each in items) else self._around("-built", node)
 
-    visit_Tuple = visit_Dict = visit_List  # noqa: N815
+    visit_Tuple = visit_List  # noqa: N815
+
+    def visit_Dict(self, node: Any) -> Any:  # noqa: N802
+        for pair in node.items:  # a key is hashed with all its items before the mapping is built
+            pair.key = self._around("-compared", pair.key)
+        return self.visit_List(node)
 
     def visit_Getitem(self, node: Any) -> Any:  # noqa: N802
         self.generic_visit(node)
-        return self._around("-built", node) if isinstance(node.arg, nodes.Slice) else node
+        if isinstance(node.arg, nodes.Slice):
+            return self._around("-built", node)
+        node.arg = self._around("-compared", node.arg)
+        return node
+
+    def visit_Call(self, node: Any) -> Any:  # noqa: N802
+        self.generic_visit(node)
+        for name in ("dyn_args", "dyn_kwargs"):
+            if getattr(node, name) is not None:
+                setattr(node, name, self._around("-spread", getattr(node, name)))
+        return node
+
+    visit_Filter = visit_Test = visit_Call  # noqa: N815
 
 
 # The environment ------------------------------------------------------------------------------------------------------
@@ -441,12 +401,15 @@ def _tojson(
     budget.spend(1 + (budget.weigh(value) >> CHARACTERS))
     for size in (indent, budget.weigh(indent), budget.weigh(separators)):
         _check_number("tojson", size)
+    budget.spend(budget.weigh(value) * budget.weigh(separators) >> 2 * CHARACTERS)
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     parts = [encoder.encode(value)] if indent is None else encoder.iterencode(value)
     return "".join(map(budget.made, parts))
 
 
-def _raise(message: Any) -> None:
+@jinja2.pass_context
+def _raise(context: _Context, message: Any) -> None:
+    context.budget.read(message)
     raise jinja2.TemplateError(str(message))
 
 
@@ -460,7 +423,8 @@ _PLACES = re.compile(r"%[-_0^#+]*\d*[EO]?(.)", re.DOTALL)
 
 @jinja2.pass_context
 def _strftime_now(context: _Context, form: str) -> str:
-    context.budget.fill_in(form, ())
+    _check_number("strftime_now", len(form))
+    context.budget.pay(filled_in(context.budget, form, ()))
     if any(place.endswith("s") for place in _PLACES.findall(form)):
         raise jinja2.TemplateError(
             "it formats the time with the strftime code '%s', which depends on the time zone of the machine"
@@ -483,9 +447,11 @@ def compiled(source: str) -> jinja2.Template:
     environment.filters = {name: _counting(name, each) for name, each in filters.items()}
     environment.filters |= {**_NODES, "tojson": _tojson, "marked": filters["marked"]}
     tests: dict[str, Any] = environment.tests
-    tests |= {name: _counting(name, tests[name], is_filter=False) for name in DEEP_TESTS}
+    tests |= {name: _counting(name, tests[name], is_filter=False) for name in tests.keys() - CONSTANT_TESTS}
+    tests["none"] = is_none
     environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now, "lipsum": _draw}
-    tree = _Metering().visit(environment.parse(source))
+    parsed = environment.parse(source)
+    tree = _Metering(parsed).visit(parsed)
     tree.set_environment(environment)
     code = environment.compile(tree)
     return environment.template_class.from_code(environment, code, environment.make_globals(None))

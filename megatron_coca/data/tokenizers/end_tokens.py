@@ -1,11 +1,12 @@
 """Find the end-of-text symbol that the files next to a tokenizer define."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.support.regular_files import read_regular
+from megatron_coca.data.errors import DataError
+from megatron_coca.support.regular_files import inside, read_regular
 
 NAMED_IN = (
     ("tokenizer_config.json", "eos_token"),
@@ -13,6 +14,25 @@ NAMED_IN = (
     ("generation_config.json", "eos_token_id"),
 )
 """The files of a Hugging Face folder that name the end of text, each with the key, in order of preference."""
+
+
+TOKENIZER_FILES = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
+)
+"""Tokenizer and generation files of a Hugging Face folder."""
+
+
+def check_links(
+    folder: Path, error: Callable[[str], Exception] = DataError, named: Collection[str | Path | None] = ()
+) -> None:
+    """Raise `error` if a tokenizer file of a folder is a link that leads out of it. Files that the user has `named` are
+    not checked.
+    """
+    exempt = [Path(file) for file in named if file is not None]
+    for name in TOKENIZER_FILES:
+        if folder / name not in exempt:
+            inside(folder, name, error)
 
 
 def named_ends(folder: Path) -> Iterator[int | str]:

@@ -10,7 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,15 @@ class Tokenizer(ABC):
         chat: the chat template, or None.
         rules: how the model's own library treats texts. `rules` and `chat` do not affect the encoding of documents, so
             they do not change the fingerprint.
+        rows: number of rows of the model's embedding if it is smaller than `vocab_size`, or None. Encoding a text to an
+            id without a row is an error.
     """
 
     tokenizer_type: str
     start_symbol: str | None = None
     chat: ChatTemplate | None = None
     rules: TextRules = TextRules()
+    rows: int | None = None
 
     def __init__(self, files: Files, eod: str | None = None) -> None:
         self.files, self._eod_symbol = files, eod
@@ -185,7 +188,7 @@ class Tokenizer(ABC):
         surrogate.
         """
         with _explaining_surrogates(text):
-            return self._encode(text)
+            return self._with_rows(self._encode(text))
 
     def encode_prompt(self, text: str, add: bool = False) -> list[int]:
         """Return the token ids of `text` as the model's own library encodes a prompt: the names of special tokens
@@ -195,10 +198,24 @@ class Tokenizer(ABC):
         with _explaining_surrogates(text):
             ids = self._encode_named(text)
         before = [self.bos] if add and self.rules.add_bos and self.bos is not None else []
-        return [*before, *ids, *([self.eos] if add and self.rules.add_eos else [])]
+        return self._with_rows([*before, *ids, *([self.eos] if add and self.rules.add_eos else [])])
 
     def _encode_named(self, text: str) -> list[int]:
         return self._encode(text)
+
+    @property
+    def base_size(self) -> int:
+        """The largest id plus one, without tokens that were added to the vocabulary later."""
+        return self.vocab_size
+
+    def _with_rows(self, ids: list[int]) -> list[int]:
+        """Return the ids. Raises `DataError` for an id that the embedding has no row for."""
+        if self.rows is not None and ids and (largest := max(ids)) >= self.rows:
+            raise DataError(
+                f"token {self.piece(largest)!r}: has id {largest}, but the embedding of the model has {self.rows} "
+                "rows; leave the token out of the text, or use a model with a row for it"
+            )
+        return ids
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return (token ids, (first character, end) of each token) for a rendered chat, in which the names of special
@@ -233,9 +250,10 @@ class Tokenizer(ABC):
         if self.chat is not None:
             description |= {"chat_template": self.chat.source, "chat_symbols": dict(self.chat.symbols)}
             description |= {"chat_time": self.chat.now} if self.chat.now else {}
+            description |= {"chat_variables": dict(self.chat.variables)} if self.chat.variables else {}
         description |= {"text_rules": rules} if (rules := self.rules.saved()) else {}
         description["fingerprint"] = self.fingerprint
-        (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+        (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
 
     def _find_eod(self, symbol: str | None) -> int:
         symbols = EOD_SYMBOLS if symbol is None else (symbol,)
@@ -261,6 +279,34 @@ def _explaining_surrogates(text: str) -> Iterator[None]:
             f"text: contains a lone surrogate, U+{ord(surrogate[0]):X}, at character {surrogate.start()}, probably "
             "because the text was decoded incorrectly; correct the text, or leave it out"
         ) from error
+
+
+class LibraryError(DataError):
+    """The library `tokenizers` failed on a text or a file for the given reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"tokenizer: the library tokenizers failed ({reason:.200}); correct tokenizer.json, or leave out the text"
+        )
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type["LibraryError"], tuple[str]]:  # for worker processes
+        return LibraryError, (self.reason,)
+
+
+@contextmanager
+def library_errors_as_data_errors() -> Iterator[None]:
+    """Raise a `LibraryError` if the library `tokenizers` fails in the body.
+
+    The library raises errors of the type Exception itself. If its Rust code panics, it raises a PanicException, which
+    is a BaseException like KeyboardInterrupt, and which another process cannot unpickle.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise LibraryError(str(error)) from error
 
 
 class CharLevelTokenizer(Tokenizer):
@@ -315,8 +361,7 @@ PROBES = (
 
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
-    """Return the first of `PROBES` that two tokenizers encode differently, or else the first token that differs, or
-    None.
+    """Return the first of `PROBES` that two tokenizers encode differently, or the first token that differs, or None.
 
     Tokens are compared only if both tokenizers have the same type, because each type spells tokens differently.
     Comparing tokens distinguishes small vocabularies by words that are not in the probes.
@@ -343,7 +388,10 @@ class HFTokenizer(Tokenizer):
     """
 
     tokenizer_type = "HFTokenizer"
+    _ends_in_text: tuple[int, str] | None = None
+    """The id and the name of the end token if a text can contain it, because it is an ordinary word."""
 
+    @library_errors_as_data_errors()
     def _open(self, data: dict[str, bytes]) -> int:
         self._model = self.build(data)
         self._model.encode_special_tokens = True  # treat the names of special tokens in a text as ordinary characters
@@ -373,17 +421,49 @@ class HFTokenizer(Tokenizer):
 
     def _find_eod(self, symbol: str | None) -> int:
         eod = super()._find_eod(symbol)
-        if symbol is not None and eod in self.encode(symbol):
-            raise DataError(
-                f"end_token: {symbol!r} is not a special token, so text could contain it; choose a special token"
-            )
+        self._make_special(eod)
+        name, ids = self._model.id_to_token(eod), list[int]()
+        with suppress(DataError):  # the library fails on this text
+            ids = self._encode(name)
+        if eod != self.unknown and eod in ids:
+            if symbol is not None:
+                raise DataError(
+                    f"end_token: {symbol!r} is not a special token, so text could contain it; choose a special token"
+                )
+            self._ends_in_text = (eod, name)
         return eod
 
-    def _encode(self, text: str) -> list[int]:
-        # Encoding a batch of one text skips the offsets, and uses a single thread regardless of TOKENIZERS_PARALLELISM.
-        return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    def _make_special(self, token: int) -> None:
+        """Turn a token that was added to the vocabulary as an ordinary token into a special one, so that text cannot
+        contain it.
+        """
+        added = self._model.get_added_tokens_decoder().get(token)
+        if added is not None and not added.special:
+            self._model.add_special_tokens([added])
 
     @property
+    def base_size(self) -> int:
+        return max(self._model.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+
+    @cached_property
+    def _stripping(self) -> dict[int, str]:
+        """The tokens that take the white space next to them in a text."""
+        added = self._model.get_added_tokens_decoder().items()
+        return {token: each.content for token, each in added if each.lstrip or each.rstrip}
+
+    @library_errors_as_data_errors()
+    def _encode(self, text: str) -> list[int]:
+        # Encoding a batch of one text skips the offsets, and uses a single thread regardless of TOKENIZERS_PARALLELISM.
+        ids: list[int] = self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if self._ends_in_text is not None and self._ends_in_text[0] in ids:
+            raise DataError(
+                f"text: contains {self._ends_in_text[1]!r}, an ordinary word of this tokenizer, which ends documents; "
+                "leave it out, or choose a special token with --end-token of prepare (end_token in a recipe)"
+            )
+        return ids
+
+    @property
+    @library_errors_as_data_errors()
     def start(self) -> int | None:
         if self._surrounds_itself:
             return super().start
@@ -401,17 +481,23 @@ class HFTokenizer(Tokenizer):
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoded = self._naming(text, False)
-        return encoded.ids, encoded.offsets
+        ids, places = self._with_rows(encoded.ids), encoded.offsets
+        for number, token in enumerate(ids) if self._stripping else ():
+            if (content := self._stripping.get(token)) is not None:  # white space next to it is not part of the token
+                begin = text.find(content, *places[number])
+                places[number] = places[number] if begin < 0 else (begin, begin + len(content))
+        return ids, places
 
     def encode_prompt(self, text: str, add: bool = False) -> list[int]:
         if not add or self._surrounds_itself:
             return super().encode_prompt(text, add)
         with _explaining_surrogates(text):
-            return self._naming(text, True, self.rules.splits).ids
+            return self._with_rows(self._naming(text, True, self.rules.splits).ids)
 
     def _encode_named(self, text: str) -> list[int]:
         return self._naming(text, False, self.rules.splits).ids
 
+    @library_errors_as_data_errors()
     def _naming(self, text: str, add: bool, split: bool = False) -> Any:
         """Encode a text. The names of special tokens become these tokens unless `split` is set. With `add`, start and
         end tokens are added.
@@ -422,9 +508,11 @@ class HFTokenizer(Tokenizer):
         finally:
             self._model.encode_special_tokens = True
 
+    @library_errors_as_data_errors()
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
 
+    @library_errors_as_data_errors()
     def spell(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 

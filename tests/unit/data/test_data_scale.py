@@ -15,6 +15,7 @@ import pytest
 
 from megatron_coca.data import Blend, DataError, Shard
 from megatron_coca.data.shards import ShardWriter
+from tests.patience import patience
 from tests.unit.data.shard_files import make_shard
 
 
@@ -59,7 +60,7 @@ def test_processes_that_start_together_agree(tmp_path: Path) -> None:
     shards = [make_shard(tmp_path / "text", [100, 1, 57, 4000]), make_shard(tmp_path / "code", [900, 33])]
     command = [sys.executable, "-c", READER, *(str(shard.prefix) for shard in shards)]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    answers = {rank.communicate(timeout=120)[0].strip() for rank in ranks}
+    answers = {rank.communicate(timeout=patience(120))[0].strip() for rank in ranks}
     assert answers == {digest(Blend(shards, [3, 1], 16, seed=5))}
 
 

@@ -93,6 +93,26 @@ def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
         lengths_by_source(find_shards([tmp_path / "absent"]))
 
 
+@pytest.mark.parametrize("key", ["prefix", "labels"])
+@pytest.mark.parametrize("name", ["../private", "/home/me/private"])
+def test_a_manifest_names_no_shard_outside(name: str, key: str, tmp_path: Path) -> None:
+    source = {"name": "books", "train": {"prefix": "books", key: name}}
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": FORMAT, "sources": [source]}))
+    with pytest.raises(DataError, match=rf"{name}: leads to .*, which is outside the folder"):
+        find_shards([tmp_path])
+
+
+def test_a_name_in_a_table_stays_in_its_cell() -> None:
+    """The name of a source must not look like a line of the program."""
+    table = format_table(["source\nx", "n"], [["a\n\nno fault was found", 1], ["b", "c\nd"]])
+    assert table.splitlines() == [
+        "| source x             |   n |",
+        "| -------------------- | --: |",
+        "| a no fault was found |   1 |",
+        "| b                    | c d |",
+    ]
+
+
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
 def test_documents_in_blocks_are_those_of_the_shard(

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_coca.data import Blend, DataError, Loader, Shard
 from megatron_coca.data.blend import SourceSamples
+from tests.patience import patience
 
 
 def read_step(blend: Blend, step: int, micro: int, world: int) -> list[np.ndarray]:
@@ -57,7 +58,7 @@ def test_the_next_step_is_read_ahead_and_only_once(shards: list[Shard]) -> None:
     blend = CountingBlend(shards, [3, 1], 16, seed=5)
     with Loader(blend, 2, 2, 0, 1) as loader:
         loader.micro_batches(0)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + patience(10)
         while blend.seen != [0, 1, 2, 3] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert blend.seen == [0, 1, 2, 3]

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_coca.data import DataError, Shard
 from megatron_coca.data.shards import ShardWriter
+from tests.patience import patience
 from tests.unit.data.shard_files import make_shard
 
 ROOT = Path(__file__).parents[3]
@@ -100,7 +101,7 @@ def test_a_shard_truncated_while_it_is_read_is_named(tmp_path: Path, suffix: str
     make_shard(tmp_path / "s", [10] * 3000)
     before = (tmp_path / f"s{suffix}").stat().st_size
     line = [sys.executable, "-c", TRUNCATED, str(tmp_path / "s"), suffix, str(size)]
-    done = subprocess.run(line, check=False, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(line, check=False, capture_output=True, text=True, cwd=ROOT, timeout=patience(60))
     assert done.returncode == 0, done.stderr
     message = f"{tmp_path / 's'}{suffix}: the file was truncated from {before} to {size} bytes while it was in use"
     assert [told.startswith(message) for told in done.stdout.splitlines()] == [True] * 3
@@ -109,7 +110,7 @@ def test_a_shard_truncated_while_it_is_read_is_named(tmp_path: Path, suffix: str
 MANY = """
 import sys
 from megatron_coca.data import DataError, Shard
-from megatron_coca.support.processes import allow_open_files
+from megatron_coca.support.open_files import allow_open_files
 allow_open_files()
 try:
     shards = [Shard(sys.argv[1]) for _ in range(512)]

@@ -9,7 +9,7 @@ import pytest
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data import DataError, Loader, SyntheticSamples, TaskSettings
 from megatron_coca.data.shards import ShardWriter
-from megatron_coca.data.synthetic import QUESTIONS, TASKS, Draws, ordered_question
+from megatron_coca.data.synthetic import QUESTIONS, TASKS, Draws, chances_without_order, ordered_question
 from megatron_coca.training.corpus import differing_data, open_corpus
 
 MODEL = "configs/recall/model.yml"
@@ -104,7 +104,9 @@ def test_without_the_order_of_the_facts_a_third_or_a_fifth_of_the_guesses_is_rig
         key = (int(row[-1]) - (288, 320, 0)[kind]) if kind < 2 else None
         values = [value for each, value in told if key in (None, each)]
         right[kind].append(values.count(answer) / len(values))
-    assert set(right[0] + right[1]) == {1 / 3} and np.mean(right[2]) == pytest.approx(0.2, abs=0.01)
+    chances = chances_without_order(6, 3, 16)
+    assert set(right[0] + right[1]) == {1 / 3} == {chances["latest"], chances["first"]}
+    assert tuple(chances) == QUESTIONS and np.mean(right[2]) == pytest.approx(chances["back"], abs=0.006)
 
 
 @pytest.mark.parametrize(("task", "step"), [("copy", 1), ("reverse", -1)])

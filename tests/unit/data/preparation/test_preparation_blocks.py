@@ -179,6 +179,8 @@ def test_a_file_is_read_once_for_all_its_pieces(
 ) -> None:
     read: list[str] = []
     chunks = FileReader.chunks
+    # Before that, the first documents of a source are read to choose its splits.
+    monkeypatch.setattr("megatron_coca.data.preparation.run.with_splits", lambda sources, *_: sources)
     monkeypatch.setattr(FileReader, "chunks", lambda self, unit: (read.append(unit.path), chunks(self, unit))[1])
     prepare_part(large, tmp_path / "out", CHARACTERS, 0, 2, RULES, QUIET)
     assert {str(path) for path in large[0].spec.paths[1:4]} <= set(read) and len(read) == len(set(read))

@@ -19,14 +19,14 @@ from megatron_coca.data import DataError, Shard, SourceSpec, load_saved_tokenize
 from megatron_coca.data.preparation import blocks
 from megatron_coca.data.preparation.manifest import read_manifest, training_weights
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Rules, find_inputs, split_of
-from megatron_coca.data.preparation.run import prepare
+from megatron_coca.data.preparation.run import prepare, prepare_part
 from megatron_coca.data.preparation.shard_files import Outputs
 from megatron_coca.data.preparation.workers import ChunkTokenizer, Pool
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.shards import ShardWriter
 from megatron_coca.data.tokenizers.chat import ChatTemplate
-from megatron_coca.support import atomic_write
-from megatron_coca.support.atomic_write import partial_folder
+from megatron_coca.work import folders
+from megatron_coca.work.folders import partial_folder
 
 CHARACTERS = load_tokenizer("CharLevelTokenizer")
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
@@ -170,7 +170,7 @@ def test_killed_at_its_end_nothing_is_tokenized_again(
 ) -> None:
     prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
 
-    complete = atomic_write.complete_folder
+    complete = folders.complete_folder
 
     def kill(*arguments: Any) -> None:
         if when == "rename" and arguments[1] != tmp_path / "out":
@@ -181,7 +181,7 @@ def test_killed_at_its_end_nothing_is_tokenized_again(
     place = {
         "hash": "megatron_coca.data.preparation.shard_files.shard_facts",
         "run config": "megatron_coca.data.preparation.manifest.write_run_config",
-        "rename": "megatron_coca.support.atomic_write.complete_folder",
+        "rename": "megatron_coca.work.folders.complete_folder",
     }[when]
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(place, kill)
@@ -208,6 +208,15 @@ def test_killed_before_its_blocks_are_removed(
         patched.setattr("megatron_coca.data.preparation.run.remove_blocks", kill)
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert blocks.blocks_folder(tmp_path / "out").exists()
+    before = everything(tmp_path / "out")
+    assert prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET) == tmp_path / "out" / "manifest.json"
+    assert everything(tmp_path / "out") == before
+    assert prepare_part(corpus, tmp_path / "out", CHARACTERS, 1, 3, RULES, QUIET).endswith("out: is complete")
+    for rules in (replace(RULES, valid_fraction=0.25), replace(RULES, strict=not RULES.strict)):
+        with pytest.raises(DataError, match="out: exists already"):
+            prepare(corpus, tmp_path / "out", CHARACTERS, rules, QUIET)
+    first = Path(corpus[0].spec.paths[0])
+    first.write_bytes(first.read_bytes() + first.read_bytes())
     with pytest.raises(DataError, match="out: exists already"):
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
@@ -253,7 +262,7 @@ def test_a_folder_made_while_the_inputs_are_listed_is_kept(
 def test_two_at_once_are_an_error(tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    complete = atomic_write.complete_folder
+    complete = folders.complete_folder
 
     def second(partial: Path, final: Path) -> None:
         if final == tmp_path / "out":
@@ -262,7 +271,7 @@ def test_two_at_once_are_an_error(tmp_path: Path, corpus: list[CorpusSource], mo
             seen.append("refused")
         complete(partial, final)
 
-    monkeypatch.setattr("megatron_coca.support.atomic_write.complete_folder", second)
+    monkeypatch.setattr("megatron_coca.work.folders.complete_folder", second)
     prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert seen == ["refused"]
 
@@ -384,7 +393,25 @@ def test_no_held_out_split_stands_for_the_other(
     keys, text = load_config(tmp_path / "out" / "data.yml", SHAPE).data, (tmp_path / "out" / "data.yml").read_text()
     for split, paths, names in (("valid", keys.valid_data_paths, valid), ("test", keys.test_data_paths, test)):
         assert paths == [str(tmp_path / "out" / name) for name in names]
-        assert (f": the {split} split has no documents, so " in text) == (not names)
+        fraction = rules.valid_fraction if split == "valid" else rules.test_fraction
+        assert (f": the {split} split has no documents, so " in text) == (not names and fraction > 0)
+        assert (f"{split}_fraction is 0, so " in text) == (fraction == 0)
+
+
+def test_an_empty_split_of_documents_with_keys_names_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {i}", "book": "one"}) + "\n" for i in range(50)))
+    books = CorpusSource(SourceSpec("s", (str(path),), fields={"key": "book"}))
+    prepare([books], tmp_path / "out", CHARACTERS, Rules(1e-9, 1e-9), QUIET)
+    assert "or choose a key with more different values" in (tmp_path / "out" / "data.yml").read_text()
+
+
+def test_the_name_of_the_output_is_not_in_the_encoding_of_the_locale(tmp_path: Path) -> None:
+    """In a locale with ASCII, Python represents the two bytes of an accented letter as surrogates."""
+    folder = tmp_path / "cr\udcc3\udca8me"
+    prepare([source("s", write_jsonl(tmp_path / "c.jsonl", ["a text"]))], folder, CHARACTERS, ALL, QUIET)
+    header = (tmp_path / "cr\u00e8me" / "data.yml").read_text(encoding="utf-8").splitlines()[0]
+    assert "cr\\udcc3\\udca8me/data.yml" in header
 
 
 def test_small_weights_stay_positive() -> None:
@@ -555,7 +582,7 @@ def test_names_that_are_not_utf8_do_not_end_a_preparation(tmp_path: Path) -> Non
             archive.addfile(member, io.BytesIO(content))
     repositories = CorpusSource(SourceSpec("code", [code], reader="repositories"))
     output = tmp_path / "out"
-    prepare([source("files", files), repositories], output, CHARACTERS, Rules(0, 0), QUIET)
+    prepare([replace(source("files", files), max_faulty=0.4), repositories], output, CHARACTERS, Rules(0, 0), QUIET)
     inputs = {entry["name"]: entry for entry in read_manifest(output / "manifest.json")["inputs"]}
     assert inputs["files"]["unread"] == {"name that is not UTF-8": 1}
     assert inputs["files"]["problems_named"] == [f"{files}/c.tar!y\\xff.txt: invalid UTF-8 (byte 0)"]

@@ -28,6 +28,8 @@ from megatron_coca.data.preparation.stages import STAGES, attempt, run_stages
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.shards import ShardWriter
 from megatron_coca.data.verify import verify_shards
+from megatron_coca.work import folders
+from megatron_coca.work.locks import exclusive_lock, lock_file
 
 CHARACTERS = load_tokenizer("CharLevelTokenizer")
 QUIET = Execution(progress=False)
@@ -217,12 +219,12 @@ def test_killed_anywhere_only_the_item_is_lost(
             made.append(int(folder.name[8:-8]))
         complete(folder, *arguments)
 
-    complete = stages.complete_folder
+    complete = folders.complete_folder
     with monkeypatch.context() as patched:
         patched.setattr(shard_files.Outputs, "write", sometimes(shard_files.Outputs.write, 0.03))
         patched.setattr(duplicates, "_write_run", sometimes(duplicates._write_run, 0.1))
         patched.setattr(duplicates, "_write_positions", sometimes(duplicates._write_positions, 0.1))
-        patched.setattr(stages, "complete_folder", count)
+        patched.setattr(folders, "complete_folder", count)
         patched.setattr(shard_files, "_link", sometimes(shard_files._link, 0.005))
         patched.setattr("megatron_coca.data.preparation.manifest.write_run_config", sometimes(lambda *_: None, 0.5))
         while kills < 100:
@@ -266,7 +268,7 @@ def test_a_process_waits_for_the_item_of_another(
     plan = open_plan(corpus, tmp_path / "out")
     monkeypatch.setattr(stages, "WAITING", 0.0)
     final = plan.result(STAGES[0].kind, 0)
-    lock = stages.exclusive_lock(final.with_name(f".{final.name}.lock"), DataError, "busy")
+    lock = exclusive_lock(lock_file(final), DataError, "busy")
     lock.__enter__()
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: lock.__exit__(None, None, None))
     monkeypatch.setattr(stages, "time", clock)

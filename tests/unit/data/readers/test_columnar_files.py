@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers.columnar_files import packed, table_rows
 from megatron_coca.data.readers.files import FileReader
-from megatron_coca.data.readers.source import Document, Filters, ReadingProblems, SourceSpec, content_key
+from megatron_coca.data.readers.source import Chunk, Document, Filters, ReadingProblems, SourceSpec, content_key
+from megatron_coca.data.readers.streams import TooLong
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -96,7 +98,7 @@ def test_unusable_rows_are_counted_and_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"text": strings})
     documents, problems, _ = read(path)
     assert [(d.text, d.key) for d in documents] == [(t, content_key(t)) for t in ("one", "two")]
-    faults = ["text is not a string", "invalid UTF-8", "empty text"]
+    faults = ["empty text (null)", "invalid UTF-8", "empty text"]
     starts = [f"{path}:{number}: {kind}" for number, kind in zip((2, 3, 4), faults, strict=True)]
     assert [line.startswith(start) for line, start in zip(problems.named, starts, strict=True)] == [True] * 3
 
@@ -152,3 +154,53 @@ def test_zeroed_pages_are_an_error_where_there_are_checksums(tmp_path: Path, com
 def test_an_empty_table_has_no_documents(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.arrow"):
         assert read(write(tmp_path / name, {"text": arrow.array([], arrow.string())}))[0] == []
+
+
+def kinds_of_text() -> dict[str, Any]:
+    texts = [f"{i:0400}" for i in range(3000)]
+    nested = arrow.list_(arrow.struct([("text", arrow.dictionary(arrow.int32(), arrow.string()))]))
+    return {
+        "string": arrow.array(texts),
+        "dictionary": arrow.array(texts).dictionary_encode(),
+        "view": arrow.array(texts, arrow.string_view()),
+        "nested dictionary": arrow.array([[{"text": text}] for text in texts]).cast(nested),
+    }
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "view", "nested dictionary"])
+def test_a_piece_contains_only_its_own_values(kind: str) -> None:
+    """A dictionary or view shares its values with the whole batch."""
+    kinds = kinds_of_text()
+    plain, column = (arrow.record_batch({"text": kinds[name]}) for name in ("string", kind))
+    wanted, found = (list(packed(batch, 1 << 16, 1 << 20)) for batch in (plain, column))
+    assert [rows for rows, _ in found] == [rows for rows, _ in wanted]
+    assert sum(len(data) for _, data in found) < 1.1 * sum(len(data) for _, data in wanted)
+    rows = [record.row for _, data in found for record in table_rows(Chunk("t", 1, data, 0), ReadingProblems())]
+    assert rows == column.to_pylist()
+
+
+def test_a_long_value_in_any_type_of_column_is_too_long() -> None:
+    long = ["short", "x" * 5000, "short"]
+    columns = [
+        arrow.array(long),
+        arrow.array(long).dictionary_encode(),
+        arrow.array(long, arrow.string_view()),
+        arrow.array([[{"content": text}] for text in long]),
+        arrow.array([[("content", text)] for text in long], arrow.map_(arrow.string(), arrow.string())),
+        arrow.ExtensionArray.from_storage(arrow.json_(), arrow.array(long)),
+    ]
+    for column in columns:
+        found = [data for _, data in packed(arrow.record_batch({"messages": column}), 1 << 20, 4000)]
+        assert [isinstance(data, TooLong) for data in found] == [False, True, False], column.type
+
+
+def test_repeated_values_of_a_dictionary_count_each_time() -> None:
+    column = arrow.DictionaryArray.from_arrays(arrow.array([0] * 1000 + [None]), arrow.array(["x" * 1000]))
+    found = list(packed(arrow.record_batch({"text": column}), 100_000, 1 << 20))
+    assert len(found) > 9 and max(len(data) for _, data in found) < 120_000
+
+
+def test_maps_are_objects(tmp_path: Path) -> None:
+    kind = arrow.map_(arrow.string(), arrow.string())
+    path = write(tmp_path / "a.parquet", {"text": arrow.array([[("body", "t")]], kind)})
+    assert [d.text for d in read(path, fields={"text": "text.body"})[0]] == ["t"]

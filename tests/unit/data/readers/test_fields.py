@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Mapping
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.fields import Fields
-from megatron_coca.data.readers.source import Document, Filters, ReadingProblems, SourceSpec, content_key
+from megatron_coca.data.readers.source import Document, Filters, RawRecord, ReadingProblems, SourceSpec, content_key
 
 PILE = [
     {"text": "a web page", "meta": {"pile_set_name": "Pile-CC"}},
@@ -25,7 +28,8 @@ PILE = [
 def documents(rows: list[Mapping[str, Any]], **spec: Any) -> tuple[list[Document], ReadingProblems]:
     problems = ReadingProblems()
     fields = Fields(SourceSpec("s", [Path("x")], **spec))
-    return list(fields.documents(((f"x:{i}", row) for i, row in enumerate(rows, 1)), problems)), problems
+    records = (RawRecord(f"x:{i}", row, 1) for i, row in enumerate(rows, 1))
+    return list(fields.documents(records, problems)), problems
 
 
 def texts(rows: list[Mapping[str, Any]], **spec: Any) -> list[str]:
@@ -56,14 +60,14 @@ def test_unknown_fields_are_errors() -> None:
 def test_sets_are_chosen_and_the_others_counted() -> None:
     found, problems = documents(PILE, sets=["Pile-CC"])
     assert found == [Document("a web page", content_key("a web page"), "Pile-CC")]
-    assert problems.filtered == {"set not chosen": 2} and problems.counts == {"empty text": 1, "missing field": 3}
+    assert problems.filtered == {"set not chosen": 3} and problems.counts == {"empty text": 1, "missing set": 2}
     assert "meta.pile_set_name" in problems.named[1]
 
 
 def test_sets_divide_a_source() -> None:
     found, problems = documents(PILE, divide=True)
-    assert [(d.text, d.part) for d in found] == [("a web page", "Pile-CC"), ("a book", "Books3")]
-    assert problems.counts == {"empty text": 2, "missing field": 3} and not problems.filtered
+    assert [(d.text, d.part) for d in found] == [("a web page", "Pile-CC"), ("a book", "Books3"), ("numbered", "3")]
+    assert problems.counts == {"empty text": 2, "missing set": 2} and not problems.filtered
     both, _ = documents([{"text": "x", "part": "B"}], divide=True, sets=["B"], fields={"set": "part"})
     assert [d.part for d in both] == ["B"]
 
@@ -81,7 +85,15 @@ def test_sets_are_ignored_by_default() -> None:
         ({"key": "", "repo_name": "r"}, {}, "r"),
         ({"key": None, "max_stars_repo_name": "r"}, {}, "r"),
         ({"meta": {"url": "u"}, "key": "k"}, {"key": "meta.url"}, "u"),
-        ({"url": None}, {"key": "url"}, content_key("t")),
+        ({"key": 7.0}, {}, "7"),
+        ({"key": 7.5}, {}, "7.5"),
+        ({"key": float("nan")}, {}, content_key("t")),
+        ({"key": Decimal("7.00")}, {}, "7"),
+        ({"key": b"k"}, {}, "k"),
+        ({"key": b"\xff\x01"}, {}, "ff01"),
+        ({"key": date(2024, 1, 31)}, {}, "2024-01-31"),
+        ({"key": datetime(2024, 1, 31, 9, 30)}, {}, "2024-01-31T09:30:00"),
+        ({"key": UUID(int=7)}, {}, "00000000-0000-0000-0000-000000000007"),
         ({"origin": "o"}, {"repository": "origin"}, "o"),
         ({"key": ["k"]}, {}, content_key("t")),
     ],
@@ -91,8 +103,18 @@ def test_key_from_record_or_repository_or_text(row: dict[str, Any], fields: dict
     assert document.key == key
 
 
-def test_a_key_that_was_named_must_be_there() -> None:
-    assert documents([{"text": "t", "key": "k"}], fields={"key": "url"})[1].counts == {"missing field": 1}
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"key": "k"}, "missing key"),
+        ({"url": None}, "missing key"),
+        ({"url": ""}, "unusable key"),
+        ({"url": float("nan")}, "unusable key"),
+        ({"url": ["k"]}, "unusable key"),
+    ],
+)
+def test_a_key_that_was_named_must_be_there(row: dict[str, Any], kind: str) -> None:
+    assert documents([{"text": "t"} | row], fields={"key": "url"})[1].counts == {kind: 1}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +145,7 @@ def test_bytes_are_text_and_surrogates_are_not() -> None:
     rows = [{"text": "h\u00e9".encode()}, {"text": b"\xff"}, json.loads('{"text": "\\ud83d"}'), {"text": None}]
     found, problems = documents(rows)
     assert [d.text for d in found] == ["h\u00e9"]
-    assert problems.counts == {"invalid UTF-8": 1, "invalid Unicode": 1, "text is not a string": 1}
+    assert problems.counts == {"invalid UTF-8": 1, "invalid Unicode": 1, "empty text": 1}
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,27 @@ def test_json_lines_are_read_in_order_whatever_the_name(tmp_path: Path, suffix: 
     assert [d.text for d in read_documents(path)] == texts
 
 
+def test_other_fields_of_json_lines_may_have_any_form(tmp_path: Path) -> None:
+    """Libraries that infer one type for each column stop at such rows."""
+    schema = "### Describe the bug ,action: string, datetime: timestamp[s], author: string, version: 1.3.4"
+    others = [None, "2020-01-01T00:00:00", {"a": None}, {"a": "b", "c": [{}]}, [], 1.5, True]
+    rows = [{"meta": other, "text": f"{schema} {number}"} for number, other in enumerate(others)]
+    lines = [json.dumps(row) for row in [*rows, {"text": "alone"}]] + ['{"text": "not finite", "score": -Infinity}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    expected = [row["text"] for row in rows] + ["alone", "not finite"]
+    assert [document.text for document in read_documents(tmp_path / "a.jsonl")] == expected
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16"])
+def test_utf_16_is_a_fault(encoding: str, name: str, tmp_path: Path) -> None:
+    """Without a byte order mark, English text in UTF-16 is valid UTF-8 with a zero after every letter."""
+    (tmp_path / name).write_bytes((json.dumps({"text": "The sea was calm."}) + "\n").encode(encoding))
+    problems = ReadingProblems()
+    assert not list(read_documents(tmp_path / name, problems=problems))
+    assert set(problems.counts) == {"binary data"}
+
+
 def test_every_unusable_record_is_counted_and_named(tmp_path: Path) -> None:
     bad = [
         b"{not json",
@@ -114,12 +135,14 @@ def test_a_text_is_one_document_or_lines(
     ("name", "content", "message"),
     [
         ("absent.jsonl", None, "no such file"),
-        ("a.csv", b"a,b", "unknown file type"),
+        ("a.csv", b"a,b", r"unsupported file type \(.csv\); convert the table to .jsonl or .parquet, .* pandas"),
+        ("a.zip", b"PK", r"unsupported file type \(.zip\); unpack the archive"),
+        ("a.pdf", b"%PDF", r"unsupported file type \(.pdf\); convert the document to .txt"),
         ("a.parquet.gz", b"", "unknown file type"),
         ("enwiki-pages-articles1.xml-p1p41242.bz2", b"", "WikiExtractor --json"),
         ("jsonl", b"", r"unknown file type \(no known ending\)"),
-        ("a.csv.gz", gzip.compress(b"a,b", mtime=0), r"unknown file type \(\.csv\.gz\)"),
-        ("a.html.zst", b"", r"unknown file type \(\.html\.zst\)"),
+        ("a.csv.gz", gzip.compress(b"a,b", mtime=0), r"unsupported file type \(\.csv\.gz\)"),
+        ("a.html.zst", b"", r"unsupported file type \(\.html\.zst\)"),
         ("corpus.v2.zst", b"", r"\(\.v2\.zst\).*: corpus\.v2\.jsonl\.zst"),
         ("corpus.00.bz2", b"", r": corpus\.00\.jsonl\.bz2"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 500, mtime=0)[:-9], "read to its end"),

@@ -10,7 +10,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers import corpus_files
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.readers.folders import FileKind, kind_of
-from megatron_coca.data.readers.source import SourceSpec
+from megatron_coca.data.readers.source import SourceSpec, is_utf8
 
 
 @pytest.mark.parametrize(
@@ -147,3 +147,14 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path: Path, monke
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(DataError, match="closed: the folder cannot be read"):
         corpus_files([tmp_path])
+
+
+def test_names_in_utf8_are_read_in_any_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a locale with Latin-1, Python decodes the bytes of a name as Latin-1."""
+    monkeypatch.setattr("megatron_coca.data.readers.source.os.fsencode", lambda name: str(name).encode("latin-1"))
+    seen = "b\u00fccher".encode().decode("latin-1")
+    assert is_utf8(seen) and not is_utf8("b\u00fccher")
+    folder = tmp_path / seen
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    assert corpus_files([folder]) == [folder / "a.txt"]

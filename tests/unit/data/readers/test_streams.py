@@ -114,5 +114,5 @@ def test_documents_do_not_depend_on_the_blocks(tmp_path: Path, name: str) -> Non
         chunks = list(reader.chunks(unit))
         assert sum(chunk.read for chunk in chunks) == unit.size == path.stat().st_size
         documents = [document for chunk in chunks for document in reader.documents(chunk, problems)]
-        results.append((documents, problems))
+        results.append((documents, problems, problems.lost_files))
     assert all(result == results[0] for result in results) and len(results[0][0]) > 20

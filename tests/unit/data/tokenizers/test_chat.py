@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from megatron_coca.commands import generate, inspect, prepare
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, Tokenizer, load_saved_tokenizer, load_tokenizer, train_sentencepiece
-from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template
+from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template, shipped_templates, with_variables
 from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.support.plain_text import plain
 from megatron_coca.text_generation import Continuation, load_generator
 from megatron_coca.training.corpus import open_corpus
 from tests.checkpoint_files import TINY, talkative_model, write_checkpoint
@@ -111,6 +112,37 @@ def test_prefix_rendering_finds_the_answers_by_hand() -> None:
         ChatTemplate("{{ messages[0].content.missing.more }}", {}).render(CHAT)
 
 
+@pytest.mark.parametrize("source", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_answers_of_weight_0_do_not_count(source: str) -> None:
+    template = ChatTemplate(source, SYMBOLS)
+    answers = [number for number, message in enumerate(CHAT) if message["role"] == "assistant"]
+    text, spans = template.answers(CHAT)
+    weighted = [message | ({"weight": 0} if number == answers[0] else {}) for number, message in enumerate(CHAT)]
+    assert template.answers(weighted) == (text, spans[1:])
+    assert template.answers(weighted, last=True) == (text, spans[-1:])
+    weighted[answers[-1]] = weighted[answers[-1]] | {"weight": 0}
+    assert template.answers(weighted, last=True) == (text, [])
+    one_block = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    with pytest.raises(DataError, match=r"prints 2 answers in 1 {% generation %} blocks"):
+        ChatTemplate(one_block, {}).answers(weighted)
+
+
+def test_variables_of_a_template(ours: Tokenizer, tmp_path: Path) -> None:
+    """They are saved with the tokenizer, and a name that the template does not read is an error."""
+    source = CHATML + "{% if not enable_thinking | default(true) %}<think></think>{% endif %}"
+    silent = with_variables(ChatTemplate(source, SYMBOLS), {"enable_thinking": False})
+    assert silent.render(CHAT) == ChatTemplate(source, SYMBOLS).render(CHAT) + "<think></think>"
+    with pytest.raises(DataError, match="does not read 'enable_thinkin'"):
+        with_variables(silent, {"enable_thinkin": False})
+    for name in ("messages", "bos_token"):
+        with pytest.raises(DataError, match=f"{name} is set by this program"):
+            with_variables(silent, {name: "x"})
+    ours.chat, before = silent, ours.chat
+    ours.save(tmp_path)
+    ours.chat = before
+    assert load_saved_tokenizer(tmp_path).chat == silent
+
+
 def test_templates_are_found_and_saved(folder: Path, ours: Tokenizer, tmp_path: Path) -> None:
     assert ours.chat is not None and ours.chat.source == CHATML and ours.chat.symbols["bos_token"] == "<s>"
     ours.save(tmp_path)
@@ -121,6 +153,15 @@ def test_templates_are_found_and_saved(folder: Path, ours: Tokenizer, tmp_path: 
     )
     assert find_template(tmp_path) == ChatTemplate(MARKED, {"eos_token": "e"})
     assert ours.chat.end_of_turn() == "<|im_end|>\n"
+
+
+def test_the_template_of_a_processor_is_found(tmp_path: Path) -> None:
+    """Folders of models with images may have the template only in `chat_template.json`."""
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert find_template(tmp_path) == ChatTemplate(CHATML, {"eos_token": "<|im_end|>"})
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "of the tokenizer"}')
+    assert find_template(tmp_path) == ChatTemplate("of the tokenizer", {})
 
 
 @pytest.mark.parametrize("messages", ["answers", "last", "all"])
@@ -144,9 +185,10 @@ def test_prepared_labels_by_hand(folder: Path, ours: Tokenizer, tmp_path: Path, 
     corpus = open_corpus(load_config([output / "data.yml"], shape | {"train_iters": 1}))
     (shard,) = corpus.train.shards
     assert corpus.tokenizer is not None and corpus.tokenizer.chat == ours.chat
-    assert shard.documents == 3 and (shard.labels is None) == (messages == "all")
+    expected_chats = [(CHAT, answers), (hello, [1]), (CHAT[:2], [])][: 3 if messages == "all" else 2]
+    assert shard.documents == len(expected_chats) and (shard.labels is None) == (messages == "all")
     assert ours.chat is not None
-    for number, (chat, places) in enumerate([(CHAT, answers), (hello, [1]), (CHAT[:2], [])]):
+    for number, (chat, places) in enumerate(expected_chats):
         ids = [*ours.encode_rendered(ours.chat.render(chat))[0], ours.eod]
         assert shard.document(number).tolist() == ids
         expected = np.full(len(ids), -100)
@@ -160,7 +202,8 @@ def test_prepared_labels_by_hand(folder: Path, ours: Tokenizer, tmp_path: Path, 
         if shard.labels is not None:
             assert shard.labels.document(number).tolist() == expected.tolist()
     manifest = json.loads((output / "manifest.json").read_text())
-    assert manifest["inputs"][0]["problems"] == {"missing field": 1}
+    unanswered = {} if messages == "all" else {"chat without an answer": 1}
+    assert manifest["inputs"][0]["problems"] == {"missing messages": 1} | unanswered
 
 
 def test_wrong_preparations_are_errors(folder: Path, tmp_path: Path) -> None:
@@ -200,6 +243,35 @@ def test_answers_continue_the_rendered_chat(checkpoint: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == wanted + "\n"
 
 
+def test_variables_reach_generation_and_prepared_data(
+    checkpoint: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A template by its name, and with a value that only its prompts show."""
+    kwargs = ["--chat-template-kwargs", '{"enable_thinking": false}']
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    given = ["--input", f"chats={tmp_path / 'chats.jsonl'}", "--output", str(tmp_path / "out"), "--messages", "answers"]
+    given += ["--tokenizer-type", "HFTokenizer", "--vocab-file", str(folder / "tokenizer.json"), "--workers", "0"]
+    with pytest.raises(DataError, match="--chat-template-kwargs: the chat template does not read 'enable_thinking'"):
+        prepare.main([*given, *kwargs])
+    assert prepare.main([*given, *kwargs, "--chat-template", "qwen3", "--test-fraction", "0"]) == 0
+    saved = load_saved_tokenizer(tmp_path / "out")
+    assert saved.chat is not None and saved.chat.variables == {"enable_thinking": False}
+    assert saved.chat.source == shipped_templates()["qwen3"].read_text()
+    tokenizer = load_generator(checkpoint).tokenizer
+    assert tokenizer.chat is not None
+    source = tokenizer.chat.source + "{% if add_generation_prompt and enable_thinking is false %}:{% endif %}"
+    tokenizer.chat = ChatTemplate(source, {})
+    config = load_config([], TINY | {"vocab_size": 512, "max_position_embeddings": 256})
+    write_checkpoint(tmp_path / "run", config, talkative_model(config).state_dict(), tokenizer=tokenizer)
+    whole = load_generator(checkpoint).complete(["user:hello.assistant::"], 30)[0].text
+    asked = ["--checkpoint", str(tmp_path / "run"), "--prompt", "hello", "--max-new-tokens", "30", *kwargs]
+    capsys.readouterr()
+    assert generate.main([*asked, "--chat"]) == 0
+    assert capsys.readouterr().out == whole.partition(".")[0] + "\n"
+    with pytest.raises(EvaluationError, match="--chat-template-kwargs: has no effect without --chat"):
+        generate.main(asked)
+
+
 def test_answers_to_several_messages_go_to_a_file(checkpoint: Path, tmp_path: Path) -> None:
     """Each is a chat of its own; the last messages of a longer chat are answered in Python."""
     output, generator = tmp_path / "out.jsonl", load_generator(checkpoint)
@@ -222,6 +294,23 @@ def test_typed_messages_are_one_conversation(checkpoint: Path, monkeypatch: pyte
         chat.append({"role": "assistant", "content": generator.answer([chat], 10)[0].text})
         shown += chat[-1]["content"] + "\n"
     assert isinstance(sys.stdout, Terminal) and sys.stdout.getvalue() == shown + "\n"
+
+
+def test_a_conversation_that_outgrows_the_positions_goes_on(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first messages are left out; a message that is too long alone is not taken."""
+    config = load_config([], TINY | {"vocab_size": 512, "max_position_embeddings": 72, "pos_emb": "learned"})
+    write_checkpoint(tmp_path / "run", config, tokenizer=load_generator(checkpoint).tokenizer)
+    type_lines(monkeypatch, "one", "two", "x" * 60, "three")
+    given = ["--checkpoint", str(tmp_path / "run"), "--chat", "--system", "S", "--max-new-tokens", "20"]
+    assert generate.main(given) == 0
+    system, generator, shown = {"role": "system", "content": "S"}, load_generator(tmp_path / "run"), ""
+    for text in ("one", "two", "three"):  # two turns do not fit
+        shown += plain(generator.answer([[system, {"role": "user", "content": text}]], 20)[0].text) + "\n"
+    assert isinstance(sys.stdout, Terminal) and sys.stdout.getvalue() == shown + "\n"
+    told = capsys.readouterr().err
+    assert told.count("the first 2 messages are left out") == 2 and "beyond the 72 learned positions" in told
 
 
 def test_a_special_token_ends_an_answer(ours: Tokenizer) -> None:

@@ -1,7 +1,9 @@
 """Chat templates of strangers: the same texts as with jinja2, and an end for every template, at the same step."""
 
+import contextlib
 import itertools
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers import chat as chat_module
 from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template
+from megatron_coca.data.tokenizers.chat_sandbox import METHODS, REMOVED, Budget, TooManySteps, compiled
 from megatron_coca.data.tokenizers.text_rules import TextRules, find_rules
 from tests.checkpoint_files import TINY, talkative_model, write_checkpoint
 
@@ -94,6 +97,31 @@ ENDLESS = {
     "mapped items": "{% for i in range(999) %}{{ range(99999)|map(attribute='x')|select|list }}{% endfor %}",
     "a membership": "{% set x = range(99999)|list %}{% for a in x %}{{ 'y' in x }}{% endfor %}",
     "slices": "{% set x = range(99999)|list %}{% for a in x %}{% set y = x[1:] %}{% endfor %}",
+    "a named width of tabs": "{{ ('\\t' * 999).expandtabs(tabsize=10**9) }}",
+    "a large number": "{% set n = ('f' * 999999)|int(base=16) %}{{ n // 3 % 7 }}",
+    "a named argument of a format": "{{ ('{a}' * 999).format(a='x' * 99999) }}",
+    "arguments by name": "{{ ('x' * 9999)|replace(new='y' * 9999, old='x') }}",
+    "other line ends": "{{ ('\\r' * 9999)|indent('x' * 9999, blank=true) }}",
+    "a path of attributes": "{{ range(9999)|map('string')|map(attribute='" + "0." * 9999 + "0')|list }}",
+    "a sort by a path": "{{ range(3000)|list|sort(attribute='real" + ".real" * 9 + "')|length }}",
+    "the largest by a path": "{{ range(3000)|max(attribute='real" + ".real" * 9 + "') }}",
+    "arguments from a list": "{% set x = range(9999)|list %}{% for i in x %}{{ cycler(*x) }}{% endfor %}",
+    "arguments from a text": "{% set x = '\u4e2d' * 999999 %}{{ cycler(*x) }}",
+    "a deep key": "{% set ns = namespace(t=()) %}{% for i in range(9999) %}{% set ns.t = (ns.t,) %}{% endfor %}"
+    "{{ {ns.t: 1} }}",
+    "a wide key": TWICE + "{% set ns.t = (ns.t, ns.t) %}{% endfor %}{{ {1: 2}[ns.t] }}",
+    "a message": TWICE + "{% set ns.t = [ns.t, ns.t] %}{% endfor %}{{ raise_exception(ns.t) }}",
+    "a test of a text": TWICE + "{% set ns.t = [ns.t, ns.t] %}{% endfor %}{{ ns.t is upper }}",
+    "changes": "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(9) %}{% set ns.a = [ns.a, ns.a] %}"
+    "{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
+    "{% for i in range(9999) %}{{ loop.changed(ns.a) }}{{ loop.changed(ns.b) }}{% endfor %}",
+    "values": "{% set d = {'a': range(9999)|list} %}{% for i in range(9999) %}{{ 'y' in d.values() }}{% endfor %}",
+    "constants": "{% for i in range(9999) %}{% set x = [" + "1," * 9999 + "] %}{% endfor %}",
+    "nodes": "{{ a }}" * 20_000,
+    "separators of JSON": "{{ range(9999)|list|tojson(separators=['x' * 400, 'y' * 400]) }}",
+    "a list of characters": "{{ ('x' * 999999)|list }}",
+    "words": "{{ ('x ' * 499999).split() }}",
+    "titles": "{{ ('x-' * 499999)|title }}",
     "a long time": "{{ strftime_now('%1000000000Y') }}",
     "parentheses": "{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}",
     "blocks": "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
@@ -208,19 +236,24 @@ def test_a_preparation_has_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert saved is not None and saved.now is None and saved.render([{"content": ""}]) != time
     again = [*given, "--output", str(tmp_path / "again"), "--chat-time"]
     prepare.main([*again, chat["time"]])
-    for name in ("c_train.bin", "manifest.json", "tokenizer_type.json"):
+    for name in ("c_train.bin", "tokenizer_type.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    first, second = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("out", "again"))
+    assert first.pop("made_from") != second.pop("made_from"), "the time is an input of the second command only"
+    assert first == second
     with pytest.raises(DataError, match="chat_time: Input should be a valid datetime"):
         prepare.main([*again[:-2], str(tmp_path / "b"), "--chat-time", "now"])
 
 
 def test_chats_of_any_depth_are_counted_problems(tmp_path: Path) -> None:
     """Whichever part reaches the limit of recursion: reading, writing, rendering."""
-    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content|tojson }}{{ m.content }}{% endfor %}")
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.deep|tojson }}{{ m.deep }}{{ m.content }}{% endfor %}"
+    )
     given = write_chats(tmp_path, "text")
     with (tmp_path / "chats.jsonl").open("a") as stream:
         for depth in range(100, 1100, 9):
-            stream.write('{"messages": [{"role": "user", "content": ' + "[" * depth + "]" * depth + "}]}\n")
+            stream.write('{"messages": [{"role": "user", "deep": ' + "[" * depth + "]" * depth + "}]}\n")
     prepare.main([*given, "--max-faulty", "1"])
     (found,) = json.loads((tmp_path / "out" / "manifest.json").read_text())["inputs"]
     assert found["records"] == 113 and found["problems"]["chat that cannot be rendered"] > 40
@@ -287,3 +320,30 @@ def test_strange_descriptions_of_a_saved_tokenizer_are_errors(changed: dict[str,
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(DataError, match=r"cannot be read \(.* not text\)"):
         load_saved_tokenizer(tmp_path)
+
+
+def test_each_value_is_paid_before_it_is_made() -> None:
+    """A method or filter with huge arguments, by place and by name, needs little memory."""
+    methods = [f"{{{{ text.{name}(ARGUMENTS) }}}}" for name in METHODS[str]]
+    filters = [f"{{{{ text|{name}(ARGUMENTS) }}}}" for name in jinja2.Environment().filters.keys() - REMOVED]
+    given = ["10**9", "text", "text, text, 10**9", "tabsize=10**9", "width=text", "new=text, old='x'", "a=text"]
+    text = "{% set text = 'x\\t\\n{a}{a}%s%s' * 2000 %}"
+    tracemalloc.start()
+    for source, arguments in itertools.product([*methods, *filters], given):
+        with contextlib.suppress(DataError):
+            ChatTemplate(text + source.replace("ARGUMENTS", arguments), {}).render([])
+        compiled.cache_clear()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 27, (source, arguments)
+    tracemalloc.stop()
+
+
+def test_each_prefix_of_a_chat_has_the_budget_of_one_rendering() -> None:
+    whole = Budget(1000, 100)
+    part = whole.part()
+    part.spend(60)
+    assert whole.spent == 60
+    with pytest.raises(TooManySteps):
+        part.spend(41)
+    whole.spend(890)
+    with pytest.raises(TooManySteps):
+        whole.part().spend(60)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -295,3 +296,27 @@ def test_rules_of_texts_are_found_saved_and_taken_from_a_saved_copy(tmp_path: Pa
     assert [copy.rules for copy in copies] == [found.rules] * 2
     (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
     assert load_tokenizer("HFTokenizer", tmp_path / "other.json").ends == (0,), "the folder may be anybody's"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"clean_up_tokenization_spaces": True}, {"model_max_length": 4}, {"add_eos_token": True}], ids=str
+)
+def test_settings_of_transformers_do_not_change_texts(
+    settings: dict[str, object], folder: Path, tmp_path: Path
+) -> None:
+    """Such as the rule that removes spaces before punctuation, which the configurations of Llama 3 switch on."""
+    shutil.copyfile(folder / "tokenizer.json", tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|endoftext|>"}))
+    ours, plain = load_tokenizer("HFTokenizer", tmp_path), load_tokenizer("HFTokenizer", folder / "tokenizer.json")
+    text = "x != y , it 's 'quoted' ' . ? don 't"
+    assert list(ours.encode(text)) == list(plain.encode(text))
+    assert ours.decode(ours.encode(text)) == text
+
+
+def test_merges_of_pieces_with_spaces(tmp_path: Path) -> None:
+    """They are pairs in a list, because a text with one space between them would be ambiguous."""
+    pieces = {piece: number for number, piece in enumerate(["<|endoftext|>", "a", " ", "  ", "    "])}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=pieces, merges=[(" ", " "), ("  ", "  ")]))
+    model.save(str(tmp_path / "tokenizer.json"))
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"][0] == [" ", " "]
+    assert list(load_tokenizer("HFTokenizer", tmp_path / "tokenizer.json").encode("a    a")) == [1, 4, 1]
