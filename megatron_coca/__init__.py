@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from megatron_coca.model import Attention, Sampling, build_model
     from megatron_coca.model.generate import generate
+    from megatron_coca.sinks import MetricSink, RunFacts, SinkOption, register_sink
     from megatron_coca.support.errors import InputError
     from megatron_coca.text_generation import load_generator
     from megatron_coca.training.corpus import open_corpus, open_loader
@@ -42,6 +43,7 @@ _NAMES = {
         *("TrainingFrequencies", "register"),
     ),
     "model": ("Attention", "Sampling", "build_model", "generate"),
+    "sinks": ("MetricSink", "RunFacts", "SinkOption", "register_sink"),
     "support.errors": ("InputError",),
     "text_generation": ("load_generator",),
     "training.corpus": ("open_corpus", "open_loader"),

@@ -1,4 +1,6 @@
-"""`python -m megatron_coca` is `megatron-coca`. Commands start others by this file's path (support/processes.py)."""
+"""`python -m megatron_coca` is `megatron-coca`. To start another command, a command runs this file by its path
+(work/processes.py).
+"""
 
 import sys
 from pathlib import Path

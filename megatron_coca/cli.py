@@ -14,16 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_coca import __version__
-from megatron_coca.support.errors import UNUSABLE, InputError, report
-from megatron_coca.support.plain_text import PlainFormatter
-from megatron_coca.support.processes import (
-    TOO_MANY_FILES,
-    allow_open_files,
-    drop_closed_streams,
-    drop_output,
-    open_missing_streams,
-    safe_path,
-)
+from megatron_coca.support.errors import NO_SPACE, UNUSABLE, InputError, report, why_not_written
+from megatron_coca.support.open_files import TOO_MANY_FILES, allow_open_files
+from megatron_coca.support.output import drop_closed_streams, drop_output, losses, open_missing_streams, survive
+from megatron_coca.support.plain_text import PlainFormatter, plain
+from megatron_coca.work.workers import safe_path
 
 COMMANDS = {
     "train": ("commands.train", "train a model"),
@@ -46,7 +41,19 @@ COMMANDS = {
 REMOVED = {"train-tokenizer": "use prepare --train-tokenizer VOCAB_SIZE"}
 """Removed subcommands, with the replacement."""
 
+ELSEWHERE = {
+    "chat": "generate --chat",
+    "convert": "import or export",
+    "finetune": "train MODEL data.yml",
+    "tokenize": "prepare",
+    "preprocess": "prepare",
+}
+"""Names that other programs give to what a subcommand does here."""
+
 RESUMABLE = ("prepare", "ablate", "stretch")
+
+WRITES_FILES = ("train", "prepare", "import", "export", "stretch", "ablate", "quickstart")
+"""Subcommands whose results are files. They end their work even if nobody can read their output."""
 
 EPILOG = """for example:
     megatron-coca configs copy configs
@@ -60,9 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
 
     The status is 2 for invalid input, a missing library or a full disk, 69 if an object store does not answer, 130
-    after Ctrl-C, and 141 if nobody reads the rest of the output, as with `| head`.
+    after Ctrl-C, and 141 if nobody reads the rest of a result that is printed, as with `| head`. Messages on standard
+    error that cannot be written never change the status.
     """
     open_missing_streams()
+    survive("stderr")
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else list(arguments))
@@ -73,12 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        if error.errno not in NO_SPACE:
             raise
         drop_output(sys.stdout)  # or the flush at exit fails again
-        text = "megatron-coca: the output or a file: cannot be written (No space left on device); free some space"
-        print(text, file=sys.stderr)
+        named = error.filename or "the output or a file"
+        print(plain(f"megatron-coca: {named}: {why_not_written(error, 'write elsewhere')}"), file=sys.stderr)
         return UNUSABLE
+    finally:
+        for text in losses():
+            print(f"megatron-coca: {text}", file=sys.stderr)
 
 
 def _run(given: Sequence[str]) -> int:
@@ -87,6 +99,8 @@ def _run(given: Sequence[str]) -> int:
         print(outside(missing), file=sys.stderr)
         return 2
     name = command(given[:1])
+    if name in WRITES_FILES:
+        survive("stdout")
     allow_open_files()
     if logging.lastResort is not None:  # prints warnings of commands that do not set up logging
         logging.lastResort.setFormatter(PlainFormatter())
@@ -124,6 +138,8 @@ def command(arguments: Sequence[str]) -> str:
 
         if arguments[0] in REMOVED:
             parser.error(f"{arguments[0]!r} was removed; {REMOVED[arguments[0]]}")
+        if arguments[0] in ELSEWHERE:
+            parser.error(f"{arguments[0]!r} is not a command; use {ELSEWHERE[arguments[0]]}")
         hint = nearest(arguments[0], COMMANDS) or f"; use one of {', '.join(COMMANDS)}"
         parser.error(f"{arguments[0]!r} is not a command{hint}")
     return str(parser.parse_args(arguments).command)

@@ -1,8 +1,9 @@
 """Generation of text: prompts and continuations as strings, chats, and stop strings."""
 
+import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
+from megatron_coca.checkpoints.identity import network_digest
 from megatron_coca.checkpoints.load import Overrides
 from megatron_coca.data import DataError, Tokenizer
 from megatron_coca.data.tokenizers.chat import Messages
+from megatron_coca.data.tokenizers.stops import text_before_stop
 from megatron_coca.model import (
     GPT,
     GREEDY,
     Sampling,
+    check_reach,
     equal_length_batches,
     generate_tokens,
     row_seeds,
@@ -46,7 +50,6 @@ class Continuation:
             raise ValueError("an empty stop string would end every text before its first token; leave it out")
         self._tokenizer, self._stops, self._ends = tokenizer, stops, (*tokenizer.ends, *ends)
         self._context = list(prompt[-CONTEXT:])
-        self._before = len(tokenizer.decode(self._context))
         self.tokens: list[int] = []
         self.finish: Literal["eod", "stop", "length"] = "length"
 
@@ -56,14 +59,12 @@ class Continuation:
         if token in self._ends:
             self.finish = "eod"
         elif self._stops:
-            text = self._decoded()
-            self.finish = "stop" if any(stop in text for stop in self._stops) else "length"
+            self.finish = "stop" if self._read()[1] else "length"
 
     @property
     def text(self) -> str:
-        """The text so far; without the stop string that ended it and what follows that."""
-        text = self._decoded()
-        return text[: min((begin for stop in self._stops if (begin := text.find(stop)) >= 0), default=len(text))]
+        """The text so far, without the stop string that ended it and everything after this string."""
+        return self._read()[0]
 
     @property
     def settled(self) -> str:
@@ -82,22 +83,43 @@ class Continuation:
     def __repr__(self) -> str:
         return f"Continuation({self.text!r}, finish={self.finish!r}, tokens={len(self.tokens)})"
 
-    def _decoded(self) -> str:
+    def _read(self) -> tuple[str, bool]:
         new = self.tokens[:-1] if self.finish == "eod" else self.tokens
-        return self._tokenizer.decode([*self._context, *new])[self._before :]
+        return text_before_stop(self._tokenizer, new, self._stops, self._context)
 
 
 @dataclass(frozen=True)
 class TextGenerator:
     """A model in evaluation mode with its tokenizer; made by `load_generator`.
 
-    Names of special tokens in a prompt become these. If there is a token `start`, prompts that do not begin with it
-    get it in front; without one an empty prompt is the end-of-document token.
+    Names of special tokens in a prompt are encoded as these tokens. If there is a token `start`, it is put before
+    prompts that do not begin with it. Without `start`, an empty prompt is encoded as the end-of-document token.
+    `identify` returns a digest of the weights, and of the keys that change what they compute.
     """
 
     model: GPT
     tokenizer: Tokenizer
     start: int | None = None
+    identify: Callable[[], str] = field(default=str, repr=False, compare=False)
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the tokens of a prompt of `complete`. Raises DataError for a prompt that cannot be encoded."""
+        start, ids = [] if self.start is None else [self.start], self.tokenizer.encode_prompt(prompt)
+        return (ids if ids[:1] == start else [*start, *ids]) or [self.tokenizer.eod]
+
+    def encode_chat(self, chat: Messages) -> list[int]:
+        """Return the tokens of a chat of `answer`, up to the beginning of the answer.
+
+        Raises DataError without a template, and for messages that the template rejects.
+        """
+        template = self.tokenizer.chat
+        if template is None:
+            raise DataError("the tokenizer has no chat template; prepare the training data with one, or continue text")
+        return self.tokenizer.encode_rendered(template.render(chat, prompt=True))[0]
+
+    def check_room(self, tokens: int, max_new_tokens: int) -> None:
+        """Raise PositionRangeError if the model lacks the positions of a prompt and its continuation, in tokens."""
+        check_reach(self.model, tokens + max_new_tokens - 1)  # no token follows the last one
 
     def complete(
         self,
@@ -109,18 +131,18 @@ class TextGenerator:
     ) -> list[Continuation]:
         """Continue prompts.
 
-        The draws for a prompt follow from `sampling.seed`, its tokens and the number of equal prompts before it, not
-        from its batch; `generate_tokens` describes the rest. Raises as it does; DataError for a prompt that cannot be
-        encoded.
+        The random numbers for a prompt depend on `sampling.seed`, its tokens and the number of equal prompts before it,
+        but not on its batch. `generate_tokens` describes everything else. Raises the errors of `generate_tokens`, and
+        DataError for a prompt that cannot be encoded.
 
         Args:
-            options: `tokens_per_batch`, the most tokens of a batch of prompts of one length (one prompt at least), by
-                default 16384; `progress`, which shows it; `pushed`, a function that is called with a continuation after
-                each of its tokens; `dynamic_length` as in `generate_tokens`.
+            options: `tokens_per_batch`, the maximum number of tokens of a batch, which has prompts of one length and at
+                least one of them, by default 16384; `progress`, which shows the progress; `pushed`, a function that is
+                called with a continuation after each of its tokens; `ended`, a function that is called with the index
+                of a prompt and its continuation when the continuation is complete; `left_out`, indices of prompts to
+                leave out, which keep empty continuations; `dynamic_length` as in `generate_tokens`.
         """
-        start = [] if self.start is None else [self.start]
-        encoded = [self.tokenizer.encode_prompt(prompt) for prompt in prompts]
-        ids = [(row if row[:1] == start else [*start, *row]) or [self.tokenizer.eod] for row in encoded]
+        ids = [self.encode(prompt) for prompt in prompts]
         rows = [Continuation(self.tokenizer, row, stops) for row in ids]
         return self._continue(ids, rows, max_new_tokens, sampling, **options)
 
@@ -132,14 +154,11 @@ class TextGenerator:
         stops: Sequence[str] = (),
         **options: Any,
     ) -> list[Continuation]:
-        """Continue chats by the next answer, to the end of the turn in the tokenizer's chat template.
+        """Continue each chat by its next answer, up to the end of the turn in the tokenizer's chat template.
 
-        Otherwise as `complete`. Raises DataError too without a template, and for messages that the template rejects.
+        Everything else is as for `complete`. Raises DataError as `encode_chat` does.
         """
-        template = self.tokenizer.chat
-        if template is None:
-            raise DataError("the tokenizer has no chat template; prepare the training data with one, or continue text")
-        ids = [self.tokenizer.encode_rendered(template.render(chat, prompt=True))[0] for chat in chats]
+        ids = [self.encode_chat(chat) for chat in chats]
         ends, text = self.tokenizer.turn_ends()
         rows = [Continuation(self.tokenizer, row, [*stops, *text], ends) for row in ids]
         return self._continue(ids, rows, max_new_tokens, sampling, **options)
@@ -153,37 +172,56 @@ class TextGenerator:
         tokens_per_batch: int = 16384,
         progress: bool = False,
         pushed: Callable[[Continuation], None] | None = None,
+        ended: Callable[[int, Continuation], None] | None = None,
+        left_out: Collection[int] = (),
         **options: Any,
     ) -> list[Continuation]:
         seeds, device = row_seeds(ids, sampling.seed), next(self.model.parameters()).device
         options["vocab_size"] = min(self.model.vocab_size, self.tokenizer.vocab_size)  # the rest is padding
-        with Progress("generating", len(ids), "prompts", show=progress) as bar:
-            for batch in equal_length_batches([len(row) for row in ids], max_new_tokens, tokens_per_batch):
+        asked = [index for index in range(len(ids)) if index not in left_out]
+        if asked:
+            self.check_room(max(len(ids[index]) for index in asked), max_new_tokens)
+        batches = equal_length_batches([len(ids[index]) for index in asked], max_new_tokens, tokens_per_batch)
+        with Progress("generating", len(ids), "prompts", len(ids) - len(asked), show=progress) as bar:
+            for batch in ([asked[place] for place in places] for places in batches):
                 prompts = torch.tensor([ids[index] for index in batch], device=device)
                 own_seeds = [seeds[index] for index in batch]
                 steps = generate_tokens(
                     self.model, prompts, max_new_tokens, sampling=sampling, seeds=own_seeds, **options
                 )
-                collect([rows[index] for index in batch], steps, pushed)
+                collect({index: rows[index] for index in batch}, steps, pushed, ended)
                 bar.advance(len(batch))
         return rows
 
 
 def collect(
-    rows: Sequence[Continuation], steps: Iterator[Tensor], pushed: Callable[[Continuation], None] | None = None
+    rows: Mapping[int, Continuation],
+    steps: Iterator[Tensor],
+    pushed: Callable[[Continuation], None] | None = None,
+    ended: Callable[[int, Continuation], None] | None = None,
 ) -> None:
     """Add the tokens of each step to their rows, until the steps or all rows end.
 
-    `pushed` is called with a row after each of its tokens.
+    `pushed` is called with a row after each of its tokens, and `ended` with its key and the row when the row is
+    complete.
     """
+    left = dict(rows)
     for new in steps:
-        for row, token in zip(rows, new.tolist(), strict=True):
-            if row.finish == "length":
-                row.push(token)
-                if pushed is not None:
-                    pushed(row)
-        if all(row.finish != "length" for row in rows):
+        for (key, row), token in zip(rows.items(), new.tolist(), strict=True):
+            if key not in left:
+                continue
+            row.push(token)
+            if pushed is not None:
+                pushed(row)
+            if row.finish != "length":
+                del left[key]
+                if ended is not None:
+                    ended(key, row)
+        if not left:
             return
+    if ended is not None:
+        for key, row in left.items():
+            ended(key, row)
 
 
 def load_generator(
@@ -193,23 +231,31 @@ def load_generator(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     start_token: str | None = None,
+    show: bool = False,
 ) -> TextGenerator:
     """Load a checkpoint with its tokenizer; arguments as in `OpenedCheckpoint.load`.
 
-    `start_token` is put before every prompt, such as Gemma's `<bos>`; chats have that of their template.
+    `start_token`, such as Gemma's `<bos>`, is put before every prompt. Chats have the start token of their template.
 
     Raises:
-        CheckpointError: as `load_model`, and where the checkpoint has no tokenizer.
+        CheckpointError: as for `load_model`, and if the checkpoint has no tokenizer.
         ConfigError: an invalid override.
         DataError: the tokenizer is damaged, or has no such symbol.
     """
     opened = open_checkpoint(path, overrides=overrides, files=files)
     tokenizer, note = opened.tokenizer(overrides, files)
     if tokenizer is None:
-        raise CheckpointError(f"{path}: {note}; prompts are text: set tokenizer_type and vocab_file to the model's")
+        raise CheckpointError(
+            f"{path}: {note}, but prompts are text; set tokenizer_type and vocab_file to those of the model's tokenizer"
+        )
     if note is not None:
         logger.warning("%s", note)
     start = tokenizer.token(start_token) if start_token is not None else None
     if device == "cpu":
         keep_freed_memory()
-    return TextGenerator(opened.load(overrides, files, device, dtype).model, tokenizer, start)
+    loaded = opened.load(overrides, files, device, dtype, show)
+
+    def identify() -> str:
+        return hashlib.sha256(f"{loaded.identity} {network_digest(loaded.config)}".encode()).hexdigest()
+
+    return TextGenerator(loaded.model, tokenizer, start, identify)

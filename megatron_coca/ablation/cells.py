@@ -18,6 +18,7 @@ import zstandard
 
 from megatron_coca.ablation.grid import Cell, DataRecord
 from megatron_coca.checkpoints import CheckpointError, native
+from megatron_coca.data.readers.compression import FEED
 from megatron_coca.evaluation.report.curves import (
     CURVE,
     METRICS,
@@ -37,6 +38,7 @@ from megatron_coca.evaluation.results import (
 )
 from megatron_coca.evaluation.suite import Command
 from megatron_coca.support.markdown_tables import format_table
+from megatron_coca.support.regular_files import LARGEST, read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -267,21 +269,33 @@ def pack(results: Path) -> Path:
     if not files:
         raise EvaluationError(f"{results}: no results to pack; run the ablation first")
     lines = [{"file": str(file.relative_to(results)), "content": json.loads(file.read_bytes())} for file in files]
-    text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
-    write_atomically(archive_of(results), zstandard.ZstdCompressor(level=LEVEL).compress(text.encode()))
+    text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines).encode()
+    if len(text) > LARGEST:
+        raise EvaluationError(
+            f"{results}: its results take {len(text) >> 20} MiB, but an archive contains at most {LARGEST >> 20} MiB; "
+            "pack the cells in several folders"
+        )
+    write_atomically(archive_of(results), zstandard.ZstdCompressor(level=LEVEL).compress(text))
     return archive_of(results)
 
 
 def _lines(archive: Path) -> list[bytes]:
-    """Return the lines of an archive. Raises ValueError if it is not exactly one complete frame.
+    """Return the lines of an archive. Raises ValueError if it is not exactly one complete frame, or is too large.
 
     `zstandard.open` reads a file that was cut off, or the first of several archives in one file, without an error.
     """
-    decoder = zstandard.ZstdDecompressor().decompressobj()
-    content = decoder.decompress(archive.read_bytes())
-    if not decoder.eof or decoder.unused_data:
-        raise ValueError("it was cut off" if not decoder.eof else "data follows the archive")
-    return content.splitlines()
+    decoder, packed, content = zstandard.ZstdDecompressor().decompressobj(), read_regular(archive), bytearray()
+    for start in range(0, len(packed), FEED):
+        if decoder.eof:
+            raise ValueError("data follows the archive")
+        content += decoder.decompress(packed[start : start + FEED])
+        if len(content) > LARGEST:
+            raise ValueError(f"its content is larger than {LARGEST >> 20} MiB")
+    if not decoder.eof:
+        raise ValueError("it was cut off")
+    if decoder.unused_data:
+        raise ValueError("data follows the archive")
+    return bytes(content).splitlines()
 
 
 def unpack(results: Path) -> None:

@@ -9,17 +9,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
-from megatron_coca.ablation.declared import Declared, Step, in_sequence, outcome, plan, together
+from megatron_coca.ablation.declared import LEVEL, Declared, Step, in_sequence, outcome, plan, together
 from megatron_coca.ablation.grid import AblationFile, Cell, DeclaredContrast
+from megatron_coca.data.synthetic import chances_without_order
 from megatron_coca.evaluation.options import full_label, slug
 from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.looks import Member, members
-from megatron_coca.evaluation.report.retrieval_sections import head_panels
 from megatron_coca.evaluation.results import EvaluationError, Result, read_record
 from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate, p_value
-from megatron_coca.evaluation.tasks.perplexity import PerplexityResult, WindowResult
-from megatron_coca.evaluation.tasks.recall import RecallEntry, RecallResult
-from megatron_coca.evaluation.tasks.retrieval import Tally
+from megatron_coca.evaluation.tasks.perplexity.task import PerplexityResult, WindowResult
+from megatron_coca.evaluation.tasks.recall.section import head_panels
+from megatron_coca.evaluation.tasks.recall.task import RecallEntry, RecallResult
+from megatron_coca.evaluation.tasks.retrieval.task import Tally
 
 BySeed = Mapping[int, float]
 Kind = TypeVar("Kind", bound=Result)
@@ -104,14 +105,15 @@ class Figures:
     def accuracies(self, label: str, multiple: float = 1, shift: int = 0, part: str = "") -> BySeed:
         """Return the recall accuracy by seed at a multiple of the training length.
 
-        `part` is "inside" or "beyond", a kind of question of ordered recall ("latest", "first", "back"), or empty for
-        all questions. Raises EvaluationError if recall was not measured there.
+        `part` is "inside" or "beyond", a kind of question of ordered recall ("latest", "first", "back"), "kinds" for
+        the mean of these three accuracies, or empty for all questions. Raises EvaluationError if recall was not
+        measured there.
         """
         found = {}
         for seed, entries in self._recalls.get(label, {}).items():
             entry = entries.get((multiple, shift))
-            if entry is not None and (tally := _part(entry, part)) is not None:
-                found[seed] = tally.accuracy
+            if entry is not None and (accuracy := _accuracy(entry, part)) is not None:
+                found[seed] = accuracy
         if not found:
             raise EvaluationError(
                 f"recall of {label}: not measured at {multiple:g}L, shift {shift}{', ' * bool(part)}{part}; add this "
@@ -136,6 +138,32 @@ class Figures:
                 "contrasts: this file tests all of them together; call figures.declared(), or set `testing: sequence`"
             )
         return in_sequence([(each, self._differences(each)) for each in self._file.contrasts], len(self._file.seeds))
+
+    def judged(self) -> list[tuple[DeclaredContrast, list[float], str]]:
+        """Return the file's contrasts with their paired differences and their results in this study."""
+        contrasts = self._file.contrasts
+        if self._file.testing == "sequence":
+            verdicts: list[str] = [step.verdict for step in self.sequence()]
+        else:
+            held = [each.contrast for each in self.declared() if each.holm < LEVEL]
+            verdicts = ["holds" if each in held else "does not hold" for each in contrasts]
+        return [(each, self._differences(each), own) for each, own in zip(contrasts, verdicts, strict=True)]
+
+    def paired(self, quantity: str, label: str, other: str, multiple: float = 1) -> list[float]:
+        """Return the differences of two labels over their common seeds, of logarithms for perplexities."""
+        return self._differences(DeclaredContrast(label=label, other=other, at=multiple, quantity=quantity))
+
+    @property
+    def without_order(self) -> dict[str, float]:
+        """The recall of a model that cannot tell the order of facts, by the kind of question, and their mean ("kinds").
+
+        Raises EvaluationError if the models were not trained on ordered recall.
+        """
+        task = self._cells[0].trained.data.synthetic if self._cells else None
+        if task is None or task.updates is None:
+            raise EvaluationError("recall without order: no model was trained on ordered_recall; use another file")
+        chances = chances_without_order(task.facts, task.updates, task.values)
+        return chances | {"kinds": sum(chances.values()) / len(chances)}
 
     def failed(self, label: str, least: float) -> list[int]:
         """Return the seeds whose model has a recall accuracy below `least` at the training length."""
@@ -170,14 +198,16 @@ class Figures:
         return together([(contrast, self._differences(contrast)) for contrast in contrasts], len(contrasts))
 
     def _differences(self, contrast: DeclaredContrast, without: Collection[int] = ()) -> list[float]:
-        """Return a contrast's differences (of logarithms for perplexities) over the seeds that both labels have, except
-        those in `without`.
+        """Return a contrast's differences (of logarithms for perplexities) over the seeds that all its labels have,
+        except those in `without`.
         """
-        if not {contrast.label, contrast.other} <= set(self.labels):
+        if not contrast.terms.keys() <= set(self.labels):
             return []
-        values = self.accuracies if contrast.quantity == "recall" else partial(self.logarithms, contrast.quantity)
-        ours, theirs = (values(label, contrast.at) for label in (contrast.label, contrast.other))
-        return [ours[seed] - theirs[seed] for seed in sorted((ours.keys() & theirs.keys()) - {*without})]
+        quantity, part = contrast.quantity, contrast.quantity.partition(" ")[2]
+        values = partial(self.accuracies, part=part) if contrast.is_recall else partial(self.logarithms, quantity)
+        weighted = [(weight, values(label, contrast.at)) for label, weight in contrast.terms.items()]
+        common = set.intersection(*(set(by_seed) for _, by_seed in weighted)) - {*without}
+        return [sum(weight * by_seed[seed] for weight, by_seed in weighted) for seed in sorted(common)]
 
     def logarithms(self, quantity: str, label: str, multiple: float = 1) -> BySeed:
         """Return the logarithm of a quantity by seed. Raises EvaluationError for an unknown quantity or label.
@@ -231,8 +261,8 @@ class Figures:
             )
         return Contrast(geometric_estimate([ours[seed] - theirs[seed] for seed in common]))
 
-    def over_documents(self, label: str, other: str, multiple: float = 1) -> Estimate:
-        """Return the ratio of two labels' perplexities, with its 95% interval over documents.
+    def over_documents(self, label: str, other: str, multiple: float = 1, inside: float = 0.95) -> Estimate:
+        """Return the ratio of two labels' perplexities, with its interval over documents at the confidence `inside`.
 
         Each document's losses are averaged over the seeds that both labels have; then documents are resampled.
         """
@@ -241,7 +271,7 @@ class Figures:
         tokens = pairs[0][0].tokens_scored
         by_seed = [np.subtract(one.nll_by_document, another.nll_by_document) for one, another in pairs]
         differences = (np.mean(by_seed, axis=0) / tokens).tolist()
-        low, high = map(math.exp, bootstrap_interval(differences))
+        low, high = map(math.exp, bootstrap_interval(differences, inside))
         return Estimate(math.exp(sum(differences)), low, high, len(differences))
 
     def chart(self, labels: Sequence[str]) -> Figure:
@@ -273,11 +303,14 @@ class Figures:
         return Figure("heads", "", "", *panels(drawn, in_pairs=True))
 
 
-def _part(entry: RecallEntry, part: str) -> Tally | None:
-    """Return the answers of a part, or None if the part has no question."""
-    if part in ("inside", "beyond"):
-        return entry.inside if part == "inside" else entry.beyond
-    return (entry.questions or {}).get(part) if part else entry
+def _accuracy(entry: RecallEntry, part: str) -> float | None:
+    """Return the accuracy of a part, or None if the part has no question."""
+    kinds = entry.questions or {}
+    if part == "kinds":
+        return sum(tally.accuracy for tally in kinds.values()) / len(kinds) if kinds else None
+    parts: dict[str, Tally | None] = {"": entry, "inside": entry.inside, "beyond": entry.beyond, **kinds}
+    tally = parts.get(part)
+    return None if tally is None else tally.accuracy
 
 
 def _lengths(entries: Mapping[Any, object]) -> list[float]:

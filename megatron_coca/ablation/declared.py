@@ -1,4 +1,8 @@
-"""Tests of a file's declared contrasts (together with Holm's correction, or in a fixed sequence), and their power."""
+"""Tests of a file's declared contrasts (together with Holm's correction, or in a fixed sequence), and their power.
+
+A p-value and the interval beside it always have the same correction. In a fixed sequence neither is corrected, because
+each contrast is tested at a level of 5%.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +10,18 @@ from typing import Literal, NamedTuple
 
 from megatron_coca.ablation.grid import AblationFile, DeclaredContrast
 from megatron_coca.evaluation.options import in_sentence
-from megatron_coca.evaluation.statistics import Estimate, equal, estimate, exponential, holm, p_value, power
+from megatron_coca.evaluation.statistics import (
+    Estimate,
+    equal,
+    estimate,
+    exponential,
+    exponentiated,
+    holm,
+    holm_factors,
+    level_text,
+    p_value,
+    power,
+)
 
 LEVEL = 0.05
 """Level of the tests, which are two-sided."""
@@ -15,17 +30,29 @@ Verdict = Literal["holds", "holds in the opposite direction", "does not hold", "
 """The result of a contrast in a sequence. Only "holds" lets the next contrast be tested."""
 
 
+SMALLEST_P = 1e-12
+"""Smallest p-value that is shown as a number."""
+
+
 class Declared(NamedTuple):
     """A declared contrast with its mean difference over seeds (of logarithms for perplexities).
 
     `p` is the p-value of the two-sided paired t test; `holm` is this p-value corrected for all contrasts of the file.
-    Both are NaN if all seeds differ by the same amount, or if a difference is not finite.
+    Both are NaN if all seeds differ by the same amount, or if a difference is not finite. The interval has the same
+    correction as `holm`: its confidence `level` is that at which Holm's method tests this contrast, so it excludes 0 if
+    and only if `holm` is below 5%.
     """
 
     contrast: DeclaredContrast
     difference: Estimate
     p: float
     holm: float
+    level: float
+
+    @property
+    def times(self) -> Estimate:
+        """The ratio of perplexities, for a difference of their logarithms."""
+        return exponentiated(self.difference)
 
 
 class Step(NamedTuple):
@@ -42,15 +69,18 @@ Differences = Sequence[float]
 
 
 def together(found: Sequence[tuple[DeclaredContrast, Differences]], count: int) -> list[Declared]:
-    """Return the contrasts with at least two seeds, with p-values corrected for all `count` declared contrasts."""
+    """Return the contrasts with at least two seeds, with p-values and intervals corrected for all `count` declared
+    contrasts.
+    """
     known = [(contrast, differences) for contrast, differences in found if len(differences) > 1]
     p_values = [p_value(differences) for _, differences in known]
-    missing = count - len(known)  # these contrasts count too, so that an unfinished study does not claim more
-    corrected = holm(p_values + [1.0] * missing)
-    return [
-        Declared(contrast, estimate(differences), p, own)
-        for (contrast, differences), p, own in zip(known, p_values, corrected, strict=False)
-    ]
+    missing = [1.0] * (count - len(known))  # these count too, so that an unfinished study does not claim more
+    corrected, factors = holm(p_values + missing), holm_factors(p_values + missing)
+    tested = []
+    for (contrast, differences), p, own, factor in zip(known, p_values, corrected, factors, strict=False):
+        level = 1.0 - LEVEL / factor
+        tested.append(Declared(contrast, estimate(differences, level), p, own, level))
+    return tested
 
 
 def in_sequence(found: Sequence[tuple[DeclaredContrast, Differences]], seeds: int) -> list[Step]:
@@ -75,8 +105,11 @@ def _verdict(contrast: DeclaredContrast, difference: Estimate, p: float) -> Verd
 
 
 def p_text(p: float) -> str:
-    """Return a p-value with two digits, or "undefined" if all seeds differ by the same amount."""
-    return "undefined" if math.isnan(p) else f"{p:.2g}"
+    """Return a p-value with two digits, or "undefined" if all seeds differ by the same amount.
+
+    Values below 1e-12 are only compared with it: rounding of the t distribution is almost as large.
+    """
+    return "undefined" if math.isnan(p) else "below 1e-12" if p < SMALLEST_P else f"{p:.2g}"
 
 
 def power_of(file: AblationFile, contrast: DeclaredContrast, share: float = 1.0) -> float | None:
@@ -97,7 +130,7 @@ def plan(file: AblationFile) -> list[str]:
     if not file.contrasts:
         return []
     count, seeds = len(file.contrasts), len(file.seeds)
-    how = f"The p-values of {count} two-sided contrasts are corrected together (Holm)."
+    how = f"The p-values and intervals of {count} two-sided contrasts are corrected together (Holm)."
     if file.testing == "sequence":
         how = (
             f"The first of {count} contrasts is the primary contrast. Each is tested once, when all {seeds} seeds are "
@@ -131,7 +164,7 @@ def claim(file: AblationFile, tested: Sequence[Declared], steps: Sequence[Step])
     """
     if not file.contrasts:
         return ""
-    first, correction = file.contrasts[0], ""
+    first, level, count = file.contrasts[0], 1.0 - LEVEL, 1
     if file.testing == "sequence":
         if not steps:
             return outcome(file, steps)[0]
@@ -140,14 +173,15 @@ def claim(file: AblationFile, tested: Sequence[Declared], steps: Sequence[Step])
         found = next((each for each in tested if each.contrast == first), None)
         if found is None:
             return ""
-        p, difference = found.holm, found.difference
-        correction = f", corrected for {len(file.contrasts)} contrasts" if len(file.contrasts) > 1 else ""
+        p, difference, level, count = found.holm, found.difference, found.level, len(file.contrasts)
     if not math.isfinite(difference.mean):
-        names = f"{in_sentence(first.label)} and {in_sentence(first.other)}"
+        names = first.title or f"{in_sentence(first.label)} and {in_sentence(first.other)}"
         return f"{_place(first)}, the {_quantity(first)} of {names} cannot be compared: {INFINITE}."
     verdict = VERDICTS[_verdict(first, difference, p)].format(count=difference.count)
+    what = "" if math.isnan(difference.low) else "; p-value and interval are"
+    correction = f"{what or ','} corrected for {count} contrasts" if count > 1 else ""
     shown = "" if math.isnan(p) else f" (two-sided p = {p_text(p)}{correction})"
-    return f"{_place(first)}, {_statement(first, difference)}; {verdict}{shown}."
+    return f"{_place(first)}, {_statement(first, difference, level)}; {verdict}{shown}."
 
 
 VERDICTS: dict[Verdict, str] = {
@@ -169,20 +203,22 @@ def _place(contrast: DeclaredContrast) -> str:
     return "At the training length" if at == 1 else f"At {at:g} times the training length"
 
 
-def _statement(contrast: DeclaredContrast, difference: Estimate) -> str:
-    """Return the difference in words, with its 95% interval if there is one."""
+def _statement(contrast: DeclaredContrast, difference: Estimate, level: float) -> str:
+    """Return the difference in words, with its interval at the confidence `level` if there is one."""
     ours, theirs = in_sentence(contrast.label), in_sentence(contrast.other)
     mean, low, high = difference.mean, difference.low, difference.high
-    if contrast.quantity == "recall":
+    if contrast.weights:
+        return f"{contrast.title} ({_quantity(contrast)}): {amount(contrast, difference)}"
+    if contrast.is_recall:
         if mean < 0:
             mean, low, high = -mean, -high, -low
         shown, low_end, high_end = _with_difference((mean, low, high), 2, 0.0)
         change = f"is {shown} {'lower' if difference.mean < 0 else 'higher'} than"
-        text = f"the recall of {ours} {'equals' if equal([mean, 0.0]) else change} that of {theirs}"
+        text = f"the {_quantity(contrast)} of {ours} {'equals' if equal([mean, 0.0]) else change} that of {theirs}"
     else:
         shown, low_end, high_end = _with_difference(tuple(map(exponential, (mean, low, high))), 3, 1.0)
         text = f"the {_quantity(contrast)} of {ours} is {shown} times that of {theirs}"
-    return text if math.isnan(low) else f"{text} (95% interval: {low_end} to {high_end})"
+    return text if math.isnan(low) else f"{text} ({level_text(level)} interval: {low_end} to {high_end})"
 
 
 def _with_difference(numbers: Sequence[float], digits: int, none: float) -> list[str]:
@@ -198,10 +234,17 @@ MOST_DIGITS = 6
 
 
 def _quantity(contrast: DeclaredContrast) -> str:
-    return RATIO if contrast.quantity == "ratio" else contrast.quantity
+    return QUANTITIES.get(contrast.quantity, contrast.quantity)
 
 
-RATIO = "perplexity relative to that at the training length"
+QUANTITIES = {
+    "ratio": "perplexity relative to that at the training length",
+    "recall kinds": "recall (the mean over the kinds of questions)",
+    "recall latest": "recall of the latest value of a key",
+    "recall first": "recall of the first value of a key",
+    "recall back": "recall of the value told some facts before",
+}
+"""Words for quantities whose name alone would not be understood."""
 
 
 def amount(contrast: DeclaredContrast, difference: Estimate) -> str:
@@ -209,7 +252,7 @@ def amount(contrast: DeclaredContrast, difference: Estimate) -> str:
     mean, low, high = difference.mean, difference.low, difference.high
     if not math.isfinite(mean):
         return INFINITE
-    if contrast.quantity != "recall":
+    if not contrast.is_recall:
         text, ends = f"{exponential(mean):.3f} times", f"{exponential(low):.3f} to {exponential(high):.3f}"
     else:
         text, ends = f"a difference of {mean:.2f}", f"{low:.2f} to {high:.2f}"
@@ -224,7 +267,7 @@ def _power(file: AblationFile, contrast: DeclaredContrast) -> str:
     whole, half = (power_of(file, contrast, share) for share in (1.0, 0.5))
     if whole is None or half is None or contrast.expected is None:
         return "power not computed, because the file declares no expected difference"
-    logarithm = "" if contrast.quantity == "recall" else " of logarithms"
+    logarithm = "" if contrast.is_recall else " of logarithms"
     return (
         f"power {whole:.2f} for a difference{logarithm} of {contrast.expected:g} with a standard deviation of "
         f"{contrast.deviation:g} over seeds, {half:.2f} for half the difference"

@@ -9,9 +9,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, JsonValue, field_validator, model_validator
 
-from megatron_coca.ablation.inputs import Inputs
+from megatron_coca.ablation.inputs import InputDigests
 from megatron_coca.ablation.prompt_lengths import PromptLengths
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import check_same_model
@@ -34,8 +34,12 @@ from megatron_coca.evaluation.suite import (
     task_variants,
 )
 from megatron_coca.model.cost import ParameterCount, parameter_count
-from megatron_coca.training.corpus import open_corpus
+from megatron_coca.support.plain_text import masked
+from megatron_coca.support.remote_files import is_url
+from megatron_coca.training.corpus import data_not_here, open_corpus
 from megatron_coca.training.launch.start import configured_ranks
+from megatron_coca.training.sinks import metric_folders
+from megatron_coca.training.starting_rate import with_starting_rate
 from megatron_coca.training.topology import Topology
 
 Plan = Callable[[Mapping[str, dict[str, Any] | None], Path, Path], list[Command]]
@@ -49,15 +53,21 @@ name does cover the content of the data, the batch size and the dtype.
 HomePath = Annotated[Path, AfterValidator(Path.expanduser)]
 """A path in which a leading `~` means the home folder."""
 RESULTS = Path("results")
-SHARED_PATHS = ("log_dir", "tensorboard_dir")
-"""Keys of folders into which all cells would write."""
 
 
 class ModelEntry(Record):
-    """A model in the file: YAML files and keys that are applied after those of `base`, and the variants to evaluate."""
+    """A model in the file.
+
+    Attributes:
+        set: YAML files and keys that are applied after those of `base`.
+        variants: the variants to evaluate.
+        after: another model of the file, above this one. Training starts with the weights that it has with the same
+            seed, as `finetune` does.
+    """
 
     set: TextList = []
     variants: dict[str, TextList | None] = {"": None}
+    after: str | None = None
 
 
 class DataRecord(Record):
@@ -66,7 +76,7 @@ class DataRecord(Record):
     Attributes:
         chosen_by: the group `data` of the configuration, and other keys that determine the samples, as JSON.
         vocab_size: the model's vocabulary size; set by the tokenizer if the configuration does not set it.
-        identity: digests of the shards and samples; resuming compares them too.
+        identity: digests of the shards and samples; resuming compares them too. Empty only in a plan without the data.
     """
 
     chosen_by: str
@@ -75,21 +85,38 @@ class DataRecord(Record):
 
 
 class DeclaredContrast(Record):
-    """A comparison of two labels that a file declares before its runs.
+    """A comparison that a file declares before its runs: of two labels, or a weighted sum over labels.
 
     Attributes:
+        label, other: the two labels; the difference is the first minus the second.
+        weights: instead of the two, a weight for each label, such as 1, -1, -1, 1 for a difference of differences.
+            Their sum is 0, so that equal labels give 0.
+        title: the words for a weighted sum, as in "CoCA minus RoFormer, per factor of e in parameters".
         at: the length as a multiple of the training length.
-        quantity: "recall" (accuracy, compared by differences), or a quantity of perplexity (compared by ratios).
+        quantity: "recall" (accuracy, compared by differences), "recall PART" for a part of the questions (see
+            `Figures.accuracies`), or a quantity of perplexity (compared by ratios).
         expected: the mean difference for which the power is computed; for perplexities, of logarithms.
         deviation: the standard deviation of the difference over seeds, known from earlier runs.
     """
 
-    label: str
-    other: str
+    label: str = ""
+    other: str = ""
+    weights: dict[str, FiniteFloat] = {}
+    title: str = ""
     at: float = 1
     quantity: str = "recall"
     expected: float | None = None
     deviation: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _two_labels_or_weights(self) -> Self:
+        pair, weighted = (bool(self.label), bool(self.other)), (bool(self.weights), bool(self.title))
+        if (pair, weighted) not in (((True, True), (False, False)), ((False, False), (True, True))):
+            raise ValueError("label and other, or weights and title: set one of these pairs, and all of it")
+        size = sum(map(abs, self.weights.values()))
+        if self.weights and (not size or abs(sum(self.weights.values())) > 1e-6 * size):
+            raise ValueError("weights: all are 0, or their sum is not 0; compare labels with each other")
+        return self
 
     @model_validator(mode="after")
     def _both_or_none(self) -> Self:
@@ -98,16 +125,32 @@ class DeclaredContrast(Record):
         return self
 
     @property
+    def is_recall(self) -> bool:
+        """True for accuracies, which are compared by differences; False for perplexities."""
+        return self.quantity.partition(" ")[0] == "recall"
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The weight of each label. The difference is the sum of weights times values."""
+        return {**self.weights} or {self.label: 1.0, self.other: -1.0}
+
+    @property
+    def sides(self) -> str:
+        """What is compared, without quantity and length."""
+        return self.title or f"{self.label} against {self.other}"
+
+    @property
     def name(self) -> str:
-        return f"{self.label} against {self.other}, {self.quantity} at {self.at:g}L"
+        return f"{self.sides}, {self.quantity} at {self.at:g}L"
 
 
 class AblationFile(Record):
     """An ablation; see docs/ablations.md. `tasks` are written as in a suite.
 
     Attributes:
-        testing: how `contrasts` are tested. "together" corrects all p-values for the number of contrasts (Holm). In a
-            "sequence", the first contrast is the primary one, and each is tested at 5% only if all before it hold.
+        testing: how `contrasts` are tested. "together" corrects all p-values and intervals for the number of contrasts
+            (Holm). In a "sequence", the first contrast is the primary one, and each is tested at 5% only if all before
+            it hold.
     """
 
     title: str
@@ -149,6 +192,7 @@ class Cell:
         measurements: for each result file, by its path in `results`, a digest of the task's name, the dtype, the
             options and the variant.
         inputs: for each result file of a task that reads files, a digest of these files.
+        start: the cell whose trained weights this one starts with.
     """
 
     model: str
@@ -163,6 +207,7 @@ class Cell:
     commands: Sequence[Command]
     measurements: Mapping[Path, str]
     inputs: Mapping[Path, str] = field(default_factory=dict)
+    start: "Cell | None" = None
 
     @property
     def steps(self) -> int:
@@ -218,7 +263,11 @@ def _merged(first: Any, second: Any) -> Any:
 
 
 def expand(
-    file: AblationFile, device: str = "auto", dtype: str = "float32", recorded: Mapping[str, DataRecord] | None = None
+    file: AblationFile,
+    device: str = "auto",
+    dtype: str = "float32",
+    recorded: Mapping[str, DataRecord] | None = None,
+    absent: list[str] | None = None,
 ) -> list[Cell]:
     """Return all cells, model by model.
 
@@ -226,6 +275,10 @@ def expand(
     because they depend on it.
 
     `recorded` contains the data of finished cells by `DataRecord.chosen_by`, for a report without access to the data.
+
+    With the list `absent`, for a plan, data that are not on this machine are no error and are not prepared: a line for
+    each is added to the list. The data of such a cell are those of `recorded`; if it has none, the cell's name has no
+    hash.
     """
     problems = _unknown_names(file)
     try:
@@ -233,30 +286,39 @@ def expand(
     except ConfigError as error:
         raise EvaluationError("\n".join([*problems, *(f"base: {line}" for line in error.problems)])) from error
     cells: list[Cell] = []
-    known, inputs = dict(recorded or {}), None if recorded is not None else Inputs()
+    known: dict[str, DataRecord] = dict(recorded or {}) if absent is None else {}
+    inputs = InputDigests() if recorded is None or absent is not None else None
     tokenizers: dict[str, Tokenizer | None] = {}
-    prompts = PromptLengths()
+    prompts = PromptLengths(prepare=absent is None)
     for label, entry in file.models.items():
         try:
             config = configured(base, entry)
             model = trained(config)
             plan = partial(_commands, label, entry, model, device, dtype)
-            measured, faults = _check_tasks(file, entry, model, dtype, plan, inputs)
+            measured, faults = _check_tasks(file, entry, model, dtype, plan, inputs, absent)
             problems += faults
             weights = None if faults else _initial_weights(config)
-            data = _data_of(config, known, tokenizers)
+            if absent is not None and (lines := data_not_here(config)):
+                absent += lines
+                data = _data_without_reading(config, recorded or {})
+            else:
+                data = _data_of(config, known, tokenizers)
             if not faults and (tokenizer := tokenizers.get(data.chosen_by)) is not None:
                 commands = plan(file.tasks, Path("run"), RESULTS)
                 faults = prompts.faults(commands, tokenizer, Path(config.data.data_root))
                 problems += faults
             config = config if data.vocab_size is None else config.override({"vocab_size": data.vocab_size})
             if not faults:
-                cells += [_cell(file, label, config, seed, data, plan, measured, weights) for seed in file.seeds]
+                starts = [_start(cells, entry.after, seed) for seed in file.seeds]
+                cells += [
+                    _cell(file, label, config, seed, data, plan, measured, weights, start)
+                    for seed, start in zip(file.seeds, starts, strict=True)
+                ]
         except ConfigError as error:
             problems += [f"models.{label}: {line}" for line in error.problems]
         except (CheckpointError, DataError, EvaluationError) as error:
             problems.append(f"models.{label}: {error}")
-    names = [cell.name for cell in cells]
+    names = [cell.name for cell in cells if cell.data.identity]
     for name in sorted({name for name in names if names.count(name) > 1}):
         same = " and ".join(f"{cell.model} with seed {cell.seed}" for cell in cells if cell.name == name)
         problems.append(f"{name}: two cells have this name, {same}; rename one, and name each seed once")
@@ -272,11 +334,18 @@ def _unknown_names(file: AblationFile) -> list[str]:
         problems.append(f"baseline: {file.baseline}: unknown; known models: {' | '.join(file.models)}")
     elif file.baseline is not None and "" not in file.models[file.baseline].variants:
         problems.append(f'baseline: {file.baseline}: has no variant "", the reference for comparisons; add it')
+    above: list[str] = []
+    for model, entry in file.models.items():
+        if entry.after is not None and entry.after not in above:
+            problems.append(
+                f"models.{model}: after: {entry.after}: no model above it; known: {' | '.join(above) or 'none'}"
+            )
+        above.append(model)
     labels = {full_label(model, variant) for model, entry in file.models.items() for variant in entry.variants}
     for contrast in file.contrasts:
         problems += [
             f"contrasts: {name}: unknown; known labels: {' | '.join(labels)}"
-            for name in (contrast.label, contrast.other)
+            for name in contrast.terms
             if name not in labels
         ]
     try:
@@ -288,13 +357,13 @@ def _unknown_names(file: AblationFile) -> list[str]:
 
 def configured(base: Config, entry: ModelEntry) -> Config:
     """Return a model's configuration without its seed and folders. Raises ConfigError, EvaluationError."""
-    config = _changed(base, entry.set)
-    problems = [
-        f"{key}: all cells would write into this folder; remove it" for key in SHARED_PATHS if config.flat()[key]
-    ]
+    config, _ = with_starting_rate(_changed(base, entry.set))
+    problems = [f"{key}: all cells would write into this folder; remove it" for key in metric_folders(config)]
     set_here = {text.partition("=")[0].strip() for text in entry.set if "=" in text}
     problems += [f"{key}: set separately for every cell; remove it" for key in ("seed", "save") if key in set_here]
-    if "load" in set_here and not config.checkpoint.finetune:
+    if entry.after is not None and config.checkpoint.load is not None:
+        problems.append("load: the weights of the model in `after` are loaded; remove one of the two")
+    elif "load" in set_here and not config.checkpoint.finetune:
         problems.append("load: a cell can load only initial weights; set finetune=true as well, or remove it")
     needed = {"train_iters": config.schedule.train_iters, "optimizer.params.lr": config.optimizer.lr}
     problems += [f"{key}: not set; training needs it" for key, value in needed.items() if value is None]
@@ -365,12 +434,31 @@ LATER = frozenset({"pack_impl", "allow_chopped"})
 """Data keys that older records lack. They are left out at their defaults, so that older records still match."""
 
 
-def _data_of(config: Config, known: dict[str, DataRecord], tokenizers: dict[str, Tokenizer | None]) -> DataRecord:
-    """Return the record of the training data. `known` and `tokenizers` cache records and tokenizers by `chosen_by`."""
+def _chosen_by(config: Config) -> str:
+    """Return the keys that choose the data, as in `DataRecord`."""
     flat = config.flat()
     named = [key for key, (group, _) in KEYS.items() if group == "data" and flat[key] is not None]
     keys = {key: flat[key] for key in named if key not in LATER or flat[key] != default_of(key, flat)}
-    chosen_by = json.dumps(keys | {key: flat[key] for key in ("vocab_size", "seq_length")}, sort_keys=True)
+    return json.dumps(keys | {key: flat[key] for key in ("vocab_size", "seq_length")}, sort_keys=True)
+
+
+def _data_without_reading(config: Config, recorded: Mapping[str, DataRecord]) -> DataRecord:
+    """Return the recorded training data or, without a record, one that identifies nothing.
+
+    Raises ConfigError if only the data could tell the vocabulary size.
+    """
+    if (found := recorded.get(chosen_by := _chosen_by(config))) is not None:
+        return found
+    if config.model.vocab_size is None:
+        raise ConfigError(
+            "vocab_size: not set, and the training data that would tell it are not here; set it, or prepare the data"
+        )
+    return DataRecord(chosen_by=chosen_by, vocab_size=None, identity={})
+
+
+def _data_of(config: Config, known: dict[str, DataRecord], tokenizers: dict[str, Tokenizer | None]) -> DataRecord:
+    """Return the record of the training data. `known` and `tokenizers` cache records and tokenizers by `chosen_by`."""
+    chosen_by = _chosen_by(config)
     if chosen_by not in known:
         corpus = open_corpus(config)
         tokenizers[chosen_by] = corpus.tokenizer
@@ -392,11 +480,18 @@ class Measurements(NamedTuple):
 
 
 def _check_tasks(
-    file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan, inputs: Inputs | None
+    file: AblationFile,
+    entry: ModelEntry,
+    config: Config,
+    dtype: str,
+    plan: Plan,
+    inputs: InputDigests | None,
+    absent: list[str] | None,
 ) -> tuple[Measurements, list[str]]:
     """Return the digests of all result files, and a line for each task that `megatron-coca evaluate` would not accept.
 
-    If `inputs` is None, the data is not read.
+    If `inputs` is None, the data is not read. A line for data that cannot be read is added to the list `absent`, if
+    there is one.
     """
     problems, found, own = [], Measurements({}, {}), config.flat()
     flat = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
@@ -408,7 +503,7 @@ def _check_tasks(
             if not measured:
                 continue
             (command,) = plan({name: options}, Path("run"), RESULTS)
-            read = _check_arguments(command, config, inputs)
+            read = _check_arguments(command, config, inputs, absent)
             common = [name, dtype, option_arguments(name, others, config.model.seq_length)]
             for result, changes in zip(command.files, measured, strict=True):
                 text = json.dumps([*common, changes], sort_keys=True)
@@ -420,17 +515,32 @@ def _check_tasks(
     return found, problems
 
 
-def _check_arguments(command: Command, config: Config, inputs: Inputs | None) -> str | None:
+def _check_arguments(
+    command: Command, config: Config, inputs: InputDigests | None, absent: list[str] | None
+) -> str | None:
     """Return a digest of the files that a `megatron-coca evaluate` command reads; None without files or `inputs`.
 
-    Raises EvaluationError or DataError for the errors that the command would raise before it loads a model.
+    Raises EvaluationError or DataError for the errors that the command would raise before it loads a model. If there is
+    a list `absent`, those of its data are added to it instead, and nothing is fetched from a store.
     """
     args: Namespace = task_parser(command.arguments[0]).parse_args(command.arguments[1:])
     subject_options(args)
     if inputs is None:
         return None
-    sources = find_sources(data) if (data := getattr(args, "data", None)) else []
-    return inputs.digest(args, sources, config)
+    data = getattr(args, "data", None) or []
+    try:
+        if absent is not None and (remote := [name for name in (*data, *_test_data(config)) if is_url(name)]):
+            raise DataError(f"{', '.join(map(masked, remote))}: on a store, from which a plan fetches nothing")
+        return inputs.digest(args, find_sources(data) if data else [], config)
+    except (EvaluationError, DataError) as error:
+        if absent is None:
+            raise
+        absent.append(f"tasks.{command.arguments[0]}: {error}")
+        return None
+
+
+def _test_data(config: Config) -> Sequence[str]:
+    return config.data.test_data_paths or ()
 
 
 def _commands(
@@ -445,6 +555,8 @@ def _commands(
 ) -> list[Command]:
     imports = config.position.imports  # passed explicitly, because evaluation ignores the imports named by a checkpoint
     own = [f"imports={json.dumps(imports)}"] if imports else []
+    paths = config.data.test_data_paths or []
+    own += [f"test_data_paths={json.dumps(paths)}"] if any(map(is_url, paths)) else []  # likewise for addresses
     checkpoint = CheckpointEntry(path=str(run), variants=entry.variants, set=own)
     suite = SuiteFile(title="", checkpoints={label: checkpoint}, tasks=dict(tasks))
     return plan_commands(suite, {label: config.model.seq_length}, results, device, dtype)
@@ -468,12 +580,22 @@ def _cell(
     plan: Plan,
     measured: Measurements,
     weights: str | None,
+    start: Cell | None,
 ) -> Cell:
     config = config.override({"seed": seed, "load": config.checkpoint.load if config.checkpoint.finetune else None})
+    if start is not None:
+        config, weights = config.override({"load": str(start.run), "finetune": True}), start.name.rpartition("-")[2]
     ranks = configured_ranks(config.launch)
     batch = config.batch.resolve(Topology.of(config.parallel, ranks).data).total
-    name = f"{slug(label)}-s{seed}-{cell_hash(config, batch, data.identity, weights)}"
+    name = f"{slug(label)}-s{seed}"
+    if data.identity:
+        name += f"-{cell_hash(config, batch, data.identity, weights)}"
     run, results = file.runs / name, file.results / name
     commands = plan(file.tasks, run, results)
     config = config.override({"save": str(run)})
-    return Cell(label, seed, name, config, ranks, batch, data, run, results, commands, *measured)
+    return Cell(label, seed, name, config, ranks, batch, data, run, results, commands, *measured, start)
+
+
+def _start(cells: Sequence[Cell], model: str | None, seed: int) -> Cell | None:
+    """Return the cell of a model with this seed; None if there is none, for which `_unknown_names` has a line."""
+    return next((cell for cell in cells if (cell.model, cell.seed) == (model, seed)), None)

@@ -13,11 +13,11 @@ from megatron_coca.data import DataError, Shard, corpus_files
 from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import sampled_digest, shard_paths
 from megatron_coca.evaluation.documents import DocumentSource
-from megatron_coca.evaluation.tasks.lm_eval_files import is_hidden
-from megatron_coca.evaluation.tasks.prompts import BUILTIN
+from megatron_coca.evaluation.tasks.lm_eval.files import is_hidden
+from megatron_coca.evaluation.tasks.retrieval.prompts import BUILTIN
 
 
-class Inputs:
+class InputDigests:
     """Digests of files and shards, each computed once, because a grid evaluates every model on the same files.
 
     Shards, and files above 64 MiB, are only sampled. `megatron-coca evaluate` detects changes that sampling misses,
@@ -82,7 +82,7 @@ def _harness(args: Namespace) -> list[str]:
     """Return digests of the tasks defined in the user's files. The harness's version identifies its own tasks."""
     from lm_eval.tasks import TaskManager
 
-    from megatron_coca.evaluation.tasks.lm_eval_files import config_hash, inputs_hash
+    from megatron_coca.evaluation.tasks.lm_eval.files import config_hash, inputs_hash
 
     manager = TaskManager(include_path=[*args.include_path], include_defaults=False)
     own = [name for name in args.tasks if name in manager.task_index]

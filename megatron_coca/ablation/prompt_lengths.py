@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_coca.data import Tokenizer
+from megatron_coca.data.builtin import builtin_folder
 from megatron_coca.evaluation.suite import Command, task_parser
-from megatron_coca.evaluation.tasks.prompts import LengthError
-from megatron_coca.evaluation.tasks.retrieval import ENTRIES, check_lengths
+from megatron_coca.evaluation.tasks.retrieval.measure import check_lengths
+from megatron_coca.evaluation.tasks.retrieval.prompts import BUILTIN, LengthError
+from megatron_coca.evaluation.tasks.retrieval.task import ENTRIES
 
 
 class PromptLengths:
     """Checks of lengths. Each is made once, because a grid evaluates every model with the same prompts."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: bool = True) -> None:
+        """Without `prepare`, prompts in the built-in corpus are not checked if it is missing."""
+        self._prepare = prepare
         self._known: dict[str, str | None] = {}
 
     def faults(self, commands: Sequence[Command], tokenizer: Tokenizer, data_root: Path) -> list[str]:
@@ -31,6 +35,9 @@ class PromptLengths:
         key = json.dumps([command.task, args.lengths, tokenizer.fingerprint])
         if key not in self._known:
             self._known[key] = None
+            builtin = list(getattr(args, "haystack", None) or []) == [BUILTIN]
+            if builtin and not self._prepare and not builtin_folder(data_root).exists():
+                return None
             try:
                 check_lengths(args, tokenizer, data_root)
             except LengthError as error:

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSynta
 from megatron_coca.ablation import declared
 from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, recorded_data, state_of, unpack
 from megatron_coca.ablation.contrasts import Figures
+from megatron_coca.ablation.correction import corrected_once, entries_of, entries_of_stretch, pooled
 from megatron_coca.ablation.grid import AblationFile, Cell, expand, read_ablation
 from megatron_coca.evaluation.options import slug
 from megatron_coca.evaluation.report import build_report
@@ -21,7 +22,7 @@ from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.results import EvaluationError, write_atomically
-from megatron_coca.evaluation.statistics import holm
+from megatron_coca.evaluation.statistics import holm, level_text
 from megatron_coca.support.markdown_tables import escaped, format_table
 
 
@@ -70,9 +71,9 @@ def _measured(file: AblationFile, cells: Sequence[Cell]) -> tuple[list[Path], st
 def figures_of_scale(path: Path, scale: str, beside: str | None = None) -> Figures:
     """Return the `Figures` of the finished cells of the file `path` at another scale. Raises EvaluationError.
 
-    `beside` is the name of another file in the same folder, to use instead of `path`.
+    `beside` is the path of another file, relative to the folder of `path`, to use instead of `path`.
     """
-    file = read_ablation(path if beside is None else path.with_name(beside), scale)
+    file = read_ablation(path if beside is None else path.parent / beside, scale)
     unpack(file.results)
     recorded = recorded_data(file.results)
     cells = expand(file, recorded=recorded) if recorded else []
@@ -129,7 +130,7 @@ def render(
         plots[plot_name] = svg(getattr(of or known["figures"], kind)(labels), "print")
         return f"![{alt}](figures/{name}/{plot_name}.svg)"
 
-    loader = FileSystemLoader(template.parent)
+    loader = FileSystemLoader([template.parent, template.parent.parent])  # studies share macros
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {
         "table": lambda table, rows=None: _markdown(named(table), rows),
@@ -138,10 +139,15 @@ def render(
         "chart": chart,
         "costs": lambda: _costs(done),
         "holm": holm,
+        "pooled": pooled,
+        "corrected_once": corrected_once,
+        "entries_of": entries_of,
+        "entries_of_stretch": entries_of_stretch,
         "hours": lambda: (
             sum(record.training_seconds + record.evaluation_seconds for record in map(read_cell, done)) / 3600
         ),
         "p_text": declared.p_text,
+        "level_text": level_text,
         **known,
         "missing": [cell.name for cell in cells if cell not in done],
     }

@@ -15,17 +15,17 @@ from megatron_coca.ablation import cells as files
 from megatron_coca.ablation.cells import CellRecord, State
 from megatron_coca.ablation.grid import Cell
 from megatron_coca.checkpoints import native
-from megatron_coca.cluster import Failure, is_temporary
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
 from megatron_coca.support import console
-from megatron_coca.support.atomic_write import exclusive_lock, write_file
+from megatron_coca.support.atomic_write import write_file
 from megatron_coca.support.errors import FAILED
 from megatron_coca.support.host import preloaded_libraries
-from megatron_coca.support.processes import PROGRAM
 from megatron_coca.support.regular_files import open_to_append
-from megatron_coca.training.exit_status import CaughtSignals, Preempted
-from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
+from megatron_coca.work.locks import exclusive_lock, lock_file
+from megatron_coca.work.processes import PROGRAM, LocalProcess
+from megatron_coca.work.signals import FORWARDED, CaughtSignals
+from megatron_coca.work.statuses import Failure, Preempted, is_temporary
 
 TRAIN, EVALUATE = (*PROGRAM, "train"), (*PROGRAM, "evaluate")
 LOG, CONFIG = "log.txt", "ablation.yml"
@@ -216,7 +216,7 @@ class Job:
             text = file.read().decode(errors="replace")
         lines = [RANK.sub("", line, count=1).strip() for line in text.splitlines() if line.strip()]
         lines = [line for line in lines if ERROR.match(line)] or lines
-        reason = lines[-1] if lines and status < 128 else describe_exit(128 - status if status > 128 else status)
+        reason = lines[-1] if lines and status < 128 else describe_exit(status)
         return f"{reason} ({log})"
 
     def _keep_curve(self) -> None:
@@ -262,14 +262,10 @@ def locked(cell: Cell) -> Iterator[None]:
     """Lock a cell while the context is active. Raises CellBusy, or EvaluationError if it cannot be locked."""
     with ExitStack() as locks:
         for folder in dict.fromkeys((cell.results, cell.run)):
-            lock = folder.with_name(f".{folder.name}.lock")
+            lock = lock_file(folder)
             check_writable(lock)
-            busy = f"{folder}: another process runs this cell; wait for it, or name other cells with --only"
-
-            def error(message: str, busy: str = busy) -> EvaluationError:
-                return CellBusy(message) if message == busy else EvaluationError(message)
-
-            locks.enter_context(exclusive_lock(lock, error, busy, temporary=True))
+            busy = CellBusy(f"{folder}: another process runs this cell; wait for it, or name other cells with --only")
+            locks.enter_context(exclusive_lock(lock, EvaluationError, busy, temporary=True))
         yield
 
 
@@ -296,11 +292,14 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[Failur
         failures: list[Failure] = []
         while waiting or running:
             for number, share in enumerate(shares):
-                while number not in running and waiting:
-                    cell, lock = waiting.popleft(), ExitStack()
+                while number not in running and (chosen := _next(waiting)) is not None:
+                    cell, lock = chosen, ExitStack()
                     all_locks.push(lock)
                     if _begin(cell, lock, status):
                         running[number] = Job(cell, share, machine.device), lock
+            if waiting and not running:  # nothing that is left here can become ready
+                failures += [_without_start(cell, status) for cell in waiting]
+                break
             for number, (job, lock) in list(running.items()):
                 if not job.advance():
                     del running[number]
@@ -313,6 +312,28 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[Failur
                 _stop(jobs_now, signals)
             time.sleep(POLL_SECONDS)
     return failures
+
+
+def _next(waiting: deque[Cell]) -> Cell | None:
+    """Remove and return the first cell whose start is trained, or that needs none; None if there is none."""
+    for cell in waiting:
+        if cell.start is None or files.is_trained(cell.start):
+            waiting.remove(cell)
+            return cell
+    return None
+
+
+def _without_start(cell: Cell, status: "StatusLines") -> Failure:
+    """Return why a cell cannot start. It is temporary while the other cell may still be trained elsewhere."""
+    assert cell.start is not None
+    finished = files.state_of(cell.start) is State.DONE
+    remedy = (
+        f"remove {cell.start.results} to train it again" if finished else f"train it first: --only {cell.start.name}"
+    )
+    reason = f"it starts with the weights of {cell.start.name}, and {cell.start.run} has none; {remedy}"
+    console.write(f"{cell.name}: skipped ({reason})")
+    status.skipped()
+    return Failure(f"{cell.name}: {reason}", not finished)
 
 
 def _begin(cell: Cell, lock: ExitStack, status: "StatusLines") -> bool:
@@ -370,6 +391,9 @@ class StatusLines:
             self.progress.details = [job.position for job in jobs]
             self.progress.done = self._ended + sum(job.fraction for job in jobs)
             self.progress.advance(0)
+
+    def skipped(self) -> None:
+        self._ended += 1
 
     def done_elsewhere(self, cell: Cell) -> None:
         self._done += 1

@@ -135,7 +135,7 @@ Triton's slow interpreter. `reference` is never chosen automatically, because it
 
 
 class Preference(NamedTuple):
-    """The backend that `auto` tries first on CUDA for models with some need.
+    """The backend that `auto` tries first on CUDA for models with a certain need.
 
     Attributes:
         backend: its name.
@@ -192,9 +192,12 @@ def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
         reasons[candidate] = reason
     if name == "auto":
         listed = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
-        raise BackendError(f"attention_backend: no backend supports this model ({listed}); set reference (slow)")
+        raise BackendError(
+            f"attention_backend: no fast backend supports this model ({listed}); set attention_backend: reference"
+        )
     raise BackendError(
-        f"attention_backend: {name} does not support this model ({reasons[name]}); set another backend or auto"
+        f"attention_backend: {name} cannot compute this model ({reasons[name]}); set another one, or "
+        "attention_backend: auto"
     )
 
 

@@ -18,7 +18,7 @@ class GatedAttentionUnit(SelfAttention):
 
     [U | V | Z] = silu(X W), where U and V have `width` features and Z has the method's head_dim. Q and K are Z times a
     learned scale per feature, plus a learned offset if `bias`. A is the causal softmax of the position method's scores
-    of Q and K (the paper uses the squared ReLU instead of softmax). For CoCA, K is T.
+    of Q and K; the paper uses the squared ReLU instead. For CoCA, K is T.
 
     Backends need values that are as wide as queries, so V is split into pieces of that width, all with the same Q' and
     K'.

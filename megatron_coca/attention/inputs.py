@@ -23,11 +23,12 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Turns:
-    """Angles of a polar form, by which its magnitudes become Q' and K'.
+    """The angles that turn the magnitudes of a polar form into Q' and K'.
 
     Attributes:
         query, key: cos and sin for the queries and the keys, with one column per magnitude.
-        offset: constant angles that are subtracted from those of the queries, [heads, number of magnitudes], or None.
+        offset: constant angles that are subtracted from the angles of the queries, [heads, number of magnitudes], or
+            None.
     """
 
     query: RotaryTables
@@ -76,8 +77,8 @@ class AttentionInputs:
 
     The queries are the last `query_length` of the `key_length` tokens: query row i is token key_length - query_length +
     i. The distance r of a pair is the difference of its token indices. A pair is scored by the segment with the band
-    that contains r (or the number of chunks between the two tokens). The pair is masked if no band contains r, or if
-    its tokens belong to different documents.
+    that contains r or, for bands of chunks, the number of chunks between the two tokens. The pair is masked if no band
+    contains r, or if its tokens belong to different documents.
 
     Attributes:
         segments: one or more segments with disjoint bands. The first band contains r = 0, so every query sees itself.
@@ -170,8 +171,8 @@ class Needs:
 
 
 class Backend(Protocol):
-    """Computes attention from its inputs. A backend with the attribute `expands` set to True accepts magnitudes instead
-    of Q' and K' (`Segment.turns`) if there is a single segment without forgetting gates.
+    """Computes attention from its inputs. If the attribute `expands` of a backend is True, the backend accepts
+    magnitudes instead of Q' and K' (`Segment.turns`), provided that there is a single segment without forgetting gates.
     """
 
     def supports(self, needs: Needs) -> str | None:
@@ -195,7 +196,7 @@ def gate_features(queries_per_key: int) -> int:
 
 
 class BackendError(InputError, ValueError):
-    """The chosen backend or kernel does not support the model, or none does."""
+    """The chosen backend or kernel does not support the model, or no backend supports it."""
 
 
 def documents_from_ids(ids: Tensor, device: torch.device | None = None) -> PackedDocuments:

@@ -280,13 +280,15 @@ class SelfAttention(ShardedModule):
 
     @property
     def _packed_per_key(self) -> int:
-        """Number of heads in the packed projection per key head: its queries, the key and, if separate, the value."""
+        """Number of heads in the packed projection for each key head, which include the key head and any head of
+        values.
+        """
         return self.queries_per_key + (1 if self.values_from_keys else 2)
 
     def forward(self, hidden: Tensor, context: PositionContext, cache: LayerCache | None = None) -> Tensor:
         """Map hidden states [batch, length, hidden_size] to the same shape; `context` comes from `PositionEncoding`.
 
-        With a cache, the hidden states are those of the tokens after the cached ones.
+        With a cache, the hidden states belong to the tokens after the cached tokens.
         """
         inputs = self._inputs(*self._heads(self.query_key_value(hidden)), context, cache, hidden)
         out = self.share.scatter(self.backend.attend(inputs).transpose(1, 2))

@@ -79,7 +79,8 @@ def with_triton(
     form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None, offset: Tensor | None = None
 ) -> list[Tensor]:
     """Compute the operands of a rotary form in one fused kernel, in float32 with one rounding. Only the arguments are
-    saved for the backward pass. Other forms have nothing to compute: layers of another type may rotate.
+    saved for the backward pass. If no segment has tables, the form does not rotate, and PyTorch operations compute the
+    operands.
 
     Raises:
         ValueError: the kernel does not support the form or these tensors.
@@ -88,7 +89,7 @@ def with_triton(
     if not pairs:
         return with_torch(form, q, k, segments, factor)
     if not form.fused:
-        raise ValueError("operand_kernel: triton does not support this score form; set operand_kernel to torch")
+        raise ValueError("operand_kernel: triton does not support this score form; set operand_kernel: torch")
     if factor is not None and form.features * pairs[0].cos.shape[-1] < q.shape[-1]:
         raise ValueError(
             "operand_kernel: triton does not support logit scaling of unrotated features; set operand_kernel to torch"
@@ -140,7 +141,7 @@ def check_kernel(key: str, name: str, device_type: str) -> None:
     """
     reason = missing_triton(device_type) if name == "triton" else None
     if reason is not None:
-        raise BackendError(f"{key}: triton does not support this model ({reason}); set {key} to torch")
+        raise BackendError(f"{key}: triton cannot compute this model ({reason}); set {key}: torch")
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,9 @@ class PositionMethod:
 
     @property
     def switch(self) -> int | None:
-        """The length beyond which a second set of frequencies is used, the same at all longer lengths; or None."""
+        """The length beyond which the frequencies switch once, or None if they never do. All longer lengths use the
+        same frequencies.
+        """
         switches = self.rotary is not None and self.rotary.scaling.declaration.switches
         return self.rotary.original_length if self.rotary is not None and switches else None
 
@@ -329,7 +332,7 @@ class PositionMethod:
         return (Segment(query, key, tables.band, turns),)
 
     def _as_magnitudes(self, context: PositionContext) -> bool:
-        """Return whether the backend receives magnitudes. The kernel has no gradients of the tables, and no float64."""
+        """Return whether the backend receives magnitudes. Its kernel supports neither learned tables nor float64."""
         table = context.segments[0].query
         return (
             self.magnitudes and table is not None and table.cos.dtype == torch.float32 and not table.cos.requires_grad
@@ -348,8 +351,8 @@ class PositionMethod:
         """Like `prepare`, but for tokens that follow cached tokens.
 
         `append` adds tensors of the new tokens to the cache and returns the tensors of all cached tokens. The tensors
-        are K' of every segment (or k or its magnitudes, if the context has the tables of all keys), v, and log gates.
-        `of_layer` are `bias`, `factor`, `sinks`, `offset` and `norms`.
+        are K' of every segment, v, and log gates. If the context has the tables of all keys, k or its magnitudes take
+        the place of K'. `of_layer` are `bias`, `factor`, `sinks`, `offset` and `norms`.
         """
         new = [] if gates is None else [gates[..., None]]
         if self._as_magnitudes(context):

@@ -14,28 +14,21 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_coca.cluster import (
-    CommandTask,
-    EngineSettings,
-    Failure,
-    add_engine_options,
-    engine_of,
-    part_of,
-    status_of,
-    without_engine,
-)
-from megatron_coca.cluster import run as on_engine
-from megatron_coca.cluster.parts import PART_HELP
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES, job_count
 from megatron_coca.support.arguments import local_path
 from megatron_coca.support.plain_text import plain
+from megatron_coca.work.engines import run as on_engine
+from megatron_coca.work.parts import PART_HELP, part_of
+from megatron_coca.work.settings import EngineSettings, add_engine_options, engine_of, without_engine
+from megatron_coca.work.statuses import Failure, status_of
+from megatron_coca.work.tasks import CommandTask
 
 # PyTorch takes seconds to import, so only `run` imports it, after the options are read.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0, 1 or 2 if anything failed, or 75 after a scheduler's signal.
+    """Return the exit status: 0 if everything succeeded, 1 or 2 if anything failed, or 75 after a scheduler's signal.
 
     Raises EvaluationError, ClusterError.
     """
@@ -49,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error("--engine, --part: not supported with an option that runs no cell; leave one of them out")
     if engine is not None and options.part is not None:
         parser().error("--part: not supported with --engine, which sets it; leave out --part")
-    from megatron_coca.training.exit_status import Stopped
+    from megatron_coca.work.statuses import Stopped
 
     try:
         return run(options) if engine is None else run_on(engine, options, given)
@@ -71,7 +64,7 @@ def parser() -> ArgumentParser:
         help="run only these models, cells, or seeds such as s1234, and write no report",
     )
     add("--part", type=part_of, metavar="I/N", help=f"run every N-th cell only, and write no report; {PART_HELP}")
-    jobs = "number of cells to run at the same time; they share the cores and GPUs; default: 1"
+    jobs = "number of cells to run at the same time; they share the cores and GPUs; default: %(default)s"
     add("--jobs", type=job_count, default=1, metavar="N", help=jobs)
     add("--output", type=local_path, metavar="DIR", help="folder for results instead of the file's `results`")
     add("--runs", type=local_path, metavar="DIR", help="folder for training runs instead of the file's `runs`")
@@ -111,6 +104,14 @@ def run_on(engine: EngineSettings, options: Namespace, given: Sequence[str]) -> 
     return on_engine(engine, step, finish, file.results.with_name(f".{file.results.name}.tasks"))
 
 
+def _absent_data(absent: Sequence[str]) -> list[str]:
+    """Return lines that list the data which are not on this machine."""
+    if not absent:
+        return []
+    said = "These data are not on this machine, so the cells that need them have no full names and no states yet:"
+    return ["", said, *(f"- {line}" for line in dict.fromkeys(absent))]
+
+
 def run(options: Namespace) -> int:
     """Run the command with these options. Raises EvaluationError, Stopped, KeyboardInterrupt."""
     from megatron_coca.ablation import cells as files
@@ -123,18 +124,19 @@ def run(options: Namespace) -> int:
     if options.pack:
         print(f"wrote {files.pack(file.results)}")
         return 0
-    recorded = files.recorded_data(file.results) if options.report or options.page else None
+    recorded = files.recorded_data(file.results) if options.report or options.page or options.dry_run else None
+    absent: list[str] | None = [] if options.dry_run else None  # a plan needs no data
     if options.report and not any(file.results.glob(f"*/{files.RECORD}")):
         raise EvaluationError(
             f"{file.results}: no results yet; run the ablation first, or look at --output and --scale"
         )
-    everything = grid.expand(file, options.device, options.dtype, recorded)
+    everything = grid.expand(file, options.device, options.dtype, recorded, absent)
     cells = grid.select(everything, options.only)
     if options.part is not None:
         part, parts = options.part
         cells = cells[part::parts]
-    if options.dry_run:
-        print("\n".join([files.overview(cells), *declared.plan(file)]))
+    if absent is not None:
+        print(plain("\n".join([files.overview(cells), *declared.plan(file), *_absent_data(absent)])))
         return 0
     if options.page is not None:
         template, page = options.page

@@ -7,15 +7,18 @@ the CoCA paper's own run. Communication between hosts is not counted. The exit s
 stages does not fit, and 2 if the configuration is invalid.
 """
 
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_coca.commands import command_parser
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
+from megatron_coca.support.arguments import add_configurations
+from megatron_coca.support.plain_text import plain
 
 if TYPE_CHECKING:
-    from megatron_coca.training.estimate import Estimate
+    from megatron_coca.training.estimate import RunEstimate
 
 # PyTorch takes seconds to import, so it is imported after the configuration is validated.
 
@@ -58,13 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"--mfu {options.mfu}: must be above 0 and at most 1")
     if options.gpus is not None and options.gpus < 1:
         parser().error(f"--gpus {options.gpus}: must be at least 1")
-    config = load_config(*split_inputs(options.inputs))
+    config = load_config(*split_inputs(options.inputs, options.conf_dir))
     gpus = options.gpus or _configured_gpus(config)
     from megatron_coca.model.cost import peak_flops
-    from megatron_coca.training.corpus import with_task_vocabulary
+    from megatron_coca.training.corpus import with_vocabulary
     from megatron_coca.training.estimate import estimate, fits
 
-    config = with_task_vocabulary(config)
+    config, note = with_vocabulary(config)
+    if note is not None:
+        print(plain(f"megatron-coca estimate: {note}"), file=sys.stderr)
     gpu, tokens, seconds, fitting = GPUS[options.gpu], 0, 0.0, True
     for stage in config.run_stages():
         if config.schedule.stages:
@@ -86,17 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> ArgumentParser:
     parser = command_parser("estimate", __doc__)
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="CONFIG.yml | key=value",
-        help="YAML files, which are merged in order, and key=value pairs",
-    )
+    add_configurations(parser, "YAML files, which are merged in order, and key=value pairs")
     parser.add_argument(
         "--gpus",
         type=int,
         metavar="N",
-        help="total number of GPUs; default: num_gpus times the number of hosts, else 1",
+        help="total number of GPUs; default: num_gpus times the number of hosts, else as few as the model needs",
     )
     parser.add_argument("--gpu", choices=GPUS, default="A100-80", help="GPU model (default: %(default)s)")
     parser.add_argument(
@@ -111,13 +111,16 @@ def parser() -> ArgumentParser:
 def _configured_gpus(config: Config) -> int:
     from megatron_coca.training.launch.start import configured_ranks
 
+    keys, parallel = config.launch, config.parallel
+    needed = parallel.model_copies * parallel.sequence_parallel_size
     try:
-        return configured_ranks(config.launch)
+        ranks = configured_ranks(keys)
+        return max(ranks, needed) if keys.num_gpus is None and ranks == 1 else ranks
     except ConfigError as error:
         raise ConfigError(f"{error}; or give --gpus") from error
 
 
-def _lines(config: Config, result: "Estimate", options: Namespace) -> Iterator[str]:
+def _lines(config: Config, result: "RunEstimate", options: Namespace) -> Iterator[str]:
     from megatron_coca.model.cost import trained_count
     from megatron_coca.training.topology import rounded_sum
 
@@ -154,7 +157,7 @@ def _lines(config: Config, result: "Estimate", options: Namespace) -> Iterator[s
         yield note
 
 
-def _operands(config: Config, result: "Estimate") -> str:
+def _operands(config: Config, result: "RunEstimate") -> str:
     """Return how attention gets the operands of polar forms, if a layer has one."""
     from megatron_coca.model.cost import operand_method
 
@@ -183,7 +186,7 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _verdict(result: "Estimate", gib: float, fitting: bool) -> Iterator[str]:
+def _verdict(result: "RunEstimate", gib: float, fitting: bool) -> Iterator[str]:
     from megatron_coca.training.estimate import RESERVE
 
     capacity = f"{gib * (1 - RESERVE):.1f} of {gib:.1f} GiB, with {RESERVE:.0%} in reserve"

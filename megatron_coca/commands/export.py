@@ -53,9 +53,11 @@ def parser() -> ArgumentParser:
 
     neox = layout("neox", "a save folder that GPT-NeoX can load", "--model-parallel-size 2")
     neox.set_defaults(write=write_neox)
-    ranks = "number of tensor-parallel ranks; default: 1"
+    ranks = "number of tensor-parallel ranks; default: %(default)s"
     neox.add_argument("--model-parallel-size", type=int, default=1, metavar="N", help=ranks)
-    stages = "1: GPT-NeoX can load it with any number of pipeline stages; 0: only without a pipeline; default: 1"
+    stages = (
+        "1: GPT-NeoX can load it with any number of pipeline stages; 0: only without a pipeline; default: %(default)s"
+    )
     neox.add_argument("--pipe-parallel-size", type=int, choices=(0, 1), default=1, help=stages)
     return parser
 

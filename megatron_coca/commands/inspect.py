@@ -2,6 +2,7 @@
 
     megatron-coca inspect sample configs/350M/roformer_coca.yml --number 1000 train_batch_size=64
     megatron-coca inspect lengths data/mine
+    megatron-coca inspect chat chats.jsonl --vocab-file models/Qwen3-0.6B --chat-template qwen3
     megatron-coca inspect mixture configs/350M/roformer_coca.yml
     megatron-coca inspect verify data/mine
     megatron-coca inspect checkpoint runs/350M_roformer_coca                  # all steps of a run
@@ -19,16 +20,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
 
 from megatron_coca.commands import command_parser, count
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.data import inspection
 from megatron_coca.data.blend import Blend
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer
+from megatron_coca.data.tokenizers.chat import shipped_templates, template_path, with_source, with_variables
+from megatron_coca.data.tokenizers.chat_labels import Counted, encode_chat, roles_of
 from megatron_coca.data.verify import verify_shards
-from megatron_coca.evaluation.options import token_count
-from megatron_coca.support.arguments import expanded, local_path
+from megatron_coca.evaluation.options import token_count, whole_number
+from megatron_coca.support.arguments import add_chat_variables, add_configurations, expanded, local_path
 from megatron_coca.support.atomic_write import write_file
 from megatron_coca.support.markdown_tables import format_table, percent
 from megatron_coca.support.plain_text import plain
@@ -36,13 +42,19 @@ from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_spli
 from megatron_coca.training.opened_stages import OpenedStage, open_stages
 from megatron_coca.training.topology import Topology
 
+GREEN = ("\x1b[32m", "\x1b[0m")
+"""The marks of answers on a terminal."""
 
-class Result(NamedTuple):
-    """The text to print, the values for --json, and whether the data are faulty."""
+
+class Inspection(NamedTuple):
+    """The text to print, the values for --json, and whether the data are faulty. `coloured`: the text is safe for a
+    terminal and has colours.
+    """
 
     text: str
     facts: Any
     faulty: bool = False
+    coloured: bool = False
 
 
 def _stages(config: Config, options: argparse.Namespace) -> list[OpenedStage]:
@@ -66,18 +78,43 @@ def _open_blend(
     return corpus, blend
 
 
-def _sample(options: argparse.Namespace) -> Result:
-    config = load_config(*split_inputs(options.inputs))
+def _sample(options: argparse.Namespace) -> Inspection:
+    config = load_config(*split_inputs(options.inputs, options.conf_dir))
     begun = [opened for opened in _stages(config, options) if opened.corpus.start[1] <= max(0, options.number)]
     corpus, blend = _open_blend(config, options, begun)
     view = inspection.view_sample(blend, options.number)
     text = inspection.sample_text(view, corpus.tokenizer, options.tokens)
     stage = {"stage": len(begun) - 1} if begun else {}
-    return Result(f"stages[{stage['stage']}], {text}" if stage else text, view.facts() | stage)
+    return Inspection(f"stages[{stage['stage']}], {text}" if stage else text, view.facts() | stage)
 
 
-def _mixture(options: argparse.Namespace) -> Result:
-    config, sources = load_config(*split_inputs(options.inputs)), list[dict[str, Any]]()
+def _chat(options: argparse.Namespace) -> Inspection:
+    tokenizer = load_tokenizer(options.tokenizer_type, options.vocab_file, options.merge_file)
+    if options.chat_template is not None:
+        tokenizer.chat = with_source(tokenizer.chat, template_path(options.chat_template))
+    if tokenizer.chat is not None:
+        tokenizer.chat = with_variables(tokenizer.chat, options.chat_template_kwargs)
+    place, record = inspection.read_chat(options.file, max(0, options.number))
+    chat = encode_chat(tokenizer, record, options.messages)
+    coloured = sys.stdout.isatty()
+    marks = GREEN if coloured else inspection.ANSWER
+
+    def text_of(run: np.ndarray) -> str:
+        pieces = " ".join(f"{token}:{tokenizer.piece(token)}" for token in run.tolist())
+        return plain(pieces if options.tokens else tokenizer.spell(run.tolist()))
+
+    marked = inspection.with_answers(chat.tokens, chat.counts, text_of, options.tokens, marks)
+    counted = int(chat.counts.sum())
+    sign = f"{GREEN[0]}green{GREEN[1]} text has" if coloured else f"{''.join(inspection.ANSWER)} mark"
+    of_loss = f"{sign} the {counted:,} tokens that count in the loss" if counted else "no token counts in the loss"
+    roles = "" if counted else f" (its roles are {roles_of(record)})"
+    heading = f"{plain(place)}, chat {options.number:,}: {len(chat.tokens):,} tokens; {of_loss}{plain(roles)}"
+    facts = {"tokens": chat.tokens.tolist(), "counts": chat.counts.tolist(), "text": chat.text}
+    return Inspection(f"{heading}\n\n{marked}", facts, coloured=coloured)
+
+
+def _mixture(options: argparse.Namespace) -> Inspection:
+    config, sources = load_config(*split_inputs(options.inputs, options.conf_dir)), list[dict[str, Any]]()
     if stages := _stages(config, options):
         if options.samples is not None:
             raise DataError(
@@ -90,7 +127,7 @@ def _mixture(options: argparse.Namespace) -> Result:
             sources = [{"tokens_on_disk": on_disk[share.source], **asdict(share)} for share in shares]
             tables.append(f"up to the end of stages[{number}], step {stage.last:,}:\n\n{_mixture_table(sources)}")
             facts.append({"last": stage.last, "sources": sources})
-        return Result("\n\n".join(tables), {"stages": facts})
+        return Inspection("\n\n".join(tables), {"stages": facts})
     corpus, blend = _open_blend(config, options)
     samples = options.samples
     if samples is None:
@@ -99,7 +136,7 @@ def _mixture(options: argparse.Namespace) -> Result:
             raise DataError("train_iters: not set; set it, or give --samples")
         samples = steps * corpus.config.batch.resolve(options.ranks).total
     sources = inspection.mixture(blend, samples)
-    return Result(_mixture_table(sources), {"samples": samples, "sources": sources})
+    return Inspection(_mixture_table(sources), {"samples": samples, "sources": sources})
 
 
 def _mixture_table(sources: Sequence[dict[str, Any]]) -> str:
@@ -110,7 +147,7 @@ def _mixture_table(sources: Sequence[dict[str, Any]]) -> str:
     return format_table(header, rows)
 
 
-def _lengths(options: argparse.Namespace) -> Result:
+def _lengths(options: argparse.Namespace) -> Inspection:
     facts = inspection.lengths_by_source(inspection.find_shards(options.shards))
     columns = ["documents", "tokens", "min", *inspection.QUANTILES, "max", "mean"]
     quantiles = [[source, *(values[name] for name in columns)] for source, values in facts.items()]
@@ -119,27 +156,32 @@ def _lengths(options: argparse.Namespace) -> Result:
         format_table(["source", *columns], quantiles),
         format_table(["tokens in documents longer than", *map(str, inspection.THRESHOLDS)], longer),
     ]
-    return Result("\n\n".join(tables), facts)
+    return Inspection("\n\n".join(tables), facts)
 
 
-def _verify(options: argparse.Namespace) -> Result:
+def _verify(options: argparse.Namespace) -> Inspection:
     results = verify_shards(inspection.find_shards(options.shards), show=True)
     rows = [[str(r.place), r.tokens, "yes" if r.content else "no", len(r.faults)] for r in results]
     faults = [f"FAULT {fault}" for result in results for fault in result.faults]
     table = format_table(["shard", "tokens", "content compared", "faults"], rows)
     facts = [asdict(result) | {"place": str(result.place)} for result in results]
-    return Result("\n".join([table, "", *(faults or ["no fault was found"])]), facts, bool(faults))
+    return Inspection("\n".join([table, "", *(faults or ["no fault was found"])]), facts, bool(faults))
 
 
-def _checkpoint(options: argparse.Namespace) -> Result:
-    from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
+def _checkpoint(options: argparse.Namespace) -> Inspection:
+    from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_other, describe_text
+    from megatron_coca.checkpoints.load import find_other_layout
 
-    found = [describe(folder, not options.no_verify) for folder in checkpoints_in(options.path)]
+    other = find_other_layout(options.path)
+    if other is not None:
+        found = [describe_other(*other)]
+    else:
+        found = [describe(folder, not options.no_verify) for folder in checkpoints_in(options.path)]
     text = "\n\n".join(describe_text(each) for each in found)
-    return Result(text, [each.facts() for each in found], any(each.damage for each in found))
+    return Inspection(text, [each.facts() for each in found], any(each.damage for each in found))
 
 
-def _method(options: argparse.Namespace) -> Result:
+def _method(options: argparse.Namespace) -> Inspection:
     if options.output.suffix != ".html":
         raise ConfigError(f"--output: {options.output}: must be an HTML file; name it {options.output.stem}.html")
     from megatron_coca.attention.inputs import BackendError
@@ -147,10 +189,10 @@ def _method(options: argparse.Namespace) -> Result:
     from megatron_coca.evaluation.report import method_page
     from megatron_coca.evaluation.report.document import console_text
 
-    files, overrides = split_inputs(options.inputs)
+    files, overrides = split_inputs(options.inputs, options.conf_dir)
     models = _models(files, overrides)
-    given = argparse.Namespace(variant=options.variant or [["plain"]], overrides=[], ignored_keys=[], label=None)
-    variants = read_variants(given)
+    given = {"variant": options.variant or [["plain"]], "overrides": [], "ignored_keys": [], "label": None}
+    variants = read_variants(argparse.Namespace(**given, conf_dir=options.conf_dir))
     trained = [load_config(model, overrides) for model in models]
     length = options.length or 4 * max(config.model.seq_length for config in trained)
     shown, left_out = [], []
@@ -168,7 +210,7 @@ def _method(options: argparse.Namespace) -> Result:
     page, drawn = method_page.method_page(shown)
     written = method_page.write_page(page, options.output)
     facts = {name: [asdict(panel) for panel in panels] for name, panels in drawn.items()}
-    return Result("\n".join([console_text(page), "", *left_out, *map(str, written)]), facts)
+    return Inspection("\n".join([console_text(page), "", *left_out, *map(str, written)]), facts)
 
 
 def _models(files: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
@@ -191,29 +233,40 @@ def _models(files: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
     return models
 
 
+def _add_chat_options(add: Callable[..., Any]) -> None:
+    add("file", type=expanded, metavar="FILE", help="a file of chats, as for `megatron-coca prepare`")
+    add("--number", type=whole_number, default=0, help="number of the chat in the file, from 0; default: %(default)s")
+    add("--tokenizer-type", choices=list(TOKENIZERS), default="HFTokenizer", help="default: %(default)s")
+    add("--vocab-file", type=expanded, metavar="PATH", help="the tokenizer's file, or a model's folder")
+    add("--merge-file", type=expanded, metavar="PATH", help="merges file of the tokenizer, if it has one")
+    names = ", ".join(shipped_templates())
+    template = f"chat template that replaces the tokenizer's: a file, or one of {names}"
+    add("--chat-template", type=expanded, metavar="FILE", help=template)
+    add_chat_variables(add)
+    counted = "tokens that count in the loss, as for `megatron-coca prepare`; default: %(default)s"
+    add("--messages", choices=get_args(Counted), default="answers", help=counted)
+    add("--tokens", action="store_true", help="show each token as id:piece")
+
+
 def parser() -> argparse.ArgumentParser:
     options = command_parser("inspect", __doc__)
     commands = options.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], Result], text: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[argparse.Namespace], Inspection], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
         added.add_argument("--json", type=local_path, metavar="FILE", help="also write the values to this file")
         added.set_defaults(run=run)
         return added
 
     sample = command("sample", _sample, "decode one sample of a run")
+    chat = command("chat", _chat, "show a chat as the model reads it, and which of its tokens count in the loss")
     mixture = command("mixture", _mixture, "show how many tokens a run reads from each source")
     lengths = command("lengths", _lengths, "show document lengths by source; reads only the index files")
     verify = command("verify", _verify, "compare shards with their manifest and index; reads all tokens")
     checkpoint = command("checkpoint", _checkpoint, "describe checkpoints, and compare files with their checksums")
     method = command("method", _method, "draw the position methods of configurations side by side")
     for added in (sample, mixture, method):
-        added.add_argument(
-            "inputs",
-            nargs="+",
-            metavar="CONFIG.yml | key=value",
-            help="config files and key=value pairs, as for `megatron-coca train`",
-        )
+        add_configurations(added, "config files and key=value pairs, as for `megatron-coca train`")
     for added in (sample, mixture):
         added.add_argument("--split", choices=SPLITS, default="train")
         added.add_argument("--ranks", type=count, default=1, help="number of processes, if train_batch_size is not set")
@@ -229,6 +282,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sample.add_argument("--number", type=int, required=True, help="sample number in the run's order, from 0")
     mixture.add_argument("--samples", type=count, help="number of samples; default: train_iters times the batch")
+    _add_chat_options(chat.add_argument)
     sample.add_argument("--tokens", action="store_true", help="show each token as id:piece")
     for added in (lengths, verify):
         added.add_argument(
@@ -237,7 +291,8 @@ def parser() -> argparse.ArgumentParser:
     checkpoint.add_argument(
         "path",
         type=expanded,
-        help="a run's save folder or one of its step folders, or the URL of one on an object store",
+        help="a run's save folder or one of its step folders, or the URL of one on an object store; or a Hugging Face "
+        "folder, hf://NAME, GGUF file or GPT-NeoX checkpoint",
     )
     checkpoint.add_argument("--no-verify", action="store_true", help="compare only names and sizes")
     return options
@@ -258,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_arguments(arguments)
     try:
         result = options.run(options)
-        print(plain(result.text))
+        print(result.text if result.coloured else plain(result.text))
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             write_file(options.json, json.dumps(result.facts, indent=1) + "\n")

@@ -13,52 +13,63 @@ After a kill or an error, the same command resumes.
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.cluster import (
-    CommandTask,
-    EngineSettings,
-    add_engine_options,
-    engine_of,
-    part_of,
-    run,
-    without_engine,
-)
-from megatron_coca.cluster.parts import PART_HELP
 from megatron_coca.commands import command_parser
-from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
+from megatron_coca.data.builtin import VOCAB_SIZE, ensure_builtin
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.blocks import TokenizerSource
+from megatron_coca.data.preparation.few_documents import with_splits
 from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
 from megatron_coca.data.preparation.preparation_plan import (
     SPLITS,
     CorpusSource,
     Execution,
+    find_inputs,
     shard_name,
     training_texts,
 )
 from megatron_coca.data.preparation.recipe import MAX_VOCAB_SIZE, Recipe, read_recipe, resolve_recipe
-from megatron_coca.data.preparation.run import count_tasks, prepare, prepare_part
+from megatron_coca.data.preparation.run import completed, count_tasks, prepare, prepare_part
 from megatron_coca.data.readers import READERS
 from megatron_coca.data.readers.folders import REPOSITORIES, holds_repository
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer, train_sentencepiece
-from megatron_coca.data.tokenizers.chat import with_source
+from megatron_coca.data.tokenizers.chat import shipped_templates, with_source, with_variables
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import Sample
-from megatron_coca.support.arguments import expanded, local_path
+from megatron_coca.support.arguments import add_chat_variables, expanded, local_path
 from megatron_coca.support.plain_text import plain
 from megatron_coca.support.remote_files import is_url
+from megatron_coca.work.engines import run
+from megatron_coca.work.parts import PART_HELP, part_of
+from megatron_coca.work.settings import EngineSettings, add_engine_options, engine_of, without_engine
+from megatron_coca.work.tasks import CommandTask
 
 MOST_WORKERS = 1024
 MOST_TASKS = 1000
 """Default limit of the number of tasks of an engine. Slurm's default limit of an array is 1001."""
 
+MODELS = (
+    (1_000_000_000, "configs/350M/roformer_coca.yml"),
+    (0, "configs/quickstart/roformer_coca.yml"),
+)
+"""Configurations that the summary suggests, each with the least number of training tokens."""
+BY_LINE = "if every line of a text file is a document, use --documents line (`documents: line` in a recipe)"
+
 _TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "start_token", "end_token", "accept_tokenizer")
-_RECIPE_KEYS = (*_TOKENIZER_KEYS, "chat_template", "chat_time", "valid_fraction", "test_fraction", "shard_gib")
+_RECIPE_KEYS = (
+    *_TOKENIZER_KEYS,
+    "chat_template",
+    "chat_template_kwargs",
+    "chat_time",
+    "valid_fraction",
+    "test_fraction",
+    "shard_gib",
+)
 _SOURCE_KEYS = ("reader", "messages", "documents", "max_record_mib", "max_faulty", "duplicates")
 _OF_INPUT = (*_RECIPE_KEYS, "train_tokenizer", "text_field", *_SOURCE_KEYS)
 
@@ -90,46 +101,56 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
     parser.add_argument("--root", type=expanded, help="with a recipe: folder or URL that replaces the recipe's root")
     plain = parser.add_argument_group("options for --input; a recipe sets its own values")
-    plain.add_argument(
-        "--tokenizer-type", choices=list(TOKENIZERS), help="type of the tokenizer in --vocab-file and --merge-file"
-    )
-    plain.add_argument("--vocab-file", type=expanded, help="vocabulary or model file of the tokenizer")
-    plain.add_argument("--merge-file", type=expanded, help="merges file of the tokenizer, if there is one")
-    plain.add_argument(
-        "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train a SentencePiece tokenizer on the input"
-    )
+    _add_tokenizer_options(plain.add_argument)
+    _add_record_options(plain.add_argument)
+    _add_split_options(plain.add_argument)
+    add_engine_options(parser)
+    return parser
+
+
+def _add_tokenizer_options(add: Callable[..., object]) -> None:
+    add("--tokenizer-type", choices=list(TOKENIZERS), help="type of the tokenizer in --vocab-file and --merge-file")
+    add("--vocab-file", type=expanded, help="vocabulary or model file of the tokenizer")
+    add("--merge-file", type=expanded, help="merges file of the tokenizer, if there is one")
+    add("--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train a SentencePiece tokenizer on the input")
     start = "put this token before every text, such as '<s>' for Llama; default: none"
-    plain.add_argument("--start-token", metavar="TOKEN", help=start)
+    add("--start-token", metavar="TOKEN", help=start)
     end = "token at the end of each document; default: from tokenizer_config.json, else from a list (docs/data.md)"
-    plain.add_argument("--end-token", metavar="TOKEN", help=end)
+    add("--end-token", metavar="TOKEN", help=end)
     accept = "continue even if a decoded sample shows that the tokenizer loses text"
-    plain.add_argument("--accept-tokenizer", action="store_true", help=accept)
+    add("--accept-tokenizer", action="store_true", help=accept)
+
+
+def _add_record_options(add: Callable[..., object]) -> None:
     reader = "how the input is read: as files, as source code in repositories, or as data sets of Hugging Face (files)"
-    plain.add_argument("--reader", choices=list(READERS), help=reader)
-    plain.add_argument("--text-field", help="record field that contains the text (text)")
+    add("--reader", choices=list(READERS), help=reader)
+    add("--text-field", help="record field that contains the text (text)")
     chats = "records are chats; compute the loss on all answers, on the last answer, or on all tokens"
-    plain.add_argument("--messages", choices=["answers", "last", "all"], help=chats)
-    template = "Jinja2 chat template that replaces the tokenizer's template"
-    plain.add_argument("--chat-template", type=expanded, metavar="FILE", help=template)
+    add("--messages", choices=["answers", "last", "all"], help=chats)
+    names = ", ".join(shipped_templates())
+    template = f"Jinja2 chat template that replaces the tokenizer's template: a file, or one of {names}"
+    add("--chat-template", type=expanded, metavar="FILE", help=template)
+    add_chat_variables(add)
     time = "time for chat templates that print it, such as 2026-01-31T12:00; default: the start of the preparation"
-    plain.add_argument("--chat-time", metavar="TIME", help=time)
-    plain.add_argument(
+    add("--chat-time", metavar="TIME", help=time)
+    add(
         "--documents", choices=["file", "line"], help="treat each text file, or each of its lines, as a document (file)"
     )
-    plain.add_argument("--max-record-mib", type=int, metavar="MIB", help="skip and report records above this size (64)")
+    add("--max-record-mib", type=int, metavar="MIB", help="skip and report records above this size (64)")
     faulty = "continue if at most this share of the records is faulty (0.1)"
-    plain.add_argument("--max-faulty", type=float, metavar="SHARE", help=faulty)
-    plain.add_argument("--duplicates", choices=["exact", "keep"], help="remove exact duplicates, or keep them (exact)")
-    plain.add_argument(
+    add("--max-faulty", type=float, metavar="SHARE", help=faulty)
+
+
+def _add_split_options(add: Callable[..., object]) -> None:
+    add("--duplicates", choices=["exact", "keep"], help="remove exact duplicates, or keep them (exact)")
+    add(
         "--valid-fraction",
         type=float,
         help="fraction of documents to hold out for validation, selected by a hash of the document's key (0.01)",
     )
-    plain.add_argument("--test-fraction", type=float, help="fraction of documents to hold out for testing (0.01)")
+    add("--test-fraction", type=float, help="fraction of documents to hold out for testing (0.01)")
     shards = "write shards from about this many GiB of files each (one shard for each source, set and split)"
-    plain.add_argument("--shard-gib", type=float, metavar="GIB", help=shards)
-    add_engine_options(parser)
-    return parser
+    add("--shard-gib", type=float, metavar="GIB", help=shards)
 
 
 def _cores() -> int:
@@ -196,31 +217,36 @@ def _run(arguments: argparse.Namespace) -> str:
         pieces = VOCAB_SIZE if arguments.train_tokenizer is None else arguments.train_tokenizer
         if not 0 < pieces <= MAX_VOCAB_SIZE:
             raise DataError(f"--train-tokenizer {pieces}: must be from 1 to {MAX_VOCAB_SIZE:,}")
-        return _summary(prepare_builtin(Path("data" if arguments.output is None else arguments.output), pieces))
+        return _summary(ensure_builtin(Path("data" if arguments.output is None else arguments.output), pieces))
     recipe, output = _recipe(arguments)
-    rules = replace(recipe.rules, strict=arguments.strict)
-    source, execution = _tokenizer_source(recipe), Execution(workers)
-    notes = dict[str, Any]()
-    if recipe.training is not None:
-        notes["train_tokenizer"] = recipe.training.model_dump()
-        notes |= {} if recipe.start_token is None else {"start_token": recipe.start_token}
+    rules, execution = replace(recipe.rules, strict=arguments.strict), Execution(workers)
+    source, notes = _tokenizer_source(recipe), _notes(recipe)
     if arguments.part:
         part, parts = arguments.part
         return prepare_part(recipe.sources, output, source, part, parts, rules, execution, notes)
     return _summary(prepare(recipe.sources, output, source, rules, execution, notes), recipe.sources)
 
 
+def _notes(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of the tokenizer's training, which determine the result."""
+    if recipe.training is None:
+        return {}
+    start = {} if recipe.start_token is None else {"start_token": recipe.start_token}
+    return {"train_tokenizer": recipe.training.model_dump()} | start
+
+
 def _tokenizer_source(recipe: Recipe) -> TokenizerSource:
     """Return the tokenizer of a recipe with its chat template and start token, or a function that trains one."""
     training = recipe.training
     if training is not None:
-        if recipe.chat_template is not None or recipe.chat_time is not None:
+        if recipe.chat_template is not None or recipe.chat_time is not None or recipe.chat_variables:
             raise DataError(
                 "chat_template: not supported with train_tokenizer; train the tokenizer first, then name its files"
             )
 
         def train(folder: Path) -> Tokenizer:
-            texts = training_texts(recipe.sources, recipe.rules, training.characters)
+            sources = with_splits(recipe.sources, find_inputs(recipe.sources), recipe.rules)
+            texts = training_texts(sources, recipe.rules, training.characters)
             trained = train_sentencepiece(texts, training.vocab_size, folder / "tokenizer")
             return _beginning(trained, recipe.start_token)
 
@@ -229,6 +255,10 @@ def _tokenizer_source(recipe: Recipe) -> TokenizerSource:
     tokenizer = load_tokenizer(**recipe.tokenizer)
     if recipe.chat_template is not None:
         tokenizer.chat = with_source(tokenizer.chat, recipe.chat_template)
+    if recipe.chat_variables:
+        if tokenizer.chat is None:
+            raise DataError("chat_template_kwargs: the tokenizer has no chat template; set chat_template, too")
+        tokenizer.chat = with_variables(tokenizer.chat, recipe.chat_variables)
     if recipe.chat_time is not None:
         if tokenizer.chat is None:
             raise DataError("chat_time: has no effect, because the tokenizer has no chat template; leave it out")
@@ -253,17 +283,26 @@ def _summary(path: Path, sources: Sequence[CorpusSource] = ()) -> str:
         if (sample := Sample.restored(source.get("sample", {}))).passages:
             lines.append(f"  {name} tokenizer: {sample}")
         lines += [f"  {name} files not read: {count:,} x {reason}" for reason, count in source["unread"].items()]
-        lines += [f"  {name} FAULTY: {count:,} x {kind}" for kind, count in source["problems"].items()]
+        lines += [f"  {name} faulty, skipped: {count:,} x {kind}" for kind, count in source["problems"].items()]
+        if lost := source.get("files_lost"):
+            lines.append(f"  {name} faulty, skipped: all records of {lost:,} files")
         lines += [f"    {line}" for line in source["problems_named"][:10]]
         lines += [f"  {name}: NO DOCUMENT of the set {missing!r}" for missing in source["sets_missing"]]
+    for name, facts in record["settings"]["sources"].items():
+        if facts.get("cut"):
+            lines.append(f"  {name}: few documents, so the ends of long ones are validation and test text; {BY_LINE}")
+        elif "train_from" in facts:
+            lines.append(f"  {name}: few documents, which would all be held out, so one of them is used for training")
     for spec in (source.spec for source in sources if source.spec.reader == "files"):
         lines += [f"  {spec.name}: {each}: {REPOSITORIES}" for each in spec.paths if holds_repository(each)]
     config = path.parent / RUN_CONFIG
     if config.exists():
         splits = {split for split in SPLITS for entry in record["sources"] if entry[split]["documents"]}
         if "train" in splits:
-            lines += empty_splits(record["sources"], sources)
-            lines.append(f"Train with: megatron-coca train configs/350M/roformer_coca.yml {config}")
+            lines += empty_splits(record, sources)
+            tokens = sum(entry["train"]["tokens"] for entry in record["sources"])
+            model = next(model for least, model in MODELS if tokens >= least)
+            lines.append(f"Train with: megatron-coca train {model} {config}")
         else:
             lines.append(f"there are only {', '.join(sorted(splits))} documents; training needs training documents")
     return "\n".join(lines)
@@ -294,6 +333,10 @@ def _run_on(engine: EngineSettings, options: argparse.Namespace, given: Sequence
     """Run the command line `given` in many tasks, and return the exit status."""
     _exclude(options, ["builtin", "part"], "not supported with --engine; leave it out")
     recipe, output = _recipe(options)
+    rules = replace(recipe.rules, strict=options.strict)
+    if (done := completed(recipe.sources, output, _tokenizer_source(recipe), rules, _notes(recipe))) is not None:
+        print(plain(_summary(done, recipe.sources)))
+        return 0
     blocks, shards = count_tasks(recipe.sources, recipe.rules, output)
     most = MOST_TASKS if engine.tasks is None else engine.tasks
     line = ["prepare", *without_engine(given)]

@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("requeue: the run has no `save` folder and would start again from step 0; not requeued", file=sys.stderr)
         return STOP
     job = os.environ.get("SLURM_JOB_ID", "")
-    failure = first_failure(options.errors.read_text(errors="replace") if options.errors.is_file() else "")
+    failure = first_failure(
+        options.errors.read_text(errors="replace", encoding="utf-8") if options.errors.is_file() else ""
+    )
     step = max(steps(save), default=0)
     decision = decide(read_launches(folder), options.status, step, job, failure, options.limit)
     node = failure.node if failure is not None else None

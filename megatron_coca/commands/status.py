@@ -5,26 +5,26 @@
 The command only reads, so it can be used while a run trains, on any host that sees the folder.
 """
 
-import fcntl
 import json
 import os
 import time
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.native.read import LOCK, MANIFEST, step_folder, steps
+from megatron_coca.checkpoints.native.read import LOCK, MANIFEST, is_step_folder, step_folder, steps
 from megatron_coca.commands import command_parser
 from megatron_coca.support.console import duration
 from megatron_coca.support.errors import InputError
 from megatron_coca.support.markdown_tables import format_table, in_cell
 from megatron_coca.support.plain_text import plain
 from megatron_coca.support.regular_files import open_regular
-from megatron_coca.training.exit_status import DONE
 from megatron_coca.training.launches import END, LAUNCHES, START, read_launches
+from megatron_coca.work.locks import is_locked
+from megatron_coca.work.statuses import DONE
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18
@@ -34,7 +34,7 @@ WIDEST = 60
 HEADER = ("run", "state", "step", "ETA", "last checkpoint", "restarts")
 
 
-class Row(NamedTuple):
+class StatusRow(NamedTuple):
     """One line of the table, the reasons of the restarts with their numbers, and the whole state if it was cut."""
 
     texts: tuple[str, ...]
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table. Raises InputError if no folder contains a run."""
     folders = parser().parse_args(arguments).folders
-    rows = {folder: row(folder) for folder in folders if is_run(folder)}
+    rows = {folder: row(folder) for folder in runs_among(folders)}
     if not rows:
         raise InputError(
             f"{', '.join(map(str, folders))}: no run; give folders with {METRICS} or checkpoints, such as runs/*"
@@ -65,6 +65,36 @@ def parser() -> ArgumentParser:
     return parser
 
 
+def runs_among(folders: Sequence[Path]) -> list[Path]:
+    """Return one folder for each run, in order. If a run has both `log_dir` and `save`, this is its `log_dir`."""
+    given = {folder: folder.parent if is_step_folder(folder) else folder for folder in folders}
+    runs = {folder.resolve(): folder for folder in reversed(given.values()) if is_run(folder)}
+    saves = {place: saved_in(folder, launches_of(folder)).resolve() for place, folder in runs.items()}
+    elsewhere = {save for place, save in saves.items() if save != place}
+    return [folder for place, folder in reversed(runs.items()) if place not in elsewhere]
+
+
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """Turn an OSError into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read ({error}); check the folder's permissions") from error
+
+
+def launches_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the launches of a run. Raises InputError."""
+    with readable(folder):
+        return read_launches(folder)
+
+
+def saved_in(folder: Path, launches: Sequence[Mapping[str, Any]]) -> Path:
+    """Return the folder with the checkpoints of a run, which its last launch names."""
+    save = next((line.get("save") for line in reversed(launches) if line["event"] == START), None)
+    return Path(save) if isinstance(save, str) else folder
+
+
 def is_run(folder: Path) -> bool:
     """Return whether a folder contains launches, metrics or a complete checkpoint."""
     if not folder.is_dir():
@@ -72,15 +102,14 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (LAUNCHES, METRICS)) or bool(steps(folder))
 
 
-def row(folder: Path) -> Row:
+def row(folder: Path) -> StatusRow:
     """Describe one run. Raises InputError if one of its files cannot be read."""
-    try:
-        launches, metrics = read_launches(folder), last_metrics(folder)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be read ({error}); check the folder's permissions") from error
+    launches = launches_of(folder)
+    with readable(folder):
+        metrics = last_metrics(folder)
     starts = [line for line in launches if line["event"] == START]
     start = starts[-1] if starts else {}
-    save = Path(start["save"]) if isinstance(start.get("save"), str) else folder
+    save = saved_in(folder, launches)
     state, known = state_of(folder, save, launches, start.get("last")), int(metrics.get("step", 0))
     reported = [known] if metrics else []
     step = max([*reported, *([int(start["step"])] if isinstance(start.get("step"), int) else [])], default=None)
@@ -102,7 +131,7 @@ def row(folder: Path) -> Row:
         str(len(restarts)),
     )
     reasons = {reason: restarts.count(reason) for reason in dict.fromkeys(restarts)}
-    return Row(texts, reasons, state if is_long else None)
+    return StatusRow(texts, reasons, state if is_long else None)
 
 
 def state_of(folder: Path, save: Path, launches: Sequence[Mapping[str, Any]], steps_of_run: object) -> str:
@@ -121,23 +150,6 @@ def state_of(folder: Path, save: Path, launches: Sequence[Mapping[str, Any]], st
         if isinstance(steps_of_run, int) and steps_of_run in steps(save):
             return "finished"
     return "killed" if last["event"] == START else f"{last['event']}: {last.get('why')}"
-
-
-def is_locked(lock: Path) -> bool:
-    """Return whether a process holds the lock of a run. A run that starts meanwhile waits longer than this takes."""
-    try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def last_metrics(folder: Path) -> dict[str, Any]:

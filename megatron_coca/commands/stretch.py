@@ -1,8 +1,8 @@
 """Compare methods that extend a model beyond its training length, without training; see docs/stretch.md.
 
 megatron-coca stretch MODEL measures perplexity and the retrieval of hidden facts at 1x, 2x, .. of the training length.
-It writes stretch.html and stretch.md with a picture, a table, and the configuration of the best method. The same
-command resumes.
+It writes stretch.html and stretch.md with a picture, tables, and the configuration of the best method, or of the
+simplest one if the best is undecided. The same command resumes.
 """
 
 import re
@@ -20,7 +20,7 @@ from megatron_coca.support.plain_text import plain
 
 EPILOG = f"""\
 methods: {", ".join(CHOICES)}
-A number after a colon is the factor of an extension, such as yarn:2. The default factor is that of --to.
+A number after a colon is the factor of an extension, such as yarn:2. The default factor is the value of --to.
 
 examples:
     megatron-coca stretch runs/350M_roformer_coca --to 4x --budget 20m
@@ -52,28 +52,35 @@ def parser() -> ArgumentParser:
     add = described.add_argument
     model = "a Hugging Face folder, a GGUF file, a run's save folder, or hf://NAME"
     add("model", type=expanded, metavar="MODEL", help=model)
-    add("--to", type=multiple, default=4.0, metavar="4x", help="the longest input in training lengths; default: 4x")
+    add(
+        "--to",
+        type=multiple,
+        default="4x",
+        metavar="4x",
+        help="the longest input in training lengths; default: %(default)s",
+    )
     chosen = f"methods to compare; default: {','.join(DEFAULT)}"
     add("--methods", type=names, default=DEFAULT, metavar="NAME,...", help=chosen)
     data = "text files, JSONL files, folders of such files, or shard prefixes; default: the model's test data"
     add("--data", type=expanded, nargs="+", metavar="PATH", help=data)
-    add("--documents", type=positive_int, default=1, metavar="N", help="number of documents for perplexity; default: 1")
-    budget = "time to measure; measurements that do not fit are left out and listed; default: 20m"
-    add("--budget", type=seconds, default=1200.0, metavar="20m", help=budget)
+    documents = "most documents for perplexity; default: 4, or fewer if the data are short"
+    add("--documents", type=positive_int, metavar="N", help=documents)
+    budget = "time to measure; measurements that do not fit are left out and listed; default: %(default)s"
+    add("--budget", type=seconds, default="20m", metavar="20m", help=budget)
     plan = "read methods, lengths, numbers of cases and contrasts from this file"
     add("--plan", type=local_path, metavar="FILE", help=plan)
     add("--output", type=local_path, metavar="DIR", help="folder of the page and the results; default: stretch/MODEL")
     add("--overwrite", action="store_true", help="replace results of a different measurement; the same one is resumed")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    dtype = "dtype of weights and computation; default: auto, the faster one in a short measurement"
+    dtype = "dtype of weights and computation; default: %(default)s, the faster one in a short measurement"
     add("--dtype", default=AUTO, choices=(*DTYPES, AUTO), help=dtype)
     add_ignore_option(described)
-    after = described.add_argument_group("with the best method, after the page is written")
+    after = described.add_argument_group("with the method of best.yml, after the page is written")
     after.add_argument("--export", type=local_path, metavar="DIR", help="write a Hugging Face folder with it")
     after.add_argument("--chat", action="store_true", help="chat with it; an empty line or Ctrl-D ends the chat")
     trial = "train the model for N steps on --data as a first trial of --finetune-method, and measure it"
     after.add_argument("--finetune", type=positive_int, metavar="N", help=trial)
-    tried = "the method of the trial: pi (position interpolation) or coca; default: pi"
+    tried = "the method of the trial: pi (position interpolation) or coca; default: %(default)s"
     after.add_argument("--finetune-method", choices=("pi", "coca"), default="pi", help=tried)
     return described
 
@@ -98,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = stretch(args)
     print(plain(done.text))
     print(f"\nwrote {args.output / 'stretch.html'}, and stretch.md, its picture, best.yml and results.json beside it")
+    if args.export is not None or args.chat:
+        print(f"{done.chosen} is used: {done.reason}")
     if args.export is not None:
         _export(args, done.overrides)
     if args.chat:

@@ -3,14 +3,13 @@
 import json
 import shlex
 import shutil
-import subprocess
 from argparse import Namespace
 from hashlib import sha256
 from pathlib import Path
 
 from megatron_coca.evaluation.results import EvaluationError, read_record, write_atomically
 from megatron_coca.evaluation.stretch.records import RESULTS, StretchResult
-from megatron_coca.support.processes import PROGRAM, exit_status
+from megatron_coca.work.processes import PROGRAM, run_to_its_end
 
 MOST_LENGTH = 2048
 """Length of the training samples, unless the model was trained on shorter ones."""
@@ -51,7 +50,7 @@ def trained_folder(args: Namespace) -> Path:
 
 
 def is_outdated(page: Path, steps: int) -> bool:
-    """Return True if the results beside the page are of another number of steps."""
+    """Return True if the results beside the page belong to another number of steps."""
     return (page / RESULTS).exists() and _result(page).settings.checkpoint.step != steps
 
 
@@ -60,7 +59,7 @@ def _result(folder: Path) -> StretchResult:
 
 
 def _claim(args: Namespace, folder: Path, trial: dict[str, object]) -> None:
-    """Write the model, data and keys of the trial beside its folder, which a longer trial of the same continues.
+    """Write the model, data and keys of the trial beside its folder. A longer trial of the same ones can continue it.
 
     Raises EvaluationError if the folder has another trial or more steps, unless it may be overwritten.
     """
@@ -71,7 +70,7 @@ def _claim(args: Namespace, folder: Path, trial: dict[str, object]) -> None:
         if not record.is_file():
             raise EvaluationError(f"{folder}: is not a trial of {record.name}; remove it, or name another --output")
         problem = ""
-        if record.read_text() != content:
+        if record.read_text(encoding="utf-8") != content:
             problem = "contains a trial of another model, other --data or another --to"
         elif (folder / "latest").is_file() and (open_checkpoint(folder, verify=False).step or 0) > args.finetune:
             problem = f"has more than {args.finetune} steps"
@@ -113,7 +112,7 @@ def finetune(args: Namespace) -> int:
     ]
     command = ["train", args.model, str(prepared / "data.yml"), *keys, "--auto-resume"]
     print(f"\n$ {shlex.join(['megatron-coca', *command])}", flush=True)
-    return exit_status(subprocess.run([*PROGRAM, *command], check=False).returncode)
+    return run_to_its_end([*PROGRAM, *command])
 
 
 def digest_of(texts: list[Path], tokenizer: str | None) -> str:

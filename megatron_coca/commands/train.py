@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
-from megatron_coca.support.arguments import GGUF, add_ignore_option, expanded, ignoring
+from megatron_coca.support.arguments import GGUF, add_configurations, add_ignore_option, expanded, ignoring
 from megatron_coca.support.errors import InputError
-from megatron_coca.support.processes import MAIN
 from megatron_coca.support.remote_files import HUB, hub_hint
-from megatron_coca.training import watchdog
+from megatron_coca.work import error_report
+from megatron_coca.work.processes import MAIN
 
 if TYPE_CHECKING:
     from megatron_coca.config import Config
@@ -31,21 +31,14 @@ INPUTS = "files, merged in order, and overrides; a model folder as the first inp
 
 def parser() -> argparse.ArgumentParser:
     parser = command_parser("train", __doc__, EPILOG)
-    parser.add_argument("inputs", type=expanded, nargs="+", metavar="CONFIG.yml | key=value", help=INPUTS)
-    parser.add_argument(
-        "-d",
-        "--conf_dir",
-        type=expanded,
-        metavar="DIR",
-        help="folder of the YAML files, which can then be named without .yml",
-    )
+    add_configurations(parser, INPUTS)
     parser.add_argument(
         "--num_gpus",
         type=int,
         metavar="N",
         help="number of processes on this host, one per GPU, or on the CPU with distributed_backend=gloo",
     )
-    parser.add_argument("--hostfile", type=expanded, metavar="FILE", help="hostfile in DeepSpeed's format")
+    parser.add_argument("-H", "--hostfile", type=expanded, metavar="FILE", help="hostfile in DeepSpeed's format")
     parser.add_argument(
         "--auto-resume", action="store_true", help="resume from the latest valid checkpoint in `save`, if there is one"
     )
@@ -56,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 after training, otherwise a status from docs/faults.md."""
-    watchdog.install()  # before other imports, because a user's file may shadow a module that they import
-    from megatron_coca.training.exit_status import INTERRUPTED, Stopped
+    error_report.install()  # before other imports, because a user's file may shadow a module that they import
+    from megatron_coca.work.statuses import INTERRUPTED, Stopped
 
     given = sys.argv[1:] if arguments is None else arguments
     options, unknown = parser().parse_known_intermixed_args(given)
@@ -66,10 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(*read_config(options), given)
     except (InputError, Stopped) as error:
-        watchdog.tell(error)
+        error_report.tell(error)
         return error.status
     except KeyboardInterrupt:
-        watchdog.tell("interrupted; use --auto-resume to resume from the latest complete checkpoint")
+        error_report.tell("interrupted; --auto-resume resumes from the latest complete checkpoint, if there is one")
         return INTERRUPTED
 
 
@@ -97,20 +90,33 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     else:
         from megatron_coca.checkpoints.importing import starting_config
 
-        config = starting_config(model, given, files).override(given, files)
+        config = starting_config(model, given, files)
     chosen = given_values(keys, files)
     if selecting := [name for name in ("include", "exclude") if chosen.get(name)]:
         raise ConfigError(
             f"{selecting[0]}: not supported; list the hosts to use in the hostfile, or set CUDA_VISIBLE_DEVICES and "
             "num_gpus to use some devices of this host"
         )
-    if config.schedule.train_iters is None and config.schedule.train_epochs is None:
-        raise ConfigError("train_iters: not set; training needs it, for example `train_iters=1000`")
-    if config.optimizer.lr is None:
-        raise ConfigError("optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`")
-    if config.schedule.stages is not None and config.checkpoint.save is None:
-        raise ConfigError("stages: need save, because a stage starts from the checkpoint of the previous one; set save")
+    if absent := _missing(config):
+        raise ConfigError(*absent)
     return config, keys_without_effect(files, keys)
+
+
+def _missing(config: "Config") -> list[str]:
+    """Return a line for each key that training needs and that is not set."""
+    from megatron_coca.config.optimization import NO_BATCH
+    from megatron_coca.config.schedule import NO_STEPS
+    from megatron_coca.training.starting_rate import NO_RATE, has_starting_rate
+
+    schedule, batch = config.schedule, config.batch
+    lines = [NO_STEPS] if schedule.train_iters is None and schedule.train_epochs is None else []
+    if config.optimizer.lr is None and not has_starting_rate(config):
+        lines.append(NO_RATE)
+    if schedule.stages is None and batch.train_micro_batch_size_per_gpu is None and batch.train_batch_size is None:
+        lines.append(NO_BATCH)
+    if schedule.stages is not None and config.checkpoint.save is None:
+        lines.append("stages: need save, because a stage starts from the checkpoint of the previous one; set save")
+    return lines
 
 
 def run(config: "Config", without_effect: Sequence[str], arguments: Sequence[str]) -> int:

@@ -3,16 +3,19 @@
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.data.errors import DataError
-from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.results import EvaluationError, out_of_memory
 from megatron_coca.model import Sampling
 from megatron_coca.support.plain_text import plain
 from megatron_coca.text_generation import Continuation, TextGenerator
+
+Message = dict[str, str]
 
 SIGN = "> "
 WAITING = "Type a prompt and press Enter. Ctrl-C stops a continuation, Ctrl-D ends."
@@ -22,12 +25,14 @@ WAITING_IN_CHAT = "Type a message and press Enter. Ctrl-C stops an answer, Ctrl-
 def answer_typed(generator: TextGenerator, args: Namespace, sampling: Sampling, options: dict[str, Any]) -> None:
     """Continue every typed prompt, or with `--chat` answer every message of one conversation, until Ctrl-D.
 
-    A prompt that is typed again is sampled with the next seed. Raises EvaluationError if there is no chat template.
+    A prompt that is typed again is sampled with the next seed. If a prompt or message cannot be continued, an error
+    message says so, and the user can type the next one. Raises EvaluationError if there is no chat template.
     """
     if args.chat and generator.tokenizer.chat is None:
         raise EvaluationError("--chat: the tokenizer has no chat template; leave out --chat")
     print(WAITING_IN_CHAT if args.chat else WAITING, file=sys.stderr, flush=True)
-    chat = [] if args.system is None else [{"role": "system", "content": args.system}]
+    opening = [] if args.system is None else [{"role": "system", "content": args.system}]
+    chat: list[Message] = []
     times = Counter[str]()
     for text in typed_lines():
         own = replace(sampling, seed=sampling.seed + (0 if args.chat else times[text]))
@@ -35,18 +40,53 @@ def answer_typed(generator: TextGenerator, args: Namespace, sampling: Sampling, 
         printer = Printer()
         try:
             if args.chat:
-                asked = [*chat, {"role": "user", "content": text}]
-                generator.answer([asked], sampling=own, pushed=printer.show, **options)
+                asked = fitting(
+                    generator, opening, [*chat, {"role": "user", "content": text}], options["max_new_tokens"]
+                )
+                generator.answer([[*opening, *asked]], sampling=own, pushed=printer.show, **options)
             else:
                 generator.complete([text], sampling=own, pushed=printer.show, **options)
         except KeyboardInterrupt:
             printer.interrupted = True
-        except DataError as error:
-            print(plain(f"megatron-coca generate: {error}"), file=sys.stderr)
+        except (DataError, PositionRangeError, FloatingPointError) as error:
+            printer.break_line()
+            tell(str(error))
+            continue
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            printer.break_line()
+            tell("out of memory; type a shorter text, or begin again with a lower --max-new-tokens")
             continue
         answer = printer.end()
         if args.chat:
             chat = [*asked, {"role": "assistant", "content": answer}]
+
+
+def fitting(
+    generator: TextGenerator, opening: Sequence[Message], chat: Sequence[Message], max_new_tokens: int
+) -> list[Message]:
+    """Return the newest messages of a chat for which the model has positions, from a message of the user on.
+
+    `opening` precedes them. The user is told how many messages are left out. Raises PositionRangeError if the last
+    message alone is too long.
+    """
+    for first in (place for place, message in enumerate(chat) if message["role"] == "user"):
+        try:
+            generator.check_room(len(generator.encode_chat([*opening, *chat[first:]])), max_new_tokens)
+        except PositionRangeError:
+            if first == len(chat) - 1:
+                raise
+        else:
+            if first:
+                tell(f"the conversation is longer than the model's positions; the first {first} messages are left out")
+            return list(chat[first:])
+    raise AssertionError("the last message is of the user")
+
+
+def tell(text: str) -> None:
+    """Print a message between the continuations."""
+    print(plain(f"megatron-coca generate: {text}"), file=sys.stderr, flush=True)
 
 
 def typed_lines() -> Iterator[str]:
@@ -78,6 +118,11 @@ class Printer:
         """Print the new part of a text that later tokens will not change."""
         self._row = row
         self._print(row.settled)
+
+    def break_line(self) -> None:
+        """End the line of a text that an error has stopped."""
+        if self._printed:
+            print(flush=True)
 
     def end(self) -> str:
         """Print the rest of the text and a line end. Return the text."""

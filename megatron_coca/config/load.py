@@ -1,8 +1,7 @@
 """Merge files and overrides into one frozen, validated configuration: `load_config` and `Config`."""
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -13,7 +12,10 @@ from typing_extensions import Self
 from megatron_coca import methods
 from megatron_coca.config.base import ConfigError, ConfigGroup, nearest, shown
 from megatron_coca.config.checks import find_faults
+from megatron_coca.config.checks.downloaded import faults as downloaded_faults
+from megatron_coca.config.checks.downloaded import may_be_downloaded, not_run
 from megatron_coca.config.data import TrainingPositions
+from megatron_coca.config.metric_sinks import METRIC_SINKS
 from megatron_coca.config.neox_keys import (
     ALIAS_VALUES,
     ALIASES,
@@ -38,6 +40,7 @@ from megatron_coca.config.source import (
     read_overrides,
     yaml_value,
 )
+from megatron_coca.support.plain_text import masked
 
 EXPECTED: dict[str, str] = {
     "int_type": "expected an integer",
@@ -69,20 +72,48 @@ def known_keys() -> tuple[str, ...]:
 
 
 class Problems:
-    """Collects errors as lines `file:line: key: message`."""
+    """Collects errors, which become lines `file:line: key: message`.
+
+    Attributes:
+        source: the merged layers.
+        found: the location of every error, by its key, which may be empty, and its message.
+        keys: the keys of the schema with errors.
+    """
 
     def __init__(self, source: Layer) -> None:
         self.source = source
-        self.lines: list[str] = []
+        self.found: dict[tuple[str, str], str] = {}
         self.keys: set[str] = set()
+
+    @property
+    def lines(self) -> list[str]:
+        return [": ".join(filter(None, (where, key, message))) for (key, message), where in self.found.items()]
 
     def add(self, key: str, message: str) -> None:
         """Add an error about `key`. From then on, messages of checks that read the key are dropped."""
-        self.lines.append(f"{self._location(key)}: {key}: {message}")
+        self.found[key, message] = self._location(key)
         self.keys.add(_owner_of(key))
 
+    def blame(self, layers: Sequence[Layer], faults_of: Callable[[Layer], Collection[tuple[str, str]]]) -> None:
+        """Move every error that a later layer causes to that layer.
+
+        Without this, a key of the command line that contradicts a file would be an error in the file. `source` is the
+        result of merging `layers`; `faults_of` returns the key and message of all errors of other merged layers.
+        """
+        rest = dict(self.found)
+        for number in range(len(layers) - 1, 0, -1):
+            layer = layers[number]
+            rest = {fault: where for fault, where in rest.items() if not _within(where, layer)}
+            if not rest:
+                return
+            before = faults_of(merge(layers[:number]))
+            for key, message in [fault for fault in rest if fault not in before]:
+                self.found[key, message] = _cause(layer, key, rest.pop((key, message)), self.source.label)
+
     def _location(self, path: str) -> str:
-        """Return the location of `path`, else of a key inside it, else of the innermost mapping around it."""
+        """Return the location of `path`. If it has none, return that of a key inside it, or of the innermost mapping
+        around it.
+        """
         path = path.partition("[")[0]
         where = self.source.where
         inside = (location for key, location in where.items() if key.startswith(f"{path}."))
@@ -110,10 +141,26 @@ class Problems:
                 hint = f"; write {int(value)}"
             elif isinstance(value, str) and type(yaml_value(value)) in UNQUOTED.get(kind, ()):
                 hint = "; remove the quotes"
+            elif value == "auto":
+                hint = "; leave the key out"
+            elif kind == "less_than_equal" and error.get("ctx", {}).get("le") == 1:
+                hint = "; the value is a fraction"
             elif key in ("fp16", "bf16"):
                 hint = f"; to set only the dtype, use precision={key}"
             message = f"{' or '.join(dict.fromkeys(expected))}, got {shown(value)}{hint}"
         self.add(key, message)
+
+
+def _within(location: str, layer: Layer) -> bool:
+    return location == layer.label or location.startswith(f"{layer.label}:")
+
+
+def _cause(layer: Layer, key: str, location: str, everywhere: str) -> str:
+    """Return the location of an error that `layer` causes. `location` is the one so far: the place of `key` in an
+    earlier layer, or `everywhere` if no layer has the key.
+    """
+    inside = (where for path, where in layer.where.items() if path.startswith(f"{key}."))
+    return next(inside, layer.label if location == everywhere else f"{layer.label}, with {location}")
 
 
 def _expectation(message: str) -> str:
@@ -185,7 +232,7 @@ def literal_values(annotation: Any) -> tuple[Any, ...]:
     return tuple(value for kind in inner for value in literal_values(kind))
 
 
-def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
+def validate(source: Layer) -> tuple[dict[str, ConfigGroup], Problems]:
     """Return the key groups by name, and all errors. Invalid keys have their defaults in the groups."""
     problems = Problems(source)
     flat = _flatten(source.values, "", problems)
@@ -195,12 +242,12 @@ def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
     _run_imports(known, problems)
     absent = {key: value for key, value in _PLACEHOLDERS.items() if key not in known}
     if len(absent) > 2:  # an overlay: most checks would compare keys with those of a missing model
-        problems.lines.append(f"{source.label}: describes no model ({', '.join(absent)} missing); {NO_MODEL}")
-        return {name: _group(name, kind, absent | known, problems) for name, kind in GROUPS.items()}, problems.lines
+        problems.found["", f"describes no model ({', '.join(absent)} missing); {NO_MODEL}"] = source.label
+        return {name: _group(name, kind, absent | known, problems) for name, kind in GROUPS.items()}, problems
     groups = {name: _group(name, kind, known, problems) for name, kind in GROUPS.items()}
     for key, message in find_faults(Settings.model_validate(groups), frozenset(problems.keys)):
         problems.add(key, message)
-    return groups, problems.lines
+    return groups, problems
 
 
 def _flatten(values: Mapping[str, Any], path: str, problems: Problems) -> dict[str, Any]:
@@ -289,63 +336,39 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
             choices = f" ({' | '.join(names)})" if names else ""
             problems.add(key, f"`{value}`: {UNSUPPORTED_CHOICES[key][choice]} is not supported{choices}")
         elif key in KEYS and value is not None:
-            known[key] = _unquoted_word(key, value) if isinstance(value, bool) else value
+            if value == "None" and not _choices_of(key):
+                problems.add(key, "`None` is a text in YAML; write null, or leave the key out")
+            else:
+                known[key] = _unquoted_word(key, value) if isinstance(value, bool) else value
     return known
 
 
 def _unquoted_word(key: str, value: bool) -> Any:
-    """Return the choice of the key that YAML reads as this boolean without quotes, such as `off`, if there is one."""
+    """Return the choice of the key, such as `off`, that YAML reads as this boolean unless it is quoted, if there is
+    one.
+    """
     choices = () if key in MAPPINGS else _choices_of(key)
     words = [choice for choice in choices if isinstance(choice, str) and yaml_value(choice) is value]
     return words[0] if words else value
 
 
 def _run_imports(known: dict[str, Any], problems: Problems) -> None:
-    """Run the files that declare position methods, because validation needs their declarations.
+    """Run the files that declare position methods and sinks, because validation needs their declarations.
 
-    Each name in `imports` becomes an absolute path with a digest of the file's contents.
+    Each name in `imports` becomes an absolute path, with a digest of the file's contents if it declares methods.
     """
     names = known.get("imports")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return  # validation reports the error
     file = problems.source.where.get("imports", "").rpartition(":")[0]
     folder = Path(file).parent if file and os.path.isfile(file) else Path()
-    if file and names and _may_be_downloaded(Path(file)):
+    if file and names and may_be_downloaded(Path(file)):
         problems.add("imports", not_run(names))
         return
     try:
         known["imports"] = [methods.import_file(os.path.expanduser(name), folder) for name in names]
     except methods.ImportedFileError as error:
         problems.add("imports", str(error))
-
-
-def _may_be_downloaded(file: Path) -> bool:
-    """Return True for a file in the folder of a checkpoint (of this project or GPT-NeoX) or of prepared data.
-
-    Such a file may have been downloaded together with the checkpoint or the data.
-    """
-    for path in (
-        Path(os.path.abspath(file)),
-        file.resolve(),
-    ):  # a link in the hub's cache and its target are in different folders
-        outer = path.parent.parent if path.parent.name == "configs" else path.parent
-        if (
-            path.name == "data.yml"
-            or any(re.fullmatch("global_step[0-9]+", folder.name) for folder in path.parents)
-            or (path.parent / "manifest.json").is_file()
-            or next(outer.glob("*model_states.pt"), None) is not None
-        ):
-            return True
-    return False
-
-
-def not_run(names: Sequence[str]) -> str:
-    """Return the message about Python files that a checkpoint names in `imports`."""
-    files = ", ".join(name.partition(methods.MARK)[0] for name in names)
-    return (
-        f"{files}: not run, because checkpoints may be untrusted; read the file, then name it with imports=[FILE]"
-        " in an override (--set imports=[FILE]) or in your own configuration"
-    )
 
 
 def _group(name: str, kind: type[ConfigGroup], known: dict[str, Any], problems: Problems) -> ConfigGroup:
@@ -422,6 +445,15 @@ class Config(Settings):
         """Return every key with its resolved value as YAML. `load_config` reads it back as an equal Config."""
         return dump(self._nested(only_set=False))
 
+    def record(self) -> str:
+        """Return the text for the folder of a checkpoint: as `to_yaml`, without passwords, and without `metric_sinks`
+        and the files that declare only sinks, because other people read a checkpoint too.
+        """
+        values = self._nested(only_set=False)
+        del values[METRIC_SINKS]
+        values["imports"] = [name for name in values["imports"] if methods.MARK in name]
+        return masked(dump(values))
+
     def flat(self) -> dict[str, Any]:
         """Return every resolved value by its dotted key, for example `num_layers` or `optimizer.params.lr`."""
         return {
@@ -444,18 +476,31 @@ class Config(Settings):
         return values
 
     @classmethod
-    def from_layers(cls, layers: Sequence[Layer], problems: list[str]) -> Self:
-        """Merge layers and validate the result. Raises ConfigError with `problems` and all further errors."""
-        source = merge(layers)
-        groups, errors = validate(source)
-        if problems or errors:
-            raise ConfigError(*problems, *errors)
-        config, faults = cls.model_validate(groups), Problems(source)
-        for key, message in stage_faults(config, config.override) if config.schedule.stages else ():
-            faults.add(key, message)
-        if faults.lines:
-            raise ConfigError(*faults.lines)
+    def from_layers(cls, layers: Sequence[Layer], problems: list[str], used: bool = True) -> Self:
+        """Merge layers and validate the result. Raises ConfigError with `problems` and all further errors.
+
+        `used` is false for the record of a checkpoint, in which addresses and folders of another computer are valid.
+        """
+        config, found = cls._resolve(merge(layers), used)
+        found.blame(layers, lambda source: cls._resolve(source, used, staged=config is not None)[1].found)
+        if config is None or problems or found.found:
+            raise ConfigError(*problems, *found.lines)
         return config
+
+    @classmethod
+    def _resolve(cls, source: Layer, used: bool, staged: bool = True) -> tuple[Self | None, Problems]:
+        """Return the configuration and all errors. It is None if there are errors other than those of `stages`, which
+        are only looked for if `staged` is set.
+        """
+        groups, problems = validate(source)
+        for key, message in downloaded_faults(source.values, source.where) if used else ():
+            problems.add(key, message)
+        if problems.found:
+            return None, problems
+        config = cls.model_validate(groups)
+        for key, message in stage_faults(config, config.override) if staged and config.schedule.stages else ():
+            problems.add(key, message)
+        return config, problems
 
 
 Source = str | Path | Mapping[str, Any]
@@ -481,8 +526,8 @@ def load_config(sources: Source | Sequence[Source], overrides: Overrides = ()) -
     read = [mapping_layer(each) if isinstance(each, Mapping) else read_file(each, problems) for each in several]
     layers = [layer for layer in read if layer is not None] + read_overrides(overrides, problems)
     if None in read:  # a missing key may be in the file that cannot be read
-        _, errors = validate(merge(layers))
-        raise ConfigError(*problems, *(line for line in errors if not line.endswith((MISSING, NO_MODEL))))
+        _, found = validate(merge(layers))
+        raise ConfigError(*problems, *(line for line in found.lines if not line.endswith((MISSING, NO_MODEL))))
     return Config.from_layers(layers, problems)
 
 

@@ -53,6 +53,9 @@ GLOBAL = "global"
 GAU = "gau"
 """The layer type of gated attention units."""
 
+ASSUMED_VOCABULARY = 50304
+"""The vocabulary size for costs if no tokenizer is known: rows of the embedding with GPT-2's and GPT-NeoX-20B's."""
+
 LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30
 """Chunk size with `loss_chunk_size: auto`: in tokens, or in logit bytes for the Triton kernel. With larger chunks, the
 weight and its gradient are read less often.

@@ -14,6 +14,7 @@ TrainablePart = Literal[
 ]
 QUERY_KEY_VALUE: tuple[TrainablePart, TrainablePart, TrainablePart] = ("query", "key", "value")
 """Parts of the packed attention projection, in the order of its rows."""
+NO_BATCH = "train_micro_batch_size_per_gpu: not set; set it, or train_batch_size"
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -37,7 +38,11 @@ class OptimizerConfig(ConfigGroup):
     type: Annotated[Literal["Adam", "AdamW", "cpu_adam", "sgd", "lion"], BeforeValidator(_normalise_optimizer)] = key(
         "Adam", "Optimizer; case-insensitive.", "optimizer.type"
     )
-    lr: Positive | None = key(None, "Peak learning rate.", "optimizer.params.lr")
+    lr: Positive | None = key(
+        None,
+        "Peak learning rate; null: with `finetune`, a default for the size of the model (docs/finetuning.md).",
+        "optimizer.params.lr",
+    )
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = key(
         (0.9, 0.999),
         "beta1 and beta2 of Adam and Lion. The default for Lion is `[0.9, 0.99]`.",
@@ -91,7 +96,7 @@ class BatchConfig(ConfigGroup):
         micro, total = self.train_micro_batch_size_per_gpu, self.train_batch_size
         steps = self.gradient_accumulation_steps
         if micro is None and total is None:
-            raise ConfigError("train_micro_batch_size_per_gpu: not set; set it, or train_batch_size")
+            raise ConfigError(NO_BATCH)
         if steps is None:
             derived = micro is not None and total is not None
             steps = max(1, total // (micro * data_parallel_size)) if derived else 1  # type: ignore[operator]

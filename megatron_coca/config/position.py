@@ -103,19 +103,20 @@ def read_choice(key: str, value: Any) -> Any:
         raise _error(_fault("missing", "required", values, selector))
     if not isinstance(name, str) or name not in table:
         raise _error(_fault("literal_error", "unknown", name, *[selector] * (values is value)))
-    choice, kept, faults = table[name], {selector: name}, []
+    choice, kept, faults, unknown = table[name], {selector: name}, [], False
     for option, given in values.items():
         readers = [other for other in table.values() if other.option(option) is not None]
         if given is None and readers:
             continue  # not set
         if option in (selector, ORIGINAL) or choice.option(option) is not None or not readers:
             kept[option] = given
+            unknown |= not readers and option not in (selector, ORIGINAL)
         else:
             listed = " | ".join(reader.name for reader in readers)
             place = key if key == "pos_emb" else selector
             message = f"{option} has no effect with {place} {name}; it is an option of {listed}"
             faults.append(_fault("option", message, given))
-    if faults:
+    if faults and not (unknown and selector not in values):  # the unknown name may be a misspelt selector, as `type` is
         raise _error(*faults)
     return _model_of(choice).model_validate(kept)
 
@@ -233,7 +234,9 @@ class PositionConfig(PositionKeys):
         " `{sliding: {sliding_window_width: 511, rotary_emb_base: 1.0e+6}}`.",
     )
     imports: list[PathName] = key(
-        [], "Python files that declare position methods, relative to the file that sets this key (CONTRIBUTING.md)."
+        [],
+        "Python files that declare position methods or sinks of metrics, relative to the file that sets this key"
+        " (docs/own_methods.md).",
     )
 
     def of_type(self, name: str) -> "PositionConfig":

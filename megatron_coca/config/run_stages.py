@@ -35,6 +35,7 @@ MOST_STAGES = 500
 """Maximum number of stages in a run. Each has its own configuration, which takes milliseconds to validate."""
 NEVER = {
     "stages": "not supported inside a stage; list all stages one after the other",
+    "metric_sinks": "cannot differ between stages; set it for the whole run",
     "imports": "cannot differ between stages; set it for the whole run",
 }
 """Keys that are an error inside a stage, with the message. They are checked before the stage is validated."""

@@ -1,11 +1,12 @@
 """Keys of the run: checkpoints, faults, logging, the seed, and training positions."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megatron_coca.config.base import MAX_COUNT, ConfigGroup, Count, PathName, Positive, Seconds, WholeNumber, key
 from megatron_coca.config.data import TrainingPositions
+from megatron_coca.config.metric_sinks import read_sinks
 
 
 class CheckpointConfig(ConfigGroup):
@@ -116,6 +117,11 @@ class LoggingConfig(ConfigGroup):
     wandb_run_name: str | None = key(None, "Weights & Biases run name.")
     wandb_team: str | None = key(None, "Weights & Biases team.")
     wandb_host: str | None = key(None, "Weights & Biases server; null: the library's default.")
+    metric_sinks: Annotated[dict[str, dict[str, Any]], BeforeValidator(read_sinks)] = key(
+        {},
+        "Further sinks of metrics, each with its options below: `{mlflow: {experiment: coca}}`. A file in `imports` can"
+        " declare others (docs/observability.md).",
+    )
     peak_theoretical_tflops: Positive | None = key(
         None, "Peak TFLOP/s of one device, for MFU; null: the data sheet's value (bfloat16, dense) if known."
     )

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.config.base import ConfigError
-from megatron_coca.config.load import Config, not_run
+from megatron_coca.config.checks.downloaded import not_run
+from megatron_coca.config.load import Config
 from megatron_coca.config.source import OVERRIDES, Layer, Overrides, given_layer, merge, read_file, read_overrides
 from megatron_coca.methods import MARK
 
@@ -63,9 +64,10 @@ def load_saved_config(
     elif recorded:
         problems.append(f"{saved.where.get(IMPORTS, label)}: {IMPORTS}: {not_run(recorded)}")
         raise ConfigError(*problems)
-    config = Config.from_layers(layers, problems)
+    config = Config.from_layers(layers, problems, used=False)
     digests = {name.partition(MARK)[2] for name in recorded} - {""}
-    changed = tuple(name for name in config.position.imports if digests and name.partition(MARK)[2] not in digests)
+    declared = (name for name in config.position.imports if MARK in name)  # the others declare only sinks
+    changed = tuple(name for name in declared if digests and name.partition(MARK)[2] not in digests)
     if changed:
         before = ", ".join(recorded)
         message = f"{label}: {IMPORTS}: {changed[0]}: not the file that the weights were trained with ({before})"

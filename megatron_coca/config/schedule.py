@@ -8,6 +8,8 @@ from pydantic import Field
 
 from megatron_coca.config.base import ConfigError, ConfigGroup, Count, Fraction, NotNegative, key
 
+NO_STEPS = "train_iters: not set; training needs it, for example `train_iters=1000`"
+
 
 class ScheduleConfig(ConfigGroup):
     """Learning-rate schedule."""
@@ -49,7 +51,7 @@ class ScheduleConfig(ConfigGroup):
         if self.lr_decay_iters is not None:
             return self.lr_decay_iters
         if self.train_iters is None:
-            raise ConfigError("train_iters: not set; training needs it, for example `train_iters=1000`")
+            raise ConfigError(NO_STEPS)
         return int(self.train_iters * (1.0 if self.lr_decay_fraction is None else self.lr_decay_fraction))
 
 

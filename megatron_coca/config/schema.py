@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from megatron_coca import methods
 from megatron_coca.config.base import ConfigGroup
 from megatron_coca.config.data import DataConfig, SyntheticConfig, TrainingPositions
+from megatron_coca.config.metric_sinks import METRIC_SINKS, names_within
 from megatron_coca.config.model import ModelConfig
 from megatron_coca.config.optimization import BatchConfig, Bf16, Fp16, OptimizerConfig, PrecisionConfig
 from megatron_coca.config.parallelism import LaunchConfig, ParallelConfig
@@ -89,7 +90,7 @@ SELECTORS: dict[str, str] = {
 MAPPINGS: dict[str, type[ConfigGroup]] = {"synthetic": SyntheticConfig, "training_positions": TrainingPositions}
 """Keys with a mapping of fixed names, each with the model of the mapping."""
 
-CLOSED = SECTIONS | SELECTORS.keys() | MAPPINGS.keys() | {"pos_emb_options", "fp16", "bf16"}
+CLOSED = SECTIONS | SELECTORS.keys() | MAPPINGS.keys() | {"pos_emb_options", METRIC_SINKS, "fp16", "bf16"}
 """Mappings with only known names. All other mappings are passed through unchanged."""
 
 
@@ -101,6 +102,8 @@ def nested_names(key: str) -> tuple[str, ...]:
         return _option_names("pos_emb")
     if key in MAPPINGS:
         return tuple(MAPPINGS[key].model_fields)
+    if key.partition(".")[0] == METRIC_SINKS:
+        return names_within(key)
     return tuple({"fp16": Fp16, "bf16": Bf16}[key].__annotations__) if key in ("fp16", "bf16") else ()
 
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from megatron_coca.config.base import ConfigError
+from megatron_coca.config.checks.downloaded import DATA_PATHS, belongs_to_data, foreign_keys
 from megatron_coca.config.schema import CLOSED, SELECTORS
 from megatron_coca.support.safe_yaml import LimitedLoader, YamlFault, fault, read_text
 
@@ -18,7 +20,6 @@ Overrides = Mapping[str, Any] | Sequence[str]
 COMMAND_LINE = "command line"
 OVERRIDES = "overrides"
 MAPPING = "mapping"
-DATA_PATHS = re.compile("(vocab|merge)_file|data_path|(train|valid|test)_(label_)?data_paths")
 
 _FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
@@ -171,6 +172,8 @@ def read_file(path: str | Path, problems: list[str]) -> Layer | None:
     problems += reader.problems
     if isinstance(values, dict):
         layer = _expand(Layer(str(path), values, reader.where))
+        foreign = foreign_keys(Path(path), layer.values) if belongs_to_data(Path(path), layer.values) else ()
+        problems += [f"{layer.where.get(key, path)}: {key}: {message}" for key, message in foreign]
         _resolve_data_paths(layer.values, Path(path).parent)
         return layer
     if not reader.failed:
@@ -234,9 +237,26 @@ def given_layer(overrides: Overrides, files: Sequence[str | Path] = ()) -> Layer
     return merge(layers + read_overrides(overrides, []))
 
 
+def readable_layer(overrides: Overrides, files: Sequence[str | Path] = ()) -> Layer:
+    """Return the same as `given_layer`. Raises ConfigError for files that cannot be read."""
+    problems: list[str] = []
+    layers = [layer for path in files if (layer := read_file(path, problems)) is not None]
+    if problems:
+        raise ConfigError(*problems)
+    return merge(layers + read_overrides(overrides, []))
+
+
 def given_values(overrides: Overrides, files: Sequence[str | Path] = ()) -> dict[str, Any]:
     """Return the top-level keys of `given_layer`."""
     return given_layer(overrides, files).values
+
+
+def named_checkpoint(values: Mapping[str, Any]) -> str | None:
+    """Return the checkpoint that the keys `load` and `iteration` name: a folder or URL, or None without `load`."""
+    load, step = values.get("load"), values.get("iteration")
+    if load is None:
+        return None
+    return os.path.expanduser(str(load)) if step is None else f"{os.path.expanduser(str(load))}/global_step{step}"
 
 
 def _plain(value: Any) -> Any:

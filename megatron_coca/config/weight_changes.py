@@ -23,7 +23,7 @@ ANGLES = {"offset": ("zero", "uniform", "free"), "initial_angle": ("random",)}
 
 
 class WeightChange(NamedTuple):
-    """A key of which the two values need different weights, and the reason."""
+    """A key with two values that need different weights, and the reason."""
 
     key: str
     reason: str
@@ -102,5 +102,5 @@ def _learner(kind: PositionConfig, seq_length: int) -> str | None:
 
 
 def _norms(model: ModelConfig) -> str | None:
-    """Return the norm of queries and keys as text, None without one."""
+    """Return the norm of queries and keys as text, or None if there is none."""
     return "use_qk_layernorm" if model.use_qk_layernorm else model.qk_norm and f"qk_norm {model.qk_norm}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_coca.kernels.attention_backward import backward
 from megatron_coca.kernels.custom_op import operation
-from megatron_coca.kernels.launch_constants import WIDEST, WIDEST_MAGNITUDES, Operands, Plan, blocks_for
+from megatron_coca.kernels.launch_constants import WIDEST, WIDEST_MAGNITUDES, AttentionCall, Operands, blocks_for
 from megatron_coca.kernels.tiles import (
     block_and_head,
     constant_rows,
@@ -29,7 +29,7 @@ from megatron_coca.kernels.tiles import (
 )
 
 
-def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
+def forward(operands: Operands, plan: AttentionCall) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp.
 
     The output has the query's dtype and, except for the width, its shape. A token's heads are adjacent in memory, so
@@ -168,7 +168,7 @@ def flash_attention(
         coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]. Gradients are computed if they require them.
         starts: int64 [batch, key_length], non-decreasing: the index of the first token of each token's document. Keys
             before it are masked.
-        tables: if given, `query` and `key` are magnitudes m, of which the kernel computes (m cos, m sin) tile by tile:
+        tables: if given, `query` and `key` are magnitudes m, and the kernel computes (m cos, m sin) tile by tile:
             cos and sin of the queries, float32 [query_length, rotated] or [batch or 1, 1, query_length, rotated], and
             then those of the keys in the corresponding shape. The features after the rotated ones have the angle 0.
         offset: with `tables`, constant angles that are subtracted from those of the queries, [heads, rotated].
@@ -261,9 +261,11 @@ def _run_gradients(
     return [x for x in found if x is not None]
 
 
-def _plan(operands: Operands, scale: float, window: int | None, first_keys: int | None, formula: str) -> Plan:
+def _plan(operands: Operands, scale: float, window: int | None, first_keys: int | None, formula: str) -> AttentionCall:
     segments = 1 if operands.far_query is None else 2
-    return Plan(scale, window, first_keys, formula, blocks_for(operands.query, segments, bool(operands.tables)))
+    return AttentionCall(
+        scale, window, first_keys, formula, blocks_for(operands.query, segments, bool(operands.tables))
+    )
 
 
 def _fake(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

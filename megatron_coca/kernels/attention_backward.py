@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_coca.kernels.launch_constants import Operands, Plan, padded
+from megatron_coca.kernels.launch_constants import AttentionCall, Operands, padded
 from megatron_coca.kernels.tiles import (
     OPTIONS,
     add_bias,
@@ -40,7 +40,9 @@ from megatron_coca.kernels.tiles import (
 )
 
 
-def key_gradients(operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor]) -> None:
+def key_gradients(
+    operands: Operands, plan: AttentionCall, results: Operands, saved: tuple[Tensor, Tensor, Tensor]
+) -> None:
     """Fill `results.key`, `results.far_key` and `results.value`.
 
     `saved` is (gradient of the output, log-sum-exp to base 2, rowsum(dO * O)). Each segment has its own launch, because
@@ -59,7 +61,7 @@ def key_gradients(operands: Operands, plan: Plan, results: Operands, saved: tupl
 
 def _launch(
     operands: Operands,
-    plan: Plan,
+    plan: AttentionCall,
     segment: tuple[Any, ...],
     values: tuple[Tensor, Tensor],
     saved: tuple[Tensor, Tensor, Tensor],
@@ -207,7 +209,11 @@ def _tiles(
 
 
 def query_gradients(
-    operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor], with_coefficients: bool
+    operands: Operands,
+    plan: AttentionCall,
+    results: Operands,
+    saved: tuple[Tensor, Tensor, Tensor],
+    with_coefficients: bool,
 ) -> Tensor | None:
     """Fill `results.query`, `results.far_query` and `results.offset`, and return the gradients of the coefficients,
     [heads, 2], if requested.
@@ -319,8 +325,9 @@ def _query_gradients(
 
 @triton.jit
 def _store_angles(first, second, magnitudes, turns, out, start, length, KIND: tl.constexpr):
-    """Store the gradient of the head's constant angles from the halves of the gradient of Q' in one block of queries:
-    the sum over queries of m (first sin - second cos), because d cos(a - delta) / d delta = sin(a - delta).
+    """Store the gradient of the head's constant angles for one block of queries. `first` and `second` are the halves of
+    the gradient of Q'. The result is the sum over queries of m (first sin - second cos), because d cos(a - delta) / d
+    delta = sin(a - delta).
     """
     cos, sin = load_turns(turns, start, length, KIND.offset, KIND.rows, KIND)
     m = load_tile(magnitudes, start, length, KIND.width, KIND.rows, KIND.columns).to(tl.float32)
@@ -378,7 +385,7 @@ ROWS = 64
 
 
 def backward(
-    operands: Operands, plan: Plan, out: Tensor, lse: Tensor, grad: Tensor, with_coefficients: bool
+    operands: Operands, plan: AttentionCall, out: Tensor, lse: Tensor, grad: Tensor, with_coefficients: bool
 ) -> tuple[Operands, Tensor | None]:
     """Compute the gradients of all operands and, if requested, of the coefficients [heads, 2].
 

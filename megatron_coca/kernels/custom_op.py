@@ -25,8 +25,8 @@ def operation(
     """Build a differentiable function from `run`. In compiled code it is the operation `megatron_coca::name`; in eager
     mode it is an autograd.Function, because a custom operation needs several times as much host time.
 
-    PyTorch's cache of compiled code identifies an operation by its name, so if the shapes, dtypes or strides of the
-    results change, or the arguments of an operation that its backward pass calls, the operation needs a new name.
+    PyTorch's cache of compiled code identifies an operation by its name. So the operation needs a new name if the
+    shapes, dtypes or strides of its results change, or the arguments of an operation in its backward pass.
 
     Args:
         schema: schema of the arguments and results, in PyTorch's notation.

@@ -27,7 +27,7 @@ class Launch(NamedTuple):
     maxnreg: int | None = None
 
 
-class Blocks(NamedTuple):
+class Launches(NamedTuple):
     """The launch parameters of the three kernels."""
 
     forward: Launch
@@ -35,42 +35,42 @@ class Blocks(NamedTuple):
     query_gradients: Launch
 
 
-SMALL = Blocks(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))
+SMALL = Launches(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))
 """Launches for the interpreter. There, tiles of all sizes take the same time, and tests need several tiles."""
 
 _SINGLE = Launch(32, 16, 8, 1)
 """Launch for float32 with 256 features. Larger tiles exceed 99 KiB or the registers; two segments always spill."""
 _WIDE = {
-    (1, 512): Blocks(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
-    (2, 512): Blocks(Launch(32, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
-    (1, 2048): Blocks(_SINGLE, _SINGLE, _SINGLE),
-    (2, 2048): Blocks(*(Launch(16, 16, 8, 1),) * 3),
+    (1, 512): Launches(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
+    (2, 512): Launches(Launch(32, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
+    (1, 2048): Launches(_SINGLE, _SINGLE, _SINGLE),
+    (2, 2048): Launches(*(Launch(16, 16, 8, 1),) * 3),
 }
-_AMPERE_64 = Blocks(Launch(128, 32, 4, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
-_HOPPER_64 = Blocks(Launch(128, 64, 8, 3, 128), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
-_TWO_64 = Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
-_TWO_BLACKWELL_64 = Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 4, 2), Launch(64, 32, 8, 2))
-_BLACKWELL_64 = Blocks(Launch(128, 64, 8, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
-CONFIGS: dict[int, dict[tuple[int, int], Blocks]] = {
+_AMPERE_64 = Launches(Launch(128, 32, 4, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+_HOPPER_64 = Launches(Launch(128, 64, 8, 3, 128), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+_TWO_64 = Launches(Launch(128, 64, 8, 2), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+_TWO_BLACKWELL_64 = Launches(Launch(128, 64, 8, 2), Launch(32, 64, 4, 2), Launch(64, 32, 8, 2))
+_BLACKWELL_64 = Launches(Launch(128, 64, 8, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+CONFIGS: dict[int, dict[tuple[int, int], Launches]] = {
     80: {
         **{(1, row): _AMPERE_64 for row in (32, 64, 128)},
-        (1, 256): Blocks(Launch(128, 32, 8, 3), Launch(32, 64, 8, 2), Launch(64, 32, 8, 2)),
+        (1, 256): Launches(Launch(128, 32, 8, 3), Launch(32, 64, 8, 2), Launch(64, 32, 8, 2)),
         **{(2, row): _TWO_64 for row in (32, 64, 128)},
-        (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(32, 64, 8, 2), Launch(64, 32, 8, 2)),
+        (2, 256): Launches(Launch(64, 64, 8, 2), Launch(32, 64, 8, 2), Launch(64, 32, 8, 2)),
         **_WIDE,
     },
     90: {
         **{(1, row): _HOPPER_64 for row in (32, 64, 128)},
-        (1, 256): Blocks(Launch(128, 64, 8, 2), Launch(16, 128, 8, 2), Launch(128, 32, 8, 2)),
+        (1, 256): Launches(Launch(128, 64, 8, 2), Launch(16, 128, 8, 2), Launch(128, 32, 8, 2)),
         **{(2, row): _TWO_64 for row in (32, 64, 128)},
-        (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(16, 128, 8, 2), Launch(64, 32, 8, 2)),
+        (2, 256): Launches(Launch(64, 64, 8, 2), Launch(16, 128, 8, 2), Launch(64, 32, 8, 2)),
         **_WIDE,
     },
     100: {
         **{(1, row): _BLACKWELL_64 for row in (32, 64, 128)},
-        (1, 256): Blocks(Launch(128, 64, 8, 2), Launch(32, 32, 8, 2), Launch(128, 32, 8, 2)),
+        (1, 256): Launches(Launch(128, 64, 8, 2), Launch(32, 32, 8, 2), Launch(128, 32, 8, 2)),
         **{(2, row): _TWO_BLACKWELL_64 for row in (32, 64, 128)},
-        (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(32, 32, 8, 2), Launch(128, 32, 8, 2)),
+        (2, 256): Launches(Launch(64, 64, 8, 2), Launch(32, 32, 8, 2), Launch(128, 32, 8, 2)),
         **_WIDE,
     },
 }
@@ -81,11 +81,11 @@ benchmarks/kernels/budgets.json) so that registers do not spill and loads are pi
 """
 
 
-_MAGNITUDES_80 = Blocks(Launch(128, 64, 8, 2), Launch(32, 32, 8, 1), Launch(64, 32, 8, 2))
-_MAGNITUDES_90 = Blocks(Launch(128, 64, 8, 2), Launch(32, 32, 8, 2), Launch(64, 32, 8, 2))
-_WIDE_MAGNITUDES_80 = Blocks(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1))
-_WIDE_MAGNITUDES_90 = Blocks(Launch(64, 64, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1))
-MAGNITUDES: dict[int, dict[int, Blocks]] = {
+_MAGNITUDES_80 = Launches(Launch(128, 64, 8, 2), Launch(32, 32, 8, 1), Launch(64, 32, 8, 2))
+_MAGNITUDES_90 = Launches(Launch(128, 64, 8, 2), Launch(32, 32, 8, 2), Launch(64, 32, 8, 2))
+_WIDE_MAGNITUDES_80 = Launches(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1))
+_WIDE_MAGNITUDES_90 = Launches(Launch(64, 64, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1))
+MAGNITUDES: dict[int, dict[int, Launches]] = {
     80: {**dict.fromkeys((32, 64, 128), _MAGNITUDES_80), 256: _WIDE_MAGNITUDES_80},
     90: {**dict.fromkeys((32, 64, 128), _MAGNITUDES_90), 256: _WIDE_MAGNITUDES_90},
     100: {**dict.fromkeys((32, 64, 128), _MAGNITUDES_90), 256: _WIDE_MAGNITUDES_90},
@@ -118,14 +118,14 @@ def row_class(query: Tensor) -> int:
     return 512 if size == 1024 else size
 
 
-def blocks_for(query: Tensor, segments: int, magnitudes: bool = False) -> Blocks:
+def blocks_for(query: Tensor, segments: int, magnitudes: bool = False) -> Launches:
     """Return the entry of CONFIGS for these operands or, on the CPU (in the interpreter), SMALL."""
     if query.device.type == "cpu":
         return SMALL
     return launches(architecture(torch.cuda.get_device_capability(query.device)), query, segments, magnitudes)
 
 
-def launches(number: int, query: Tensor, segments: int, magnitudes: bool) -> Blocks:
+def launches(number: int, query: Tensor, segments: int, magnitudes: bool) -> Launches:
     """Return the launch parameters on an architecture, a key of `CONFIGS`."""
     row = row_class(query)
     if magnitudes and query.dtype != torch.float32:
@@ -133,12 +133,12 @@ def launches(number: int, query: Tensor, segments: int, magnitudes: bool) -> Blo
     return CONFIGS[number][(1, 2048) if magnitudes else (segments, row)]
 
 
-class Kind(NamedTuple):
+class KernelKind(NamedTuple):
     """Compile-time constants of a kernel: whether there is a far segment, a window, `first_keys` and documents; the
     bias formula; the width of Q' and K' and the columns of their tiles; the width of V and its padded value; the
-    queries and keys per tile. For operands that are given as magnitudes, the width and the columns are theirs;
-    `frequencies` is the number of rotated ones (0: operands are given as they are), and `offset` whether heads have
-    constant angles.
+    queries and keys per tile. If operands are given as magnitudes, the width and the columns are those of the
+    magnitudes. `frequencies` is the number of rotated magnitudes, or 0 if Q' and K' are given, and `offset` says
+    whether heads have constant angles.
     """
 
     far: bool
@@ -157,7 +157,7 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionCall:
     """The constants of a call.
 
     Attributes:
@@ -172,7 +172,7 @@ class Plan:
     window: int | None
     first_keys: int | None
     formula: str
-    blocks: Blocks
+    blocks: Launches
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -182,7 +182,7 @@ class Plan:
     def options(self, launch: Launch, operands: "Operands") -> dict[str, Any]:
         """Return the compile-time argument KIND of a kernel and its launch options."""
         width, value_width = operands.query.shape[3], operands.value.shape[3]
-        kind = Kind(
+        kind = KernelKind(
             far=operands.far_query is not None,
             window=self.window is not None,
             first=self.first_keys is not None and operands.far_query is not None,
@@ -246,7 +246,7 @@ class Operands:
         return heads, heads // self.key.shape[1], query_length, self.key.shape[2]
 
     def filled(self, x: Tensor | None) -> Tensor:
-        """Return `x` or, if it is None, any tensor: the kernel does not read that pointer."""
+        """Return `x`, or any tensor if it is None, because the kernel does not read the pointer then."""
         return self.value if x is None else x
 
     @property

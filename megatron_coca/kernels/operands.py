@@ -6,8 +6,8 @@ x1 and x2 are the halves of the rotary block, c and s are the tables, and u = re
     coca         Q' = (x1 (x1 c - x2 s), x2 (x2 c + x1 s))     K' = (u (c - s), u (c + s))
     coca_strict  Q' = ((x1^2 + x2^2) c, (x1^2 + x2^2) s)       K' = (u c, u s)
 
-The features after the rotary block are copied (rotary) or become q^2 and relu(t) (both CoCA forms). The forms are from
-Su et al. 2021 and Zhu et al. 2024. The kernels compute in float32 and round once.
+The features after the rotary block are copied in the form rotary. In both CoCA forms they become q^2 and relu(t). The
+forms are from Su et al. 2021 and Zhu et al. 2024. The kernels compute in float32 and round once.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from megatron_coca.kernels.custom_op import operation
 from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane, store_tile, table, unit_stride
 
 
-class Layout(NamedTuple):
+class OperandLayout(NamedTuple):
     """Compile-time constants of a kernel: the form; the number of segments; the number of features in half of the
     rotary block and after the block; the rows per program; and both numbers of features padded to powers of two.
     """
@@ -277,7 +277,7 @@ def _launch(
     kernel: Any, query: tuple[Tensor, ...], key: tuple[Tensor, ...], tables: Sequence[Tensor], form: str
 ) -> None:
     half, head_dim = tables[0].shape[-1], query[0].shape[-1]
-    layout = Layout(form, len(tables) // 4, half, head_dim - 2 * half, *block_sizes(query[0], key[0], half))
+    layout = OperandLayout(form, len(tables) // 4, half, head_dim - 2 * half, *block_sizes(query[0], key[0], half))
     launch(kernel, query, key, tables, layout)
 
 

@@ -11,8 +11,8 @@ x1 and x2 are the halves of the rotary block. The magnitudes m of the query and 
 
 There is a frequency for every feature or for every pair. With softplus and pairs, both features of a pair have the same
 angle; with relu_mean and features, both angles of a pair have the same magnitude. The features after the rotary block
-are copied (softplus), or become |q|^power and relu(t). The kernels compute in float32 and round once. PoPE is from
-Gopalakrishnan et al. 2025, CoCA-Strict from Zhu et al. 2024.
+are copied with softplus. With relu_mean they become |q|^power and relu(t). The kernels compute in float32 and round
+once. PoPE is from Gopalakrishnan et al. 2025, CoCA-Strict from Zhu et al. 2024.
 """
 
 from collections.abc import Sequence
@@ -41,13 +41,13 @@ class PolarLayout(NamedTuple):
     """Compile-time constants of a kernel.
 
     Attributes:
-        softplus: whether every feature has a magnitude of its own, and not every pair.
+        softplus: whether every feature has its own magnitude, instead of every pair.
         power: power of the query's magnitude.
         parts: 1, or 2 if the terms of the first features of all pairs are followed by those of the second features.
         shared: whether both parts have the same angles.
         turned: whether constants are subtracted from the angles of the query.
         learned: whether the backward pass computes their gradients.
-        segments, half, tail, rows, half_block, tail_block: as in `operands.Layout`.
+        segments, half, tail, rows, half_block, tail_block: as in `operands.OperandLayout`.
     """
 
     softplus: bool
@@ -213,7 +213,7 @@ def _rest_slope(x, grad, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _softplus(x):
-    """Return max(x, 0) + ln(1 + e), e = exp(-|x|), with a small relative error also where e is small.
+    """Return max(x, 0) + ln(1 + e), e = exp(-|x|), with a small relative error even if e is small.
 
     ln(1 + e) = 2 atanh(s) with s = e / (2 + e) <= 1/3, as a series whose rest is below 2e-9 of it. The logarithm of the
     hardware has an absolute error, which would be larger than softplus(x) for very negative x.
@@ -229,8 +229,8 @@ def _softplus(x):
 
 @triton.jit
 def _exp_of_minus_abs(x):
-    """Return exp(-|x|) as 2^n exp(r) with |r| <= ln(2) / 2 (Cody and Waite 1980). The hardware's exp2 alone would have
-    a relative error that grows with |x|, because its argument is rounded.
+    """Return exp(-|x|) as 2^n exp(r) with |r| <= ln(2) / 2 (Cody and Waite 1980). With the hardware's exp2 on its own,
+    the relative error would grow with |x|, because the argument is rounded.
     """
     a = -tl.abs(x)
     a = tl.where(a < -150.0, -150.0, a)  # exp is 0 there; keeps NaN

@@ -89,7 +89,8 @@ def loaded_layout(tile):
     """Return the tile, computed in the layout in which its parts were loaded.
 
     Otherwise Triton would compute it in the layout of an operand of a matrix product, which needs cos and sin in every
-    warp's registers. It does not move a layout across a sum, and a sum over one number costs nothing.
+    warp's registers. Triton does not move a layout across a sum, so the tile is summed over one number, which costs
+    nothing.
     """
     return tl.sum(tile[:, :, None], 2)
 
@@ -112,9 +113,7 @@ def load_halves(x, turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexp
 def store_gradient(
     first, second, x, turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr
 ):
-    """Store the gradient of Q' or K', or that of the magnitudes: the gradient of m cos times cos, plus that of m sin
-    times sin.
-    """
+    """Store the gradient of Q' or K', or the gradient of the magnitudes, which is d(m cos) cos + d(m sin) sin."""
     if KIND.frequencies == 0:
         store_tile(first, x, start, length, KIND.width)
     else:

@@ -23,7 +23,7 @@ class Option:
 
     Attributes:
         meaning: the description in docs/config.md.
-        least, most: limits of a number that are narrower than those of the kind.
+        least, most: limits of a number, if they are narrower than the limits of its kind.
         default: the value if the option is not set. None if `by_length` computes it or the formula needs no value.
         by_length: a function of the training length L and the given options that returns the default.
         shown: the text for this default in tables.

@@ -155,6 +155,7 @@ declare(
                 _sinks(4),
             ),
             shifts_positions=True,
+            counts_tokens=True,
             checks=(_room_for_window,),
         ),
     )

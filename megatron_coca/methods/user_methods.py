@@ -1,4 +1,6 @@
-"""Position methods that the user declares in Python files. The key `imports` names the files."""
+"""Position methods that the user declares in Python files. The key `imports` names the files, which can also declare
+sinks of metrics.
+"""
 
 import ast
 import hashlib
@@ -8,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.methods.declaration import TABLES, Choice
+from megatron_coca.sinks import SINKS
 
 MARK = "#sha256="
+_REGISTERED: list[Choice] = []
+"""Every choice that was declared with `register`, in this order."""
+_OF_METHODS: set[str] = set()
+"""The modules of files that declare choices."""
 
 
 class ImportedFileError(ValueError):
@@ -21,8 +28,8 @@ def register(choice: Choice, compute: Any) -> Choice:
 
     Args:
         choice: the declaration.
-        compute: the formula, in the form of the built-in choices of the same kind (CONTRIBUTING.md, "A method of your
-            own").
+        compute: the formula, in the form of the built-in choices of the same kind (the table of
+            CONTRIBUTING.md; an example is in docs/own_methods.md).
 
     Raises:
         ValueError: a built-in choice has the name.
@@ -32,6 +39,7 @@ def register(choice: Choice, compute: Any) -> Choice:
         raise ValueError(f"{choice.key}: {choice.name} is a built-in choice; use another name")
     object.__setattr__(choice, "compute", compute)
     table[choice.name] = choice
+    _REGISTERED.append(choice)
     return choice
 
 
@@ -47,7 +55,8 @@ def _digest(source: bytes) -> str:
 def import_file(name: str, folder: Path) -> str:
     """Run a file, and return its absolute path with a digest of its contents. Unchanged files are run only once.
 
-    `name` is relative to `folder`. It may end with a digest, as in a checkpoint's configuration, for comparison.
+    `name` is relative to `folder`. It may end with a digest, as in a checkpoint's configuration, for comparison. The
+    path of a file that declares only sinks has no digest, because the file does not change the weights.
 
     Raises:
         ImportedFileError: the file cannot be read, fails, or does not match the digest.
@@ -71,8 +80,12 @@ def import_file(name: str, folder: Path) -> str:
         assert spec is not None and spec.loader is not None
         loaded = sys.modules[module] = importlib.util.module_from_spec(spec)
         try:
+            before = len(_REGISTERED)
             spec.loader.exec_module(loaded)
+            if len(_REGISTERED) > before:
+                _OF_METHODS.add(module)
         except Exception as error:
             del sys.modules[module]
             raise ImportedFileError(f"{path}: {type(error).__name__}: {error}") from error
-    return f"{path}{MARK}{digest}"
+    only_sinks = module not in _OF_METHODS and any(sink.__module__ == module for sink in SINKS.values())
+    return str(path) if only_sinks else f"{path}{MARK}{digest}"

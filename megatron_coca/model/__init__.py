@@ -17,6 +17,7 @@ from megatron_coca.model.generate import (
     NOT_GENERATED,
     DynamicLength,
     Sampling,
+    check_reach,
     equal_length_batches,
     generate,
     generate_tokens,

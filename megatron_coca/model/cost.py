@@ -157,8 +157,8 @@ def _operand_width(model: ModelConfig, position: PositionConfig) -> int:
 
 
 def recomputes_blocks(model: ModelConfig) -> bool:
-    """Return True if the backward pass recomputes complete blocks. Selective checkpointing does not: it keeps the
-    matrix products.
+    """Return True if the backward pass recomputes complete blocks. With selective checkpointing it keeps the matrix
+    products instead.
     """
     return model.checkpoint_activations and getattr(model, "checkpoint_policy", "full") == "full"
 
@@ -187,8 +187,8 @@ def norms_per_block(model: ModelConfig, name: str) -> int:
 
 
 def norms_of_ends(model: ModelConfig) -> int:
-    """Return the number of norms outside the blocks, after the embedding and before the output head, minus the norm
-    that the first block may lack.
+    """Return the number of norms outside the blocks, after the embedding and before the output head. If the first block
+    lacks a norm, subtract 1.
     """
     head = (model.norm_position != "residual") + model.use_output_transform
     return head + model.use_embedding_norm - model.skip_first_norm
@@ -400,8 +400,8 @@ def _kept_by_type(config: Config, size: int, tensor: int, name: str, backends: B
 
 
 def _norm_extra(model: ModelConfig, size: int) -> float:
-    """Return the bytes per feature that a norm saves in addition to its input and output. Only RMSNorm and ScaleNorm do
-    so; they save float32 tensors.
+    """Return the bytes per feature that a norm saves in addition to its input and output. Only RMSNorm and ScaleNorm
+    save additional tensors, in float32.
     """
     return 0 if model.norm in ("layernorm", "non_parametric_layernorm") else 4 if size == 4 else 6
 
@@ -440,7 +440,7 @@ def operand_method(position: PositionConfig, model: ModelConfig, backend: str) -
 
 
 def saved_width(method: PositionMethod) -> int:
-    """Return the number of features of a head that attention saves and caches: those of Q' or K', or magnitudes."""
+    """Return the number of features of a head that attention saves and caches: features of Q' or K', or magnitudes."""
     return method.head_dim if method.magnitudes else method.operand_dim
 
 

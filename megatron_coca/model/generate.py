@@ -116,7 +116,7 @@ def generate_tokens(
     changes its frequencies only once, and then the model processes all tokens again, as the Phi 3 class of transformers
     does. With LongRoPE, the tokens are therefore also the same as with full forward passes.
 
-    The random numbers of a row depend only on its seed, so a sample does not depend on the other rows, with one
+    The random numbers of a row depend only on its seed, so a sample does not depend on the other rows. There is one
     exception: rounding depends on the batch size, so a draw on the border between two tokens may select either.
 
     Args:
@@ -212,6 +212,14 @@ def generate(
         if not any(active):
             break
     return answers.to(prompts.device)
+
+
+@torch.inference_mode()
+def check_reach(model: GPT, length: int) -> None:
+    """Raise PositionRangeError if the model cannot compute one of the positions 0 to `length` - 1."""
+    last = torch.tensor([length - 1], device=next(model.parameters()).device)
+    x = model.embedding(torch.zeros_like(last)[None], last, length)
+    model.contexts(last, length, x.dtype, reached=length)
 
 
 def row_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:

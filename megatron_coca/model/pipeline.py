@@ -61,7 +61,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Sharing:
-    """A module of which several pipeline stages have copies that are trained as one module. `path` is its name in the
+    """A module that is copied to several pipeline stages and trained as one module. `path` is its name in the
     model, `weights` are the names of its parameters, and the first of `stages` owns it.
     """
 
@@ -97,7 +97,7 @@ def _parameters(model: GPT, layer: int) -> int:
     return sum(parameter.numel() for parameter in layers[layer].parameters())
 
 
-class Stage(nn.Module):
+class PipelineStage(nn.Module):
     """One pipeline stage. It maps hidden states [batch, length, hidden_size] to hidden states of the same shape; each
     call processes the next micro-batch that was passed to `feed`. The first stage ignores its argument, and the last
     stage returns the scalar loss.

@@ -1,7 +1,7 @@
 """Process prompts that begin with the same tokens: the keys and values of the common beginning are computed once.
 
-The result is that of processing every prompt on its own, except for rounding: the remaining tokens go through the same
-formulas in smaller matrix products.
+The results equal those of separate prompts except for rounding: the remaining tokens go through the same formulas in
+smaller matrix products.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from megatron_coca.model.gpt import GPT
 
 
 class SharedPrefix:
-    """The cache of the prompt before, which the next prompt continues after the tokens that both begin with.
+    """The cache of the previous prompt. The next prompt continues it after the tokens with which both prompts begin.
 
     Length-dependent extensions rotate a beginning with the frequencies of the whole prompt. Therefore only prompts of
     the same number of tokens share their beginning.

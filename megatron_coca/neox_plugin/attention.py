@@ -52,8 +52,8 @@ class PluginAttention:
         """Return the attention output [batch, heads, tokens, head_dim].
 
         `q` is [tokens, batch, heads, head_dim]; `k` and `v` are [all tokens, batch, key heads, head_dim]. The queries
-        are those of the last tokens. `dropout` applies to the attention weights. `offset` has the constant angles of
-        the layer's heads, if the method has any.
+        belong to the last tokens. `dropout` applies to the attention weights. `offset` has the constant angles of the
+        layer's heads, if the method has any.
         """
         context = self._context(len(q), len(k), q, training)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))

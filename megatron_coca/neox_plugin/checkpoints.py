@@ -53,7 +53,7 @@ def check_in_checkpoints(layer: Any, neox_args: Any) -> None:
 
 
 def _fine_tunes(neox_args: Any) -> bool:
-    """Return whether the run fine-tunes. Evaluation and generation set no_load_optim, so they do not count."""
+    """Return whether the run fine-tunes. Evaluation and generation do not count; they set no_load_optim."""
     return bool(neox_args.finetune) and not neox_args.no_load_optim
 
 
@@ -148,7 +148,7 @@ def _check_training_length(neox_args: Any, saved: int | None) -> None:
     else:
         return
     raise ConfigError(
-        f"{key}: depends on the training length, but seq_length is {neox_args.seq_length} and the checkpoint has"
-        f" {SAVED_LENGTH}: {saved}; set the training length as `original_max_position_embeddings` in rope_scaling"
-        " (use rope_type default if there is no extension)"
+        f"{key}: depends on the training length, but seq_length is {neox_args.seq_length} and {SAVED_LENGTH} is "
+        f"{saved} in the checkpoint; set original_max_position_embeddings in rope_scaling to the training length (with "
+        "rope_type default if there is no extension)"
     )

@@ -24,12 +24,12 @@ Shape = Literal["full", "lower", "upper"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockPiece:
     """`blocks` equal blocks of `rows` consecutive queries and `columns` consecutive keys, `step` tokens apart.
 
     `query` and `key` are the indices of the first query row and first key of the first block. `shape` says which pairs
-    of a block are visible: all (full), those with column <= row (lower: causal), or those with column >= row (upper:
-    causal after reversing queries and keys).
+    of a block are visible. `full`: all pairs. `lower`: pairs with column <= row, which is causal. `upper`: pairs with
+    column >= row, which is causal if queries and keys are reversed.
     """
 
     query: int
@@ -42,13 +42,13 @@ class Piece:
 
 
 @lru_cache(maxsize=256)
-def cover(band: Band, past: int, length: int) -> tuple[Piece, ...]:
+def cover(band: Band, past: int, length: int) -> tuple[BlockPiece, ...]:
     """Return the pieces of `band` for queries `past` to `length` and keys 0 to `length`. They cover every visible pair
     exactly once and no other pair.
 
     With row = m - low, the query at token m sees the keys row - width < n <= row, limited to the band's first keys.
-    From row to row, the range of visible keys first grows by one, then slides (or stays, if `first_keys` ends before
-    `width`), and then shrinks.
+    From row to row, the range of visible keys first grows by one. Then it slides, or stays if `first_keys` ends before
+    `width`. Finally it shrinks.
     """
     if band.chunk is not None:
         return tuple(_fold(_chunks(band, band.chunk, past, length)))
@@ -68,7 +68,7 @@ def cover(band: Band, past: int, length: int) -> tuple[Piece, ...]:
     return tuple(_fold(replace(piece, query=piece.query + offset) for piece in pieces))
 
 
-def _chunks(band: Band, size: int, past: int, length: int) -> Iterator[Piece]:
+def _chunks(band: Band, size: int, past: int, length: int) -> Iterator[BlockPiece]:
     """Yield the pieces for a band of chunks: a query sees earlier chunks and the keys of its own chunk up to itself."""
     for start in range(past // size * size, length, size):
         top, bottom = max(start, past), min(start + size, length)
@@ -80,17 +80,17 @@ def _chunks(band: Band, size: int, past: int, length: int) -> Iterator[Piece]:
         yield from (replace(piece, query=piece.query - past) for piece in pieces)
 
 
-def _rectangle(top: int, bottom: int, left: int, right: int) -> Iterator[Piece]:
+def _rectangle(top: int, bottom: int, left: int, right: int) -> Iterator[BlockPiece]:
     if top < bottom and left < right:
-        yield Piece(top, left, bottom - top, right - left)
+        yield BlockPiece(top, left, bottom - top, right - left)
 
 
-def _triangle(top: int, left: int, size: int, shape: Shape) -> Iterator[Piece]:
+def _triangle(top: int, left: int, size: int, shape: Shape) -> Iterator[BlockPiece]:
     if size > 0:
-        yield Piece(top, left, size, size, shape if size > 1 else "full")
+        yield BlockPiece(top, left, size, size, shape if size > 1 else "full")
 
 
-def _growing(top: int, bottom: int) -> Iterator[Piece]:
+def _growing(top: int, bottom: int) -> Iterator[BlockPiece]:
     """Yield the pieces for rows m that see the keys 0 to m."""
     if bottom == top + 1:
         yield from _rectangle(top, bottom, 0, bottom)
@@ -99,7 +99,7 @@ def _growing(top: int, bottom: int) -> Iterator[Piece]:
         yield from _rectangle(top, bottom, 0, top)
 
 
-def _sliding(top: int, bottom: int, width: int) -> Iterator[Piece]:
+def _sliding(top: int, bottom: int, width: int) -> Iterator[BlockPiece]:
     """Yield the pieces for rows m >= width that see the `width` keys up to m: two triangles per `width` rows."""
     for row in range(top, bottom, width):
         end = min(row + width, bottom)
@@ -110,16 +110,16 @@ def _sliding(top: int, bottom: int, width: int) -> Iterator[Piece]:
             yield from _shrinking(row, end, row - width + 1, row)
 
 
-def _shrinking(top: int, bottom: int, left: int, right: int) -> Iterator[Piece]:
+def _shrinking(top: int, bottom: int, left: int, right: int) -> Iterator[BlockPiece]:
     """Yield the pieces for rows top + i that see the keys left + i to right - 1."""
     size = min(bottom - top, right - left)
     yield from _triangle(top, left, size, "upper")
     yield from _rectangle(top, top + size, left + size, right)
 
 
-def _fold(pieces: Iterator[Piece]) -> Iterator[Piece]:
+def _fold(pieces: Iterator[BlockPiece]) -> Iterator[BlockPiece]:
     """Combine equal pieces at equal steps along the diagonal into one piece with several blocks."""
-    groups: dict[tuple[int, int, int, Shape], list[Piece]] = {}
+    groups: dict[tuple[int, int, int, Shape], list[BlockPiece]] = {}
     for piece in pieces:
         groups.setdefault((piece.query - piece.key, piece.rows, piece.columns, piece.shape), []).append(piece)
     for run, *rest in groups.values():
@@ -174,7 +174,7 @@ def _attend_row(inputs: AttentionInputs) -> Tensor:
     return _operation(inputs.scale, bands, inputs.value, operands, sinks)[0]
 
 
-def _view(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
+def _view(x: Tensor, piece: BlockPiece, start: int, size: int) -> Tensor:
     """Return a view [batch, blocks, heads, size, ...] of x [batch, heads, length, ...]: `size` rows per block of the
     piece, with the first block at row `start`.
     """
@@ -183,21 +183,21 @@ def _view(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
     return x.as_strided(shape, strides, x.storage_offset() + start * x.stride(2))
 
 
-def _cut(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
+def _cut(x: Tensor, piece: BlockPiece, start: int, size: int) -> Tensor:
     """Return the rows of `_view` in the kernel's order, [batch * blocks, heads, size, ...]."""
     x = _view(x, piece, start, size)
     return (x.flip(3) if piece.shape == "upper" else x).flatten(0, 1)  # the flip copies; flatten is then often a view
 
 
-def _queries(x: Tensor, piece: Piece) -> Tensor:
+def _queries(x: Tensor, piece: BlockPiece) -> Tensor:
     return _cut(x, piece, piece.query, piece.rows)
 
 
-def _keys(x: Tensor, piece: Piece) -> Tensor:
+def _keys(x: Tensor, piece: BlockPiece) -> Tensor:
     return _cut(x, piece, piece.key, piece.columns)
 
 
-def _restore(x: Tensor, piece: Piece) -> Tensor:
+def _restore(x: Tensor, piece: BlockPiece) -> Tensor:
     """Bring a kernel result [batch * blocks, heads, size, ...] into the shape and order of `_view`."""
     x = x.flip(2) if piece.shape == "upper" else x
     return x.unflatten(0, (-1, piece.blocks))
@@ -214,9 +214,9 @@ class _Accumulator:
         self.tensor = tensor
         self._written = bytearray(tensor.shape[2])
 
-    def first(self, piece: Piece, start: int, size: int, fill: float = 0.0) -> bool:
-        """Mark the rows of a piece as written. Return True if none of them was written before; otherwise set those that
-        were not to `fill` and return False.
+    def first(self, piece: BlockPiece, start: int, size: int, fill: float = 0.0) -> bool:
+        """Mark the rows of a piece as written. Return True if none of these rows was written before. Otherwise set the
+        rows that were not written before to `fill`, and return False.
         """
         spans = [(start + block * piece.step, start + block * piece.step + size) for block in range(piece.blocks)]
         first = not any(any(self._written[low:high]) for low, high in spans)
@@ -226,7 +226,7 @@ class _Accumulator:
             self._written[low:high] = bytes([1]) * (high - low)
         return first
 
-    def add(self, result: Tensor, piece: Piece, start: int, size: int) -> None:
+    def add(self, result: Tensor, piece: BlockPiece, start: int, size: int) -> None:
         """Add a kernel result to the rows of a piece."""
         view, result = _view(self.tensor, piece, start, size), _restore(result, piece)
         view.copy_(result) if self.first(piece, start, size) else view.add_(result)
@@ -317,7 +317,7 @@ def _results(value: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.empty(batch, heads, length, dtype=dtype, device=query.device)
 
 
-def _pieces(bands: Sequence[int], query: Tensor, value: Tensor) -> Iterator[tuple[int, Piece]]:
+def _pieces(bands: Sequence[int], query: Tensor, value: Tensor) -> Iterator[tuple[int, BlockPiece]]:
     length = value.shape[2]
     for index, start in enumerate(range(0, len(bands), 4)):
         low, *limits = bands[start : start + 4]

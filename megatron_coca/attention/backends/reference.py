@@ -28,7 +28,9 @@ class ReferenceBackend:
     """softmax(scale * Q' K'^T + bias) V with opt_einsum contractions. O(N^2) memory."""
 
     def supports(self, needs: Needs) -> str | None:
-        """Return None, or the reason (a missing package or too many tokens). Everything else is supported."""
+        """Return None, or the reason why the model is not supported: a package is missing, or there are too many
+        tokens.
+        """
         return missing_einsum() or too_long(needs.length)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
@@ -38,7 +40,9 @@ class ReferenceBackend:
             BackendError: the inputs have more than LONGEST queries.
         """
         if reason := too_long(inputs.query.shape[2]):
-            raise BackendError(f"attention_backend: reference does not support this model ({reason}); set auto")
+            raise BackendError(
+                f"attention_backend: reference cannot compute this model ({reason}); set attention_backend: auto"
+            )
         # Imported here because GPT-NeoX does not install opt_einsum, and the other backends work without it.
         import opt_einsum
 

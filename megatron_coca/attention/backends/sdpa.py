@@ -34,11 +34,11 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def folded_query(query: Tensor, key: Tensor) -> Tensor:
-    """Return the single queries [batch, heads, 1, head_dim] of decoding in half precision on the CPU as the rows of
-    their key heads, [batch, kv_heads, heads / kv_heads, head_dim]. Return all other queries unchanged.
+    """For decoding in half precision on the CPU, regroup the single queries [batch, heads, 1, head_dim]: the queries of
+    a key head become its rows, [batch, kv_heads, heads / kv_heads, head_dim]. Return all other queries unchanged.
 
-    PyTorch's CPU kernel takes several times as long for a single row in bfloat16. In float32 it does not, and the order
-    of its sums would change.
+    PyTorch's CPU kernel takes several times as long for a single row in bfloat16. In float32 a single row is not slow,
+    and regrouping would change the order of the sums.
     """
     half = query.dtype in (torch.bfloat16, torch.float16) and query.device.type == "cpu"
     grouped = query.shape[1] > key.shape[1]
@@ -160,7 +160,7 @@ class SdpaBackend:
 
 
 def _served(bands: tuple[Band, ...], biased: bool) -> bool:
-    """Whether SDPA supports these bands: a single band of all distances or, if a bias mask hides keys, a window."""
+    """Return whether SDPA supports these bands: one band of all distances or, if a bias mask hides keys, a window."""
     return bands == (CAUSAL,) or (biased and bands == (Band(high=bands[0].high),))
 
 
@@ -191,7 +191,9 @@ def _decoded(inputs: AttentionInputs) -> Tensor:
 
 
 def _dense_mask(inputs: AttentionInputs, bias: DistanceBias) -> Tensor:
-    """Return the bias of every pair as a dense mask for dropout, with which PyTorch's CPU attention is dense anyway."""
+    """Return the bias of every pair as a dense mask. It is used with dropout, for which PyTorch's CPU attention is
+    dense.
+    """
     rows, columns = inputs.query.shape[2], inputs.key.shape[2]
     along = diagonals(bias, columns, rows, inputs.query, inputs.segments[0].band.high)
     return reversed_mask(along, rows, columns, columns).flip(2)

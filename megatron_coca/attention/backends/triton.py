@@ -40,7 +40,7 @@ class TritonBackend:
         reason = _unsupported_bands(tuple(segment.band for segment in inputs.segments))
         if reason is not None or inputs.dropout > 0:
             problem = reason or "its kernels have no attention dropout"
-            raise ValueError(f"attention_backend: triton does not support this model ({problem}); set another backend")
+            raise ValueError(f"attention_backend: triton cannot compute this model ({problem}); set another backend")
         if inputs.gates is not None:
             return attend_gated(self.attend, inputs)
         near, *far = inputs.segments
@@ -63,7 +63,7 @@ class TritonBackend:
 
 
 def _unsupported_bands(bands: tuple[Band, ...]) -> str | None:
-    "Return None for [0, high), optionally followed by [high, infinity); otherwise the reason against the bands."
+    "Return None if the bands are [0, high), optionally followed by [high, infinity), else why they are not supported."
     near, *far = bands
     if any(band.chunk is not None for band in bands):
         return "its kernels measure distances in tokens, not in chunks"

@@ -259,7 +259,7 @@ def _geometric_slopes(count: int) -> list[float]:
 
 class _Bounded(torch.autograd.Function):
     """clamp(weight, low, high), except that beyond a bound the gradient passes if a descent step would move the weight
-    back. (The gradient of `clamp` is zero there; the authors' code overwrites the weight instead.)
+    back. The gradient of `clamp` would be zero there; the authors' code overwrites the weight instead.
     """
 
     @staticmethod

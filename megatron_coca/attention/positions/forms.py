@@ -4,8 +4,9 @@ Every form, including CoCA, is ordinary attention on modified operands Q' and K'
 memory. The papers write CoCA as a three-operand contraction with an N x N intermediate; `tests.reference` implements
 the papers literally.
 
-Operand functions take x [batch, heads, length, head_dim] and the rotary tables, compute in the tables' dtype (float32
-or better, because Q' of CoCA is quadratic in q and must be rounded only once, at the end), and return x's dtype.
+Operand functions take x [batch, heads, length, head_dim] and the rotary tables, compute in the tables' dtype, and
+return x's dtype. The tables are float32 or better, because Q' of CoCA is quadratic in q and must be rounded only once,
+at the end.
 """
 
 import math
@@ -90,7 +91,7 @@ def pair_length(x: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """Return ln(1 + e^x), exact in float64 (with PyTorch's default threshold it is not)."""
+    """Return ln(1 + e^x), exact in float64, which it would not be with PyTorch's default threshold."""
     return F.softplus(x, threshold=40.0) if torch.compiler.is_compiling() else _Softplus.apply(x)
 
 
@@ -458,7 +459,7 @@ _MAGNITUDES: dict[tuple[str, int], _Magnitudes] = {
     ("relu_mean", 2): _Magnitudes(squared_length, coefficients, torch.square, torch.relu),
 }
 """Magnitudes by the options `magnitude` and `power`. Unrotated features with `softplus` are scored as in RoFormer, like
-public code of PoPE."""
+public code of PoPE. With `relu_mean` they are |q|^power and relu(t), which is CoCA's rule for power 2."""
 
 
 def polar(options: Mapping[str, Any]) -> ScoreForm:
@@ -484,7 +485,7 @@ def polar(options: Mapping[str, Any]) -> ScoreForm:
 
 
 def _constant_angle(options: Mapping[str, Any]) -> float:
-    """Return the angle of all terms; random ones are a module of each layer."""
+    """Return the constant angle of all terms. Random angles are a module of each layer instead."""
     angle = options.get("initial_angle") or 0.0
     return 0.0 if angle == "random" else float(angle)
 
@@ -518,8 +519,8 @@ SCORE_FORMS: dict[str, ScoreForm] = {
 
 
 def without_kernels(form: ScoreForm) -> ScoreForm:
-    """Return a form of a user, without fused kernels unless it is a built-in form: a form that was derived from one has
-    other functions, and its kernel would ignore them.
+    """Return the score form that a user declared. Unless it is a built-in form, it gets no fused kernels: the kernel of
+    the form from which it was derived would ignore the user's functions.
     """
     return form if form in SCORE_FORMS.values() else replace(form, kernel=None, polar=None)
 
@@ -533,5 +534,5 @@ _WITH_OPTIONS: dict[str, Callable[[Mapping[str, Any]], ScoreForm]] = {"polar": p
 
 
 def score_form(name: str, options: Mapping[str, Any]) -> ScoreForm:
-    """Return the score form of `pos_emb: name` with all its options, PLAIN for non-rotary values."""
+    """Return the score form of `pos_emb: name` with all its options. For non-rotary values, return PLAIN."""
     return _WITH_OPTIONS[name](options) if name in _WITH_OPTIONS else SCORE_FORMS.get(name, PLAIN)

@@ -247,9 +247,9 @@ def _longrope(rotary: Rotary, length: int) -> Tensor:
 
 
 def _llama3(rotary: Rotary, length: int) -> Tensor:
-    """Llama 3.1 (Meta 2024, the released code): theta / s below low_freq_factor rotations within L (wavelengths above L
-    / low_freq_factor), theta above high_freq_factor rotations (wavelengths below L / high_freq_factor), and linear in
-    the number of rotations in between.
+    """Llama 3.1 (Meta 2024, the released code). A frequency with fewer than low_freq_factor rotations within L becomes
+    theta / s. One with more than high_freq_factor rotations stays theta. In between, the result is linear in the number
+    of rotations.
     """
     theta, ramp = _theta(rotary), Ramp(rotary.scaling.low_freq_factor, rotary.scaling.high_freq_factor)
     kept = kept_by_rotations(theta, rotary, ramp)

@@ -151,7 +151,7 @@ def _attention_types(settings: Settings) -> str | None:
 
 
 def _gau(settings: Settings) -> str | None:
-    """Check gated attention units, if the model has any: they do not support every other key."""
+    """Check gated attention units, if the model has any, because they do not support all other keys."""
     model, parallel, position = settings.model, settings.parallel, types_of(settings).get(GAU)
     if position is None:
         return None

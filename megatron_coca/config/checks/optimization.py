@@ -20,6 +20,14 @@ def _wsd_decay(settings: Settings) -> str | None:
     return f"{steps} exceeds the {stable} steps between warm-up and horizon; lower it" if steps > stable else None
 
 
+def _decay_fraction(settings: Settings) -> str | None:
+    schedule = settings.schedule
+    fraction, steps = schedule.lr_decay_fraction, schedule.train_iters
+    if fraction is None or steps is None or schedule.lr_decay_iters is not None or schedule.decay_iters:
+        return None
+    return f"{fraction} of {steps} steps is less than one step; increase it to at least {1 / steps:.3g}"
+
+
 def _train_epochs(settings: Settings) -> str | None:
     schedule, data = settings.schedule, settings.data
     if schedule.train_epochs is None:
@@ -69,6 +77,7 @@ def _precision(settings: Settings) -> str | None:
 
 
 CHECKS = (
+    Check("lr_decay_fraction", _decay_fraction),
     Check("lr_wsd_decay_iters", _wsd_decay),
     *(Check(key, partial(_learning_rate, key)) for key in ("min_lr", "lr_warmup_init")),
     Check("trainable", _trainable_weights),

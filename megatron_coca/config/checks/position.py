@@ -20,7 +20,8 @@ def _length(settings: Settings) -> str | None:
     if length + offset <= rows:
         return None
     if offset:
-        return f"{length} + opt_pos_emb_offset {offset} exceeds max_position_embeddings {rows}; raise the latter"
+        longest = f"{length} + opt_pos_emb_offset {offset}"
+        return f"{longest} exceeds max_position_embeddings {rows}; raise max_position_embeddings"
     return f"{length} exceeds max_position_embeddings {rows}; raise max_position_embeddings or leave it out"
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "configs" / "ablations").glob("*.yml"))
 SCALES = ("tiny", "small", "350M")
 UNITS = {f"rerope_{name}.yml" for name in ("ntk", "windows", "leaky", "inv_leaky")}  # scale 100M too
-STUDY = ROOT / "configs" / "study" / "methods.yml"
+STUDY = ROOT / "studies" / "methods" / "plan.yml"
 GRID = [pytest.param(file, scale, id=f"{file.stem}-{scale}") for file in FILES for scale in SCALES]
 GRID += [pytest.param(file, "100M", id=f"{file.stem}-100M") for file in FILES if file.name in UNITS]
 GRID += [pytest.param(STUDY, scale, id=f"study-{scale}") for scale in ("1M", "250k")]

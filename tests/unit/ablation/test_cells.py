@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from megatron_coca.ablation import cells
 from megatron_coca.ablation.cells import archive_of, pack, unpack
 from megatron_coca.evaluation import EvaluationError
 
@@ -51,3 +52,13 @@ def test_an_empty_folder_and_damage_are_reported(tmp_path: Path) -> None:
     archive.write_bytes(zstandard.compress(b'{"file": "../../x.json", "content": 1}\n'))
     with pytest.raises(EvaluationError, match=r"contains \.\./\.\./x\.json, which is outside"):
         unpack(tmp_path / "study")
+
+
+def test_a_small_archive_with_much_content_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "LARGEST", 1 << 20)
+    archive_of(tmp_path / "study").write_bytes(zstandard.compress(b" " * (1 << 24)))
+    with pytest.raises(EvaluationError, match="damaged .its content is larger than 1 MiB"):
+        unpack(tmp_path / "study")
+    write(tmp_path / "study/a-s1-0/cell.json", "x" * (1 << 20))
+    with pytest.raises(EvaluationError, match="at most 1 MiB; pack the cells in several folders"):
+        pack(tmp_path / "study")

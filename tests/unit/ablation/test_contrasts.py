@@ -136,7 +136,9 @@ def test_a_report_has_the_outcome_of_a_sequence(
     file.contrasts[0] = contrasts[0].model_copy(update={"expected": -0.5, "deviation": 0.1})
     assert "); this difference is significant (two-sided p = 0.0082)." in reporting.write_report(file, cells)
     file.contrasts.append(DeclaredContrast(label="RoFormer + NTK", other="RoFormer", at=1, quantity="perplexity"))
-    assert "(two-sided p = 0.016, corrected for 2 contrasts)." in reporting.write_report(file, cells)
+    assert "(two-sided p = 0.016; p-value and interval are corrected for 2 contrasts)." in reporting.write_report(
+        file, cells
+    )
     file.contrasts.pop()
     file.testing = "sequence"
     (cells[0].results / "curve.json").unlink()
@@ -205,7 +207,7 @@ def test_failed_seeds_and_the_contrasts_without_them(monkeypatch: pytest.MonkeyP
     )
     figures = Figures(file, [])
     monkeypatch.setattr(Figures, "labels", ["a", "b"])
-    monkeypatch.setattr(figures, "accuracies", lambda label, multiple=1: accuracies[label])
+    monkeypatch.setattr(figures, "accuracies", lambda label, multiple=1, part="": accuracies[label])
     assert figures.failed("a", 0.9) == [3] and figures.failed("b", 0.5) == []
     (whole,), (without,) = figures.sequence(), figures.sensitivity([3])
     assert (whole.difference.count, without.difference.count) == (4, 3)
@@ -213,15 +215,106 @@ def test_failed_seeds_and_the_contrasts_without_them(monkeypatch: pytest.MonkeyP
     assert without.verdict == "not tested" and without.p < whole.p
 
 
+def test_the_results_of_contrasts_in_their_own_study(figures: Figures) -> None:
+    """A contrast that is not measured does not hold; a sequence gives its own verdicts."""
+    found = figures.judged()
+    assert [verdict for _, _, verdict in found] == ["holds", "does not hold", "does not hold"]
+    assert [len(differences) for _, differences, _ in found] == [3, 2, 0]
+    assert found[0][1] == pytest.approx(figures.paired("perplexity", "RoFormer + NTK", "RoFormer", 2))
+    steps = [SimpleNamespace(verdict=each) for each in ("holds", "holds in the opposite direction", "not tested")]
+    file: Any = SimpleNamespace(models={}, contrasts=figures._file.contrasts, testing="sequence")
+    sequence = Figures(file, [])
+    sequence.sequence = lambda: steps  # type: ignore[assignment, method-assign, return-value]
+    assert [verdict for _, _, verdict in sequence.judged()] == [step.verdict for step in steps]
+
+
+def test_the_level_of_a_model_without_order() -> None:
+    def cell(**task: Any) -> Any:
+        return SimpleNamespace(trained=SimpleNamespace(data=SimpleNamespace(synthetic=SimpleNamespace(**task))))
+
+    file: Any = SimpleNamespace(models={})
+    found = Figures(file, [cell(facts=6, updates=3, values=16)]).without_order
+    assert found["latest"] == found["first"] == pytest.approx(1 / 3)
+    assert found["kinds"] == pytest.approx(0.288, abs=5e-4)
+    for cells in ([], [cell(facts=8, updates=None, values=16)]):
+        with pytest.raises(EvaluationError, match="no model was trained on ordered_recall"):
+            _ = Figures(file, cells).without_order
+
+
 def test_recall_of_a_kind_of_question_or_a_side(monkeypatch: pytest.MonkeyPatch) -> None:
     def tally(accuracy: float) -> Any:
         return SimpleNamespace(accuracy=accuracy)
 
-    entry = SimpleNamespace(accuracy=0.5, inside=tally(0.6), beyond=None, questions={"latest": tally(0.7)})
+    questions = {"latest": tally(0.7), "first": tally(0.2)}
+    entry = SimpleNamespace(accuracy=0.5, inside=tally(0.6), beyond=None, questions=questions)
     figures = Figures(SimpleNamespace(models={}), [])  # type: ignore[arg-type]
     monkeypatch.setattr(Figures, "_recalls", {"a": {1: {(16, 0): entry}}})
-    found = {part: figures.accuracies("a", 16, 0, part)[1] for part in ("", "inside", "latest")}
-    assert found == {"": 0.5, "inside": 0.6, "latest": 0.7}
+    found = {part: figures.accuracies("a", 16, 0, part)[1] for part in ("", "inside", "latest", "kinds")}
+    assert found == {"": 0.5, "inside": 0.6, "latest": 0.7, "kinds": pytest.approx(0.45)}
     for part in ("beyond", "back"):
         with pytest.raises(EvaluationError, match=f"recall of a: not measured at 16L, shift 0, {part}; add"):
             figures.accuracies("a", 16, 0, part)
+
+
+def test_a_contrast_of_the_mean_over_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`recall kinds` weights every kind the same, however many questions of it were drawn; it is compared as recall."""
+    contrast = DeclaredContrast(label="a", other="b", at=16, quantity="recall kinds", expected=0.1, deviation=0.1)
+
+    def entry(all_questions: float, *kinds: float) -> Any:
+        tallies = {name: SimpleNamespace(accuracy=each) for name, each in zip(("latest", "first"), kinds, strict=True)}
+        return SimpleNamespace(accuracy=all_questions, inside=None, beyond=None, questions=tallies)
+
+    recalls = {
+        "a": {1: {(16, 0): entry(0.9, 0.8, 0.4)}, 2: {(16, 0): entry(0.9, 0.6, 0.4)}},
+        "b": {1: {(16, 0): entry(0.9, 0.5, 0.3)}, 2: {(16, 0): entry(0.9, 0.2, 0.2)}},
+    }
+    file: Any = SimpleNamespace(models={}, contrasts=[contrast], testing="sequence", seeds=[1, 2])
+    figures = Figures(file, [])
+    monkeypatch.setattr(Figures, "_recalls", recalls)
+    monkeypatch.setattr(Figures, "labels", ["a", "b"])
+    (step,) = figures.sequence()
+    assert step.difference.mean == pytest.approx((0.2 + 0.3) / 2)
+    assert figures.outcome()[1].startswith("1. a against b, recall kinds at 16L: a difference of 0.25 (")
+
+
+def test_a_weighted_contrast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference of differences, and a slope over three sizes: the least-squares slope of the differences by seed."""
+    recalls = {
+        "a, small": [0.2, 0.3, 0.25],
+        "b, small": [0.1, 0.1, 0.2],
+        "a, middle": [0.5, 0.35, 0.5],
+        "b, middle": [0.15, 0.2, 0.1],
+        "a, large": [0.9, 0.8, 0.95],
+        "b, large": [0.3, 0.1, 0.2],
+    }
+    by_label = {
+        label: {
+            seed: {(16, 0): SimpleNamespace(accuracy=each, inside=None, beyond=None, questions=None)}
+            for seed, each in enumerate(values)
+        }
+        for label, values in recalls.items()
+    }
+    twice = {"a, large": 1.0, "b, large": -1.0, "a, small": -1.0, "b, small": 1.0}
+    slope = {"a, large": 0.5, "b, large": -0.5, "a, small": -0.5, "b, small": 0.5}
+    contrasts = [
+        DeclaredContrast(weights=twice, title="a minus b, large minus small", at=16, expected=0.4, deviation=0.1),
+        DeclaredContrast(weights=slope, title="slope of a minus b", at=16),
+    ]
+    file: Any = SimpleNamespace(models={}, contrasts=contrasts, testing="sequence", seeds=[0, 1, 2])
+    figures = Figures(file, [])
+    monkeypatch.setattr(Figures, "_recalls", by_label)
+    monkeypatch.setattr(Figures, "labels", list(recalls))
+    values = {label: np.array(each) for label, each in recalls.items()}
+    small, middle, large = (values[f"a, {size}"] - values[f"b, {size}"] for size in ("small", "middle", "large"))
+    fitted = np.polyfit([-1, 0, 1], np.stack([small, middle, large]), 1)[0]
+    first, second = figures.sequence()
+    assert (first.difference.mean, first.p) == pytest.approx(
+        (np.mean(large - small), stats.ttest_1samp(large - small, 0).pvalue)
+    )
+    assert second.difference.mean == pytest.approx(np.mean(fitted))
+    assert figures.outcome()[1].startswith("1. a minus b, large minus small, recall at 16L: a difference of 0.57 (")
+    assert declared.claim(file, [], [first, second]).startswith(
+        "At 16 times the training length, a minus b, large minus small (recall): a difference of 0.57 ("
+    )
+    del by_label["b, small"][1]
+    assert figures.sequence() == [], "a seed that one label lacks is no pair"

@@ -1,6 +1,8 @@
 """Declared contrasts in a fixed sequence: the time of the test, the end of the sequence, and the sentences on it."""
 
 import math
+import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +11,21 @@ import pytest
 from scipy import stats
 
 from megatron_coca.ablation.contrasts import Figures
-from megatron_coca.ablation.declared import claim, in_sequence, outcome, plan, power_of, together
+from megatron_coca.ablation.declared import (
+    LEVEL,
+    claim,
+    in_sequence,
+    outcome,
+    plan,
+    power_of,
+    together,
+)
 from megatron_coca.ablation.grid import DeclaredContrast, read_ablation
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.statistics import power
 from megatron_coca.support.safe_yaml import read_yaml
 
-RECALL = Path(__file__).parents[3] / "configs" / "recall"
+STUDIES = Path(__file__).parents[3] / "studies"
 CLEAR, NOISE, SAME = [0.2, 0.25, 0.3], [0.2, -0.25, 0.3], [0.5, 0.5, 0.5]
 OPPOSITE = [-each for each in CLEAR]
 TINY = [0.008 * each for each in CLEAR]
@@ -95,6 +105,34 @@ def test_the_sentence_on_a_declared_contrast(
     assert said.endswith(f"{verdict.replace('P', 'two-sided p =')}.")
 
 
+@pytest.mark.parametrize(
+    ("others", "interval", "p"),
+    [
+        ([NOISE], "97.5% interval: 0.07 to 0.43", "0.026; p-value and interval are corrected for 2 contrasts"),
+        ([NOISE] * 13, "99.6% interval: -0.23 to 0.73", "0.18; p-value and interval are corrected for 14 contrasts"),
+    ],
+)
+def test_p_value_and_interval_have_one_correction(others: list[list[float]], interval: str, p: str) -> None:
+    """An interval of 0.13 to 0.37 beside a corrected p of 0.18 would be a contradiction."""
+    file = declared(*["recall"] * (1 + len(others)), testing="together")
+    found = together(list(zip(file.contrasts, [CLEAR, *others], strict=True)), len(file.contrasts))
+    said = claim(file, found, [])
+    assert f"({interval})" in said and said.endswith(f"(two-sided p = {p}).")
+
+
+def test_an_interval_excludes_zero_if_and_only_if_its_corrected_p_value_is_below_5_percent() -> None:
+    generator, contrast, sides = random.Random(0), declared("recall").contrasts[0], Counter[bool]()
+    for _ in range(200):
+        count = generator.randrange(1, 9)
+        values = [[generator.gauss(generator.choice((0.0, 1.5)), 1.0) for _ in range(6)] for _ in range(count)]
+        for each in together([(contrast, found) for found in values], count + generator.randrange(3)):
+            excludes = each.difference.low > 0 or each.difference.high < 0
+            assert excludes is (each.holm < LEVEL) and 0.95 <= each.level < 1
+            assert (each.times.low > 1 or each.times.high < 1) is excludes
+            sides[excludes and each.holm > 1.5 * each.p] += 1
+    assert min(sides.values()) > 40
+
+
 @pytest.mark.parametrize("testing", ["together", "sequence"])
 @pytest.mark.parametrize("values", [[math.nan, 0.1, 0.2], [math.inf] * 3, [0.1, -math.inf, 0.2]])
 def test_a_seed_without_a_finite_loss_is_named_in_the_sentence(testing: str, values: list[float]) -> None:
@@ -132,7 +170,7 @@ def test_the_plan_has_the_power_of_each_contrast() -> None:
     assert "for a difference of logarithms of 0.2" in perplexity
     both = declared("recall", "recall", testing="together")
     assert power_of(both, both.contrasts[0]) == power(2.0, 3, 0.025), "at the first level of Holm's correction"
-    assert plan(both)[0] == "The p-values of 2 two-sided contrasts are corrected together (Holm)."
+    assert plan(both)[0] == "The p-values and intervals of 2 two-sided contrasts are corrected together (Holm)."
     assert plan(SimpleNamespace(contrasts=[])) == []  # type: ignore[arg-type]
 
 
@@ -145,14 +183,30 @@ def test_a_sequence_is_not_read_as_corrected_together_nor_the_reverse() -> None:
         DeclaredContrast(label="a", other="b", expected=0.1)
 
 
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"label": "a"}, "label and other, or weights and title"),
+        ({"label": "a", "other": "b", "title": "a against b"}, "label and other, or weights and title"),
+        ({"weights": {"a": 1, "b": -1}}, "label and other, or weights and title"),
+        ({"weights": {"a": 1, "b": -0.9}, "title": "t"}, "their sum is not 0"),
+        ({"weights": {"a": 0, "b": 0}, "title": "t"}, "all are 0"),
+    ],
+)
+def test_weights_that_compare_nothing_are_errors(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        DeclaredContrast(**given)
+
+
 def test_books_with_power_has_power_and_seeds_of_its_own() -> None:
-    file = read_ablation(RECALL / "books_power.yml")
+    file = read_ablation(STUDIES / "books_power/plan.yml")
     powers = [power_of(file, contrast) for contrast in file.contrasts]
     assert file.testing == "sequence" and all(each is not None and each > 0.99 for each in powers)
     assert "seed" in (file.tasks["recall"] or {}), "questions are drawn per seed"
     seeds: list[int] = []
-    for path in sorted(RECALL.glob("*.yml")):
-        content = read_yaml(path)
-        if isinstance(content, dict) and "models" in content and path.name != "extensions.yml":  # models of grid.yml
+    for path in sorted(STUDIES.glob("*/*.yml")):
+        content, study = read_yaml(path), path.parent.name
+        # `extensions` extends the models of `random_filler`, and `methods` shares no model with studies of recall.
+        if isinstance(content, dict) and "seeds" in content and study not in ("extensions", "methods"):
             seeds += read_ablation(path).seeds
     assert len(seeds) == len(set(seeds)) and len(seeds) >= 10 + 6 + 1 + 14 + 3

@@ -10,9 +10,11 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from megatron_coca.ablation.cells import read_cell, recorded_data, write_cell
 from megatron_coca.ablation.grid import RUN_KEYS, Cell, cell_hash, expand, read_ablation, select
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
+from megatron_coca.training import corpus as training_corpus
 from megatron_coca.training.checkpointing.resume import FREE_KEYS
 
 ROOT = Path(__file__).parents[3]
@@ -254,6 +256,37 @@ def test_missing_shards_name_the_command_that_makes_them(write: Write) -> None:
         cells_of(write({"train_data_paths": ["absent"]}))
 
 
+def test_a_plan_needs_no_data(write: Write, corpus: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Cells have their full names with the data or with a record of it, and names without a hash otherwise."""
+
+    def plan(file: Path) -> tuple[list[Cell], list[str]]:
+        absent: list[str] = []
+        read = read_ablation(file)
+        return expand(read, "cpu", recorded=recorded_data(read.results), absent=absent), absent
+
+    cells = cells_of(write())
+    assert [cell.name for cell in plan(write())[0]] == [cell.name for cell in cells] and plan(write())[1] == []
+    prepared = []
+    monkeypatch.setattr(training_corpus, "ensure_builtin", lambda *given: prepared.append(given))
+    tasks = {"perplexity": {"data": ["absent.txt", "s3://store/test"], "windows": ["1L"], "stride": "1L"}}
+    tasks |= {"needle": {"lengths": ["32L"], "haystack": ["builtin"]}}
+    none = {"train_data_paths": None, "valid_data_paths": None, "test_data_paths": None, "data_root": str(tmp_path)}
+    planned, absent = plan(write(none, tasks=tasks))
+    assert [cell.name for cell in planned] == ["roformer-s1", "roformer-s2", "nope-s1", "nope-s2"] and not prepared
+    assert [cell.tokens for cell in planned] == [cell.tokens for cell in cells]
+    assert {line.partition(":")[0] for line in absent} == {"tasks.perplexity", f"{tmp_path}/builtin"}
+    shards = {"train_data_paths": ["absent"], "test_data_paths": ["s3://store/test"]}
+    planned, absent = plan(write(shards))
+    assert planned[0].name == "roformer-s1" and "absent: no such shard; prepare it before the run" in absent
+    assert any(line.startswith("s3://store/test: on a store") for line in absent)
+    record = read_cell(planned[0]).model_copy(update={"data": planned[0].data.model_copy(update={"identity": DATA})})
+    write_cell(planned[0], record)
+    again, _ = plan(write(shards))
+    assert again[0].name.startswith("roformer-s1-") and again[2].name.startswith("nope-s1-")
+    with pytest.raises(EvaluationError, match="vocab_size: not set, and the training data that would tell it"):
+        plan(write(shards | {"vocab_size": None, "data_root": "elsewhere"}))
+
+
 def test_only_names_models_cells_and_seeds(write: Write) -> None:
     cells = cells_of(write())
     assert select(cells, []) == cells
@@ -294,6 +327,11 @@ def test_a_scale_is_a_mapping(write: Write) -> None:
         read_ablation(write(scales={"tiny": None}))
 
 
+def test_a_model_that_starts_from_weights_has_a_default_learning_rate(write: Write) -> None:
+    models = {"m": [f"load={LLAMA}", "finetune=true", "optimizer.params.lr=null"]}
+    assert {cell.config.optimizer.lr for cell in cells_of(write(models=models, baseline=None))} == {1e-4}
+
+
 def test_initial_weights_are_named_by_their_content(write: Write, tmp_path: Path) -> None:
     """Folders of one name, such as checkpoint-500 of two runs, and a folder that is written again in place."""
     folders = [tmp_path / run / "checkpoint-500" for run in ("one", "two", "copy")]
@@ -309,6 +347,36 @@ def test_initial_weights_are_named_by_their_content(write: Write, tmp_path: Path
     assert one == copy != two
     shutil.copy(folders[0] / "model.safetensors", folders[1])
     assert name(folders[1]) == one
+
+
+def test_a_model_after_another_starts_with_its_weights_by_seed(write: Write) -> None:
+    """The name covers what the start was trained with; the seeds of one model differ in their start."""
+    models = {"Base": ["pos_emb=rotary"], "CoCA": {"set": ["pos_emb=coca"], "after": "Base"}, "Own": ["pos_emb=coca"]}
+    cells = cells_of(write(models=models, baseline=None))
+    base, after, own = cells[:2], cells[2:4], cells[4:]
+    assert [each.start for each in after] == base and not any(each.start for each in (*base, *own))
+    checkpoints = [each.config.checkpoint for each in after]
+    assert [(each.load, each.finetune) for each in checkpoints] == [(str(each.run), True) for each in base]
+    assert after[0].name.rpartition("-")[2] != own[0].name.rpartition("-")[2]
+    longer = models | {"Base": ["pos_emb=rotary", "train_iters=7"]}
+    renamed = cells_of(write(models=longer, baseline=None))
+    assert renamed[2].name != after[0].name and [each.name for each in renamed[4:]] == [each.name for each in own]
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ({"A": {"after": "B"}, "B": []}, "models.A: after: B: no model above it; known: none"),
+        ({"A": [], "B": {"after": "B"}}, "models.B: after: B: no model above it; known: A"),
+        (
+            {"A": [], "B": {"after": "A", "set": ["load=x", "finetune=true"]}},
+            "models.B: load: the weights of the model",
+        ),
+    ],
+)
+def test_a_start_that_cannot_be_is_an_error(write: Write, models: dict[str, Any], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        cells_of(write(models=models, baseline=None))
 
 
 def test_changed_data_of_evaluations_make_results_incomplete(write: Write, corpus: Path, tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 from argparse import Namespace
 from pathlib import Path
 
-from megatron_coca.ablation.inputs import Inputs
+from megatron_coca.ablation.inputs import InputDigests
 from megatron_coca.config import load_config
 from tests.checkpoint_files import TINY, write_checkpoint
 
 
 def digest(**options: object) -> str | None:
-    return Inputs().digest(Namespace(**options), [], load_config([], TINY))
+    return InputDigests().digest(Namespace(**options), [], load_config([], TINY))
 
 
 def test_local_data_sets_of_benchmarks_are_inputs(tmp_path: Path) -> None:

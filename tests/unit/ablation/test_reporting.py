@@ -1,5 +1,6 @@
 """Pages that are written from the results of an ablation, and the study's."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -70,47 +71,57 @@ def test_numbers_that_the_results_lack_are_errors(
         rendered(text, report, tmp_path)
 
 
+COMMAND = re.compile(r"<!-- Written by: megatron-coca ablate (\S+) (?:--scale (\S+) )?--page (\S+) (\S+) -->")
 PAGES = [
-    ("study/methods.yml", "1M", "study/page.md.j2", "study.md"),
-    ("study/methods.yml", "250k", "study/page.md.j2", "study_250k.md"),
-    ("recall/grid.yml", "answers", "recall/page.md.j2", "recall_study.md"),
-    ("recall/grid.yml", "answers", "recall/findings.md.j2", "findings.md"),
-    ("recall/grid.yml", "answers", "recall/details_page.md.j2", "recall_details.md"),
-    ("recall/extensions.yml", "answers", "recall/extensions_page.md.j2", "recall_extensions.md"),
-    ("recall/grid.yml", "text", "recall/text_page.md.j2", "recall_text.md"),
-    ("recall/books_grid.yml", "250k", "recall/books_page.md.j2", "recall_books.md"),
-    ("recall/polar_cube.yml", "answers", "recall/polar_page.md.j2", "recall_polar.md"),
-    ("recall/unrotated.yml", "ordered", "recall/unrotated_page.md.j2", "recall_unrotated.md"),
-    ("recall/books_polar_rates.yml", "250k", "recall/books_polar_page.md.j2", "recall_books_polar.md"),
-    ("recall/books_power_rates.yml", "250k", "recall/power_page.md.j2", "recall_power.md"),
+    (plan, scale or None, template, page)
+    for path in (*sorted((ROOT / "studies").rglob("*.md")), ROOT / "docs/findings.md")
+    for plan, scale, template, page in COMMAND.findall(path.read_text())
 ]
-QUICK = ("study.md", "recall_text.md", "recall_power.md", "recall_polar.md")
+"""Plan, scale, template and page of every command that a page names in its first lines."""
+QUICK = ("methods/README.md", "random_filler/text.md", "books_power/README.md", "polar/README.md")
 """Pages with few results; the others are read for 10 seconds each."""
 
 
+def copied(archives: Path) -> None:
+    """Link what a page reads into the working folder, without unpacked results, which may have newer cells."""
+    for path in archives.rglob("*"):
+        if path.suffix in (".yml", ".j2", ".zst") or path.name == "results.json":
+            link = Path("studies") / path.relative_to(archives)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path)
+
+
 @pytest.mark.parametrize(
-    ("name", "scale", "template", "page"),
-    [pytest.param(*page, id=page[-1], marks=[] if page[-1] in QUICK else pytest.mark.slow) for page in PAGES],
+    ("plan", "scale", "template", "page"),
+    [
+        pytest.param(*page, id=page[-1], marks=[] if page[-1].removeprefix("studies/") in QUICK else pytest.mark.slow)
+        for page in PAGES
+    ],
 )
 def test_a_page_of_a_study_follows_from_its_results(
-    name: str, scale: str, template: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: str, scale: str | None, template: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the archives are read, without the corpus: folders of results beside them may have newer cells."""
+    """Only the archives are read, without the corpus."""
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(ROOT / "configs")
-    Path("benchmarks").mkdir()
-    for archive in (ROOT / "benchmarks").glob("*.jsonl.zst"):
-        Path("benchmarks", archive.name).symlink_to(archive)
-    path, configs = Path("configs") / name, Path("configs")
+    copied(ROOT / "studies")
+    path = Path(plan)
     file = grid.read_ablation(path, scale)
     unpack(file.results)
     cells = grid.expand(file, recorded=recorded_data(file.results))
-    write_page(file, cells, configs / template, tmp_path / page, partial(figures_of_scale, path))
-    assert (tmp_path / page).read_text() == (ROOT / "docs" / page).read_text()
+    written = Path("written", page)
+    write_page(file, cells, Path(template), written, partial(figures_of_scale, path))
+    assert written.read_text() == (ROOT / page).read_text()
     drawn, shown = (
-        sorted(each.name for each in root.glob(f"figures/{Path(page).stem}/*")) for root in (tmp_path, ROOT / "docs")
+        sorted(each.name for each in root.glob(f"figures/{written.stem}/*"))
+        for root in (written.parent, (ROOT / page).parent)
     )
     assert drawn == shown
+
+
+def test_every_template_has_a_page() -> None:
+    templates = {str(path.relative_to(ROOT)) for path in (ROOT / "studies").rglob("*.md.j2")}
+    assert {template for _, _, template, _ in PAGES} == templates and len(PAGES) > len(templates)
 
 
 def rows_of(page: str, header: str) -> dict[str, list[str]]:
@@ -120,27 +131,38 @@ def rows_of(page: str, header: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in [cells[0], *cells[2:]]}
 
 
-def test_the_readme_shows_numbers_of_the_study() -> None:
-    readme = rows_of("README.md", "recall at 16L")
-    perplexity, recall = (rows_of("docs/recall_books.md", header) for header in ("truncated", "16L, beyond L only"))
-    shown = (perplexity, "L"), (perplexity, "truncated"), (perplexity, "16L"), (recall, "L"), (recall, "16L")
-    columns = [(table, table["model"].index(length)) for table, length in shown]
-    assert {"RoFormer", "CoCA-Slack", "CoCA-Strict", "ALiBi, 8 heads", "KERPLE-log"} <= set(readme), "good and bad rows"
+def test_the_readme_shows_numbers_of_the_studies() -> None:
+    """The table and the picture, the declared contrast and the price, the correction, and the level of guessing."""
+    readme, books = rows_of("README.md", "at 16L"), rows_of("studies/books_power/README.md", "16L, beyond L only")
+    columns = [books["model"].index(length) for length in ("L", "4L", "16L")]
+    assert {"RoFormer", "RoFormer + ReRoPE, log n", "CoCA-Slack, shifted + NTK 4"} <= set(readme), "good and bad rows"
     for name, numbers in list(readme.items())[1:]:
-        assert numbers == [table[name][column] for table, column in columns], name
-    truncated, far = (perplexity["model"].index(name) for name in ("truncated", "16L"))
-    best = float(perplexity["RoFormer"][truncated].split()[0])
-    assert all(best < float(row[far].split()[0]) for name, row in perplexity.items() if name != "model")
-    text, declared = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/recall_books.md"))
-    assert "no declared contrast of recall is significant after the correction for 14 contrasts (p = 0.1" in text
-    assert "| CoCA-Slack, shifted against RoFormer | 16L | recall | 6 | 0.17 ± 0.11 | | 0.012 | 0.1 |" in declared
-    later = " ".join((ROOT / "docs/recall_power.md").read_text().split())
-    assert "CoCA-Slack's perplexity is 3.8% higher (3.2% to 4.4%" in text and "1.038 times (1.032 to 1.044)" in later
-    assert "recalls 0.48 at 16L with NTK 4, and RoFormer 0.13 (p = 3e-05)" in text and "p = 3e-05, holds" in later
+        assert numbers == [books[name][column] for column in columns], name
+    text, index, power, contrasts, findings = (
+        " ".join((ROOT / name).read_text().split())
+        for name in (
+            *("README.md", "docs/index.md", "studies/books_power/README.md", "studies/contrasts.md"),
+            "docs/findings.md",
+        )
+    )
+    rows = [books[f"RoFormer{added}"] for added in ("", "", " + YaRN 16", " + ReRoPE, log n")]
+    at = [columns[0], columns[2], columns[2], columns[2]]
+    picture = (
+        "from {} to {} at 16 times the training length; with YaRN 16 it stays at {}, and with ReRoPE and log n at {}"
+    ).format(*(row[column].split()[0] for row, column in zip(rows, at, strict=True)))
+    assert picture in text and picture in index
+    assert f"means over {rows[0][0]} seeds" in text and f"means over {rows[0][0]} seeds" in index
+    slower = books["RoFormer + NTK 4"][columns[2]].split()[0]
+    assert f"which recalls {slower} (p = 3e-05, declared)" in text and "p = 3e-05, holds" in power
+    assert "higher by 0.037 nats, or 3.8%" in text and "1.038 times (1.032 to 1.044)" in power
+    assert "blind to order scores 0.29" in text and "and 0.29 in ordered recall" in findings
+    corrected = re.search(r"\*\*(\d+) of (\d+) are significant", contrasts)
+    assert corrected is not None
+    assert f"corrects all {corrected[2]} declared contrasts once: {corrected[1]} are significant" in text
 
 
 def test_a_report_without_results_names_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A report needs no training data, so the message is not about the missing corpus."""
-    line = ["ablate", str(ROOT / "configs/recall/books_power.yml"), "--report", "--output", str(tmp_path / "study")]
+    line = ["ablate", str(ROOT / "studies/books_power/plan.yml"), "--report", "--output", str(tmp_path / "study")]
     assert main(line) == 2
     assert f"{tmp_path / 'study'}: no results yet" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -18,14 +19,13 @@ from megatron_coca.ablation.cells import CellRecord, State, read_cell, state_of,
 from megatron_coca.ablation.grid import Cell, DataRecord
 from megatron_coca.ablation.reporting import curves
 from megatron_coca.ablation.running import Machine, divide, run_cells
-from megatron_coca.cluster import status_of
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.report.curves import CurvePoint, thinned
 from megatron_coca.evaluation.results import read_record
 from megatron_coca.evaluation.suite import Command
 from megatron_coca.support import console
-from megatron_coca.training.exit_status import Preempted
+from megatron_coca.work.statuses import Preempted, status_of
 
 DATA = DataRecord(chosen_by="{}", vocab_size=512, identity={"sha256": ["5e"]})
 MACHINE = Machine(2, (), "cpu")
@@ -104,6 +104,35 @@ def test_cells_are_run_seed_by_seed(tmp_path: Path, small: dict[str, Any]) -> No
     written = [(each.results / files.RECORD).stat().st_mtime_ns for each in cells]
     order = [cells[index].name for index in sorted(range(4), key=written.__getitem__)]
     assert order == ["rotary-s8", "coca-s8", "rotary-s7", "coca-s7"]
+
+
+def test_a_cell_waits_for_its_start(tmp_path: Path, small: dict[str, Any]) -> None:
+    """Also when a place is free, and in a later call."""
+    base = cell(tmp_path, small, "rotary")
+    later = [replace(cell(tmp_path / str(number), small, "coca"), start=base) for number in range(2)]
+    assert run_cells([*later, base], MACHINE, 2) == []
+    assert {state_of(each) for each in (base, *later)} == {State.DONE}
+    trained = [(each.run / "global_step6" / "meta.json").stat().st_mtime_ns for each in (base, *later)]
+    assert trained[0] < min(trained[1:])
+    last = replace(cell(tmp_path / "last", small, "coca"), start=base)
+    assert run_cells([last], MACHINE, 1) == [] and state_of(last) is State.DONE
+
+
+def test_a_cell_without_its_start_is_a_failure(tmp_path: Path, small: dict[str, Any]) -> None:
+    """Its start fails, is not among the chosen cells, or is finished and has lost its weights."""
+    failing = cell(tmp_path, small, "alibi")
+    after = replace(cell(tmp_path, small, "coca"), start=failing)
+    failures = run_cells([failing, after], MACHINE, 2)
+    assert len(failures) == 2 and "no such slope" in failures[0].reason
+    assert failures[1].reason.endswith(f"and {failing.run} has none; train it first: --only {failing.name}")
+    assert failures[1].temporary and state_of(after) is State.WAITING
+    base = cell(tmp_path, small, "rotary")
+    alone = replace(cell(tmp_path, small, "coca"), start=base)
+    assert "train it first" in run_cells([alone], MACHINE, 1)[0].reason
+    run_cells([base], MACHINE, 1)
+    shutil.rmtree(base.run)
+    (failure,) = run_cells([alone], MACHINE, 1)
+    assert failure.reason.endswith(f"remove {base.results} to train it again") and not failure.temporary
 
 
 def test_states_from_files(tmp_path: Path, small: dict[str, Any]) -> None:

@@ -16,15 +16,18 @@ from megatron_coca import __version__, cli
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.commands import configs, inspect
 from megatron_coca.evaluation import options
-from megatron_coca.evaluation.subcommands import TASKS
+from megatron_coca.evaluation.subcommands import subcommands
 from megatron_coca.model import DYNAMIC_LENGTH, DYNAMIC_LENGTHS
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[3]
 SHAPE = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=4", "num_workers=0"]
 TRAINABLE = [*SHAPE, "train_iters=1", "optimizer.params.lr=0.1"]
 LAYOUTS = ("huggingface", "neox")
 HELP = (
-    [[name] for name in cli.COMMANDS] + [["evaluate", task] for task in TASKS] + [["export", name] for name in LAYOUTS]
+    [[name] for name in cli.COMMANDS]
+    + [["evaluate", task] for task in subcommands()]
+    + [["export", name] for name in LAYOUTS]
 )
 FRONTS = {  # in tools/ and the root, and what their command line begins with
     "train.py": "train",
@@ -37,12 +40,14 @@ FRONTS = {  # in tools/ and the root, and what their command line begins with
 }
 NOT_FRONTS = {
     "records.py",
+    "eval.py",
     "gpu_report.py",
     "fetch_benchmarks.py",
     *(path.name for path in ROOT.glob("tools/bench_*.py")),
 }
 AT = ["--checkpoint", "none"]
 REFUSED = {
+    "command of other programs": (["chat"], "'chat' is not a command; use generate --chat"),
     "mistyped command": (["trian"], "'trian' is not a command; did you mean `train`?"),
     "no command": ([], "required: COMMAND"),
     "mistyped option": (["train", "--num_gpu", "2", *TRAINABLE, "--nothing"], "unrecognized arguments: --nothing"),
@@ -55,6 +60,7 @@ REFUSED = {
         ["generate", "--checkpoint", "me/it", "--prompt", "x"],
         "`hf download me/it --local-dir models/it`",
     ),
+    "a name of the hub without its owner": (["generate", *AT, "--prompt", "x"], "its whole name, hf://OWNER/none"),
     "a run's name is none of the hub": (["train", "runs/it"], "runs/it.yml: no such file"),
     "a page that is no HTML": (["inspect", "method", "a.yml", "--output", "m.txt"], "m.txt: must be an HTML file"),
     "no overlay": (["generate", "--checkpoint", "nope", "none.yml"], "none.yml: no such file"),
@@ -78,9 +84,12 @@ REFUSED = {
 PROGRAM = """
 import contextlib, io, json, subprocess, sys, traceback
 from megatron_coca.cli import main
-def refuse(*arguments, **keywords):
-    raise AssertionError("a process is started")
-subprocess.Popen, answers = refuse, []
+class Refused(subprocess.Popen):
+    def __init__(self, *arguments, **keywords):
+        raise AssertionError("a process is started")
+    def __del__(self):
+        pass
+subprocess.Popen, answers = Refused, []
 for arguments in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         try:
@@ -99,7 +108,7 @@ Answer = tuple[int, str, list[str]]
 def answers_of(command_lines: list[list[str]]) -> list[Answer]:
     """Status, output and imported slow libraries of command lines, one after the other in one process."""
     command = [sys.executable, "-c", PROGRAM, json.dumps(command_lines)]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -145,7 +154,7 @@ def test_answers_take_less_than_a_second(arguments: list[str]) -> None:
     )
     command = [sys.executable, "-c", code, sys.executable, "-m", "megatron_coca", *arguments]
     runs = (subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True) for _ in range(3))
-    assert any(float(run.stdout) < 1.0 for run in runs)
+    assert any(float(run.stdout) < max(1.0, patience(0.6)) for run in runs)  # more on a slow processor
 
 
 def test_fronts_are_the_commands() -> None:
@@ -202,13 +211,36 @@ ESTIMATE = ["estimate", "configs/350M/roformer.yml"]
     [
         pytest.param(ESTIMATE, "closed pipe", False, id="one print"),
         pytest.param(["evaluate", "report", "--help"], "closed pipe", False, id="help"),
-        pytest.param(["inspect", "checkpoint", "nowhere"], "both", False, id="messages too"),
         pytest.param(ESTIMATE, "closed pipe", True, id="unbuffered"),
     ],
 )
 def test_a_closed_pipe_ends_the_output_quietly(arguments: list[str], output: str, unbuffered: bool) -> None:
     """As with `| head`: no traceback, and the status of a program that SIGPIPE ends."""
     assert ended(arguments, output, unbuffered) == (141, "")
+
+
+def test_messages_that_nobody_reads_leave_the_status_as_it_is() -> None:
+    assert ended(["inspect", "checkpoint", "nowhere"], "both") == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"), [("closed pipe", "Broken pipe"), ("full disk", "No space left on device")]
+)
+def test_a_command_that_writes_files_ends_its_work(output: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words\n" * 50)
+    data = tmp_path / "data"
+    given = [
+        "prepare",
+        "--input",
+        f"a={tmp_path / 'a.txt'}",
+        "--tokenizer-type",
+        "CharLevelTokenizer",
+        "--workers",
+        "0",
+    ]
+    status, messages = ended([*given, "--documents", "line", "--output", str(data)], output)
+    assert status == 0 and (data / "data.yml").is_file()
+    assert messages.count(f"standard output: cannot be written ({reason}); the work continues") == 1
 
 
 def test_inspect_leaves_an_error_of_the_output_to_the_command_line(
@@ -228,7 +260,8 @@ def test_inspect_leaves_an_error_of_the_output_to_the_command_line(
 
 @pytest.mark.parametrize("unbuffered", [False, True])
 def test_a_full_disk_is_an_error_with_a_remedy(unbuffered: bool) -> None:
-    said = "megatron-coca: the output or a file: cannot be written (No space left on device); free some space\n"
+    said = "megatron-coca: the output or a file: cannot be written (No space left on device); free some space, or "
+    said += "write elsewhere\n"
     assert ended(ESTIMATE, "full disk", unbuffered) == (2, said)
 
 
@@ -272,3 +305,10 @@ def test_misspelt_and_removed_options_name_the_option_to_use(
     with pytest.raises(SystemExit) as ended:
         cli.main(line.split())
     assert ended.value.code == 2 and remedy in capsys.readouterr().err
+
+
+def test_an_option_of_another_subcommand_is_not_its_own_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "passkey", "--checkpoint", "x", "--metadata", "y"])
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --metadata y" in error and "did you mean" not in error

@@ -58,6 +58,84 @@ def test_prompts_of_a_file_into_a_file(checkpoint: str, tmp_path: Path) -> None:
     assert all(record["tokens"] <= 10 and record["finish"] in ("eod", "length") for record in records)
 
 
+@pytest.fixture
+def stopping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A counter of the tokens left until Ctrl-C; tests set it."""
+    left, push = [10**9], Continuation.push
+
+    def counted(row: Continuation, token: int) -> None:
+        push(row, token)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Continuation, "push", counted)
+    return left
+
+
+def test_what_is_complete_is_written_and_resumed(
+    checkpoint: str, tmp_path: Path, stopping: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After Ctrl-C and a torn line, the file is that of one uninterrupted command."""
+    prompts, output, whole = tmp_path / "prompts.txt", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    prompts.write_text("the sea was calm\na\nthe sea\na\n")
+    given = ["--checkpoint", checkpoint, "--file", str(prompts), "--num-samples", "2", "--temperature", "1", *TEN]
+    given += ["--tokens-per-batch", "1"]
+    assert generate.main([*given, "--output", str(whole)]) == 0
+    for tokens in (25, 17):  # two, then one more of the eight continuations of up to ten tokens
+        stopping[0] = tokens
+        with pytest.raises(KeyboardInterrupt):
+            generate.main([*given, "--output", str(output)])
+        lines = output.read_text().splitlines()
+        assert 0 < len(lines) < 8 and all(line in whole.read_text().splitlines() for line in lines)
+        assert f"{len(lines)} of 8 continuations are complete; the same command adds" in capsys.readouterr().err
+        with output.open("a") as file:
+            file.write('{"prompt": "the s')
+    stopping[0] = before = 10**9
+    assert generate.main([*given, "--output", str(output)]) == 0
+    assert output.read_text() == whole.read_text() and before - stopping[0] < 70
+    assert generate.main([*given, "--output", str(output)]) == 0  # nothing is left
+    assert output.read_text() == whole.read_text() and before - stopping[0] < 70
+
+
+def test_what_is_complete_is_printed_in_order(
+    checkpoint: str, tmp_path: Path, stopping: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("the sea was calm\na\nthe sea\n")
+    stopping[0] = 25
+    given = ["--checkpoint", checkpoint, "--file", str(tmp_path / "prompts.txt"), *TEN]
+    with pytest.raises(KeyboardInterrupt):
+        generate.main(given)
+    shown = capsys.readouterr().out
+    assert shown == "".join(
+        f"[{n}/3] {text}\n{expected(checkpoint, text)}\n\n" for n, text in ((2, "a"), (3, "the sea"))
+    )
+
+
+def test_another_output_is_not_replaced(checkpoint: str, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    given = ["--checkpoint", checkpoint, "--prompt", "a", *TEN, "--output", str(output)]
+    assert generate.main(given) == 0
+    for changed, message in (
+        (["--seed", "1"], "contains continuations with another checkpoint or other options"),
+        (["--stop", "x"], "contains continuations with another checkpoint or other options"),
+        (["rope_scaling.rope_type=linear", "rope_scaling.factor=2"], "with another checkpoint or other options"),
+    ):
+        with pytest.raises(EvaluationError, match=f"{message}; name another --output"):
+            generate.main([*given, *changed])
+    with pytest.raises(EvaluationError, match="contains continuations of 1 other prompts"):
+        generate.main([*given[:2], "--prompt", "b", *given[4:]])
+    before = output.read_text()
+    assert generate.main([*given, "--prompt", "b"]) == 0  # adds a prompt
+    assert output.read_text().startswith(before) and output.read_text().count("\n") == 2
+    assert generate.main([*given[:2], "--prompt", "b", *given[4:], "--overwrite"]) == 0
+    assert json.loads(output.read_text())["prompt"] == "b"
+    output.write_text("mine\n")
+    with pytest.raises(EvaluationError, match="is not an output of this command; name another --output"):
+        generate.main(given)
+    assert output.read_text() == "mine\n"
+
+
 def test_lines_of_a_file_below_their_headings(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +239,7 @@ def test_extensions_as_files_and_keys(checkpoint: str, tmp_path: Path, capsys: p
             LONG * 3,
             "--output",
             str(tmp_path / "out.jsonl"),
+            "--overwrite",
         ]
         assert generate.main([*arguments, "--max-new-tokens", "40"]) == 0
         shown.append((tmp_path / "out.jsonl").read_text())
@@ -174,6 +253,14 @@ def test_a_stop_string(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> N
     arguments = ["--checkpoint", checkpoint, "--prompt", LONG, "--temperature", "1", *TEN]
     assert generate.main([*arguments, "--stop", text[4:6]]) == 0
     assert capsys.readouterr().out == text[: text.index(text[4:6])] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [(r"\n\nUser:", "\n\nUser:"), (r"a\tb", "a\tb"), (r"\\n", r"\n"), (r"\end{a}", r"\end{a}"), ("\n", "\n")],
+)
+def test_escapes_in_a_stop_string(typed: str, meant: str) -> None:
+    assert generate.parser().parse_args(["--checkpoint", "x", "--stop", typed]).stop == [meant]
 
 
 @pytest.mark.parametrize(
@@ -217,6 +304,36 @@ def test_no_checkpoint_and_too_many_positions(tmp_path: Path, capsys: pytest.Cap
     assert "40 learned positions" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("keys", [{"pos_emb": "learned"}, {"pos_emb": "xpos"}], ids=str)
+def test_all_lengths_are_checked_first(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is generated or replaced, and every prompt that is too long is named."""
+    write_checkpoint(tmp_path / "run", load_config([], KEYS | keys))
+    if keys["pos_emb"] == "xpos":
+        monkeypatch.setattr("megatron_coca.attention.positions.forms.SCALE_BASE", 0.3)  # reaches fewer positions
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("a", LONG, "b", LONG))
+    )
+    output = tmp_path / "out.jsonl"
+    given = ["generate", "--checkpoint", str(tmp_path / "run"), "--file", str(tmp_path / "prompts.jsonl")]
+    assert cli.main([*given, "--max-new-tokens", "20", "--output", str(output)]) == 2
+    error = capsys.readouterr().err
+    assert not output.exists() and error.count("shorten the prompt, or lower --max-new-tokens") == 2
+    assert "prompts.jsonl:2: 33 tokens and 20 new ones are too many (" in error and "prompts.jsonl:4: 33 " in error
+    assert cli.main([*given, "--max-new-tokens", "8", "--output", str(output)]) == 0  # 40 positions
+
+
+def test_typed_prompts_beyond_the_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path / "run", load_config([], KEYS | {"pos_emb": "learned"}))
+    type_lines(monkeypatch, LONG, "a")
+    assert generate.main(["--checkpoint", str(tmp_path / "run"), *TEN]) == 0
+    assert "beyond the 40 learned positions" in capsys.readouterr().err
+    assert isinstance(sys.stdout, Terminal) and sys.stdout.getvalue() == expected(str(tmp_path / "run"), "a") + "\n\n"
+
+
 def test_help_and_typing_errors_import_no_torch() -> None:
     code = (
         "import contextlib, io, sys\nfrom megatron_coca.commands.generate import main\n"
@@ -236,7 +353,10 @@ def test_a_start_token_is_named_and_put_on_request(tmp_path: Path, capsys: pytes
     assert "adds <bos> before every text; add --start-token '<bos>'" in capsys.readouterr().err
     assert generate.main([*given, "--start-token", "<bos>"]) == 0
     shown = capsys.readouterr()
-    assert shown.err == "" and shown.out == expected(str(tmp_path / "run"), "ab", start_token="<bos>") + "\n"
+    assert (
+        "--start-token" not in shown.err
+        and shown.out == expected(str(tmp_path / "run"), "ab", start_token="<bos>") + "\n"
+    )
     with pytest.raises(DataError, match="no symbol '<start>'"):
         generate.main([*given, "--start-token", "<start>"])
     with pytest.raises(EvaluationError, match="--start-token: not supported with --chat"):

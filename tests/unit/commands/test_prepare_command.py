@@ -343,7 +343,13 @@ def test_repositories_suggest_their_reader(tmp_path: Path, capsys: pytest.Captur
     (folder / "guide.md").write_text("A guide.\n")
     prepare.main(options(tmp_path, folder))
     assert f"s: {folder}: to read the source code" in capsys.readouterr().out
-    prepare.main([*options(tmp_path, folder, "--reader", "repositories"), "--output", str(tmp_path / "code")])
+    prepare.main(
+        [
+            *options(tmp_path, folder, "--reader", "repositories", "--valid-fraction", "0.1"),
+            "--output",
+            str(tmp_path / "code"),
+        ]
+    )
     shown = capsys.readouterr().out
     assert "s train: 2 documents" in shown and "--reader" not in shown
     assert "so training reports no validation loss; increase valid_fraction, or add repositories" in shown

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_coca.cli import main
-from megatron_coca.training.exit_status import Preempted
 from megatron_coca.training.launches import GAVE_UP, REQUEUED, LaunchRecord, append
+from megatron_coca.work.statuses import Preempted
 
 
 def made(folder: Path, step: int = 20, eta: float | None = 5000.0) -> Path:
@@ -94,6 +94,20 @@ def test_a_run_from_before_launches_were_recorded(tmp_path: Path, capsys: pytest
     (run / "launches.jsonl").unlink()
     (cells,) = table(capsys, run)
     assert cells[1:4] == ["not running", "20", "-"] and cells[5] == "0"
+
+
+def test_folders_of_one_run_are_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with `log_dir` has checkpoints in another folder, whose name does not tell its state."""
+    run, other, save = made(tmp_path / "run"), made(tmp_path / "other"), tmp_path / "save"
+    append(run, {"event": "end", "status": 0, "why": "status 0, finished"})
+    (save / "global_step10").mkdir(parents=True)
+    (save / "global_step10" / "manifest.json").write_text("{}")
+    lines = (run / "launches.jsonl").read_text().replace(f'"save": "{run}"', f'"save": "{save}"')
+    (run / "launches.jsonl").write_text(lines)
+    for folders in ([save, run, other], [run / ".", save, other, run, other / "global_step10"]):
+        cells = [line for line in table(capsys, *folders) if len(line) == 6]
+        assert [line[:2] for line in cells] == [[str(run), "finished"], [str(other), "killed"]]
+    assert table(capsys, save)[0][:2] == [str(save), "not running"]
 
 
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

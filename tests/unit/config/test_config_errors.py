@@ -114,6 +114,12 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("max_position_embeddings: 32", "seq_length: 64 exceeds max_position_embeddings 32"),
         ("train_iters: ten", "train_iters: expected an integer, got 'ten'"),
         ("train_iters: '10'", "train_iters: expected an integer, got '10'; remove the quotes"),
+        ("gradient_clipping: auto", "gradient_clipping: expected a number, got 'auto'; leave the key out"),
+        (
+            "gradient_accumulation_steps: auto",
+            "gradient_accumulation_steps: expected an integer, got 'auto'; leave the key out",
+        ),
+        ("warmup: 100", "warmup: expected a value less than or equal to 1, got 100; the value is a fraction"),
         ("weight_decay: '0.1'", "weight_decay: expected a number, got '0.1'; remove the quotes"),
         ("finetune: 'maybe'", "finetune: expected true or false, got 'maybe'"),
         ("learning_rate: 1e-4", "learning_rate: unknown key; did you mean `optimizer.params.lr`?"),
@@ -170,6 +176,10 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "rope_scaling: rope_type ntk is not supported with pos_emb al",
         ),
         ("pos_emb: rotary\nrope_scaling: {factor: 2}", "rope_scaling: factor has no effect with rope_type default"),
+        (
+            "pos_emb: rotary\nrope_scaling: {type: yarn, factor: 2}",
+            "rope_scaling.type: unknown key; did you mean `rope_scaling.rope_type`?",
+        ),
         (
             "pos_emb: rotary\nrope_scaling: {rope_type: ntk, factor: 0.5}",
             "rope_scaling.factor: expected a value greater than or equal",
@@ -255,6 +265,14 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "pos_emb: rotary\nrelative_positions: {type: streaming, sinks: 4000}",
             "relative_positions: 4000 sinks leave no window",
         ),
+        *(
+            (
+                f"pos_emb: rotary\nrelative_positions: {{type: {kind}}}\ntraining_positions: {{type: pose, max: 16L}}",
+                f"training_positions: not supported with relative_positions {kind}, which uses positions as token "
+                "counts",
+            )
+            for kind in ("dual_chunk", "streaming")
+        ),
         (
             "pos_emb: rotary\nrope_scaling: {rope_type: clex}\nrelative_positions: {type: rerope}",
             "relative_positions: not supported with rope_type clex",
@@ -317,7 +335,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pos_emb: learned\nopt_pos_emb_offset: 2\nmax_position_embeddings: 65",
-            "seq_length: 64 + opt_pos_emb_offset 2 exceeds max_position_embeddings 65; raise the latter",
+            "seq_length: 64 + opt_pos_emb_offset 2 exceeds max_position_embeddings 65; raise max_position_embeddings",
         ),
         ("moe_num_experts: 8", "moe_num_experts: mixture of experts is not supported"),
         ("norm: te_rmsnorm", "norm: `te_rmsnorm`: Transformer Engine is not supported"),
@@ -396,3 +414,13 @@ def test_a_fault_in_an_override_is_placed_on_the_command_line(tmp_path: Path) ->
         " did you mean `dynamic`?",
         "command line: optimizer.params.lr: expected a number, got 'x'",
     ]
+
+
+def test_none_is_not_null(tmp_path: Path) -> None:
+    """Python's word would otherwise name a folder."""
+    path = tmp_path / "a.yml"
+    path.write_text("num_layers: 1\nhidden_size: 8\nnum_attention_heads: 1\nseq_length: 4\nsave: None\n")
+    with pytest.raises(
+        ConfigError, match=r"a\.yml:5: save: `None` is a text in YAML; write null, or leave the key out"
+    ):
+        load_config(path)

@@ -248,7 +248,7 @@ def test_data_paths_may_be_relative_to_their_file(base: Path, tmp_path: Path, mo
     (tmp_path / "corpus").mkdir()
     text = "train-data-paths: [./a, b, ../c, /d]\nvalid_data_paths: [./a]\ntest_data_paths: []\nvocab_file: ./v.json\n"
     text += "train_label_data_paths: [./l, null, null, null]\nsave: ./runs\n"
-    data = write(tmp_path / "corpus", text, "data.yml")
+    data = write(tmp_path / "corpus", text, "own.yml")
     monkeypatch.chdir(tmp_path)
     config = load_config([base, data.relative_to(tmp_path)], ["test_data_paths=[./e]"])
     assert list(config.data.train_data_paths or ()) == ["corpus/a", "b", "../c", "/d"]
@@ -256,7 +256,7 @@ def test_data_paths_may_be_relative_to_their_file(base: Path, tmp_path: Path, mo
     assert config.data.vocab_file == "corpus/v.json" and config.checkpoint.save == "./runs"
     assert list(config.data.test_data_paths or ()) == ["./e"]
     monkeypatch.chdir(tmp_path / "corpus")
-    assert list(load_config([base, "data.yml"]).data.valid_data_paths or ()) == ["a"]
+    assert list(load_config([base, "own.yml"]).data.valid_data_paths or ()) == ["a"]
     write(
         tmp_path / "corpus",
         "stages: [{until: 5, train_data_paths: [./s], valid_data_paths: [], test_data_paths: []}, {}]",

@@ -24,23 +24,13 @@ from megatron_coca.evaluation.options import label_and_path
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 ROFORMER = CONFIGS / "350M" / "roformer.yml"
-OF_OTHER_COMMANDS = {"recipes", "evaluation", "ablations", "study"}
-STUDIES = {
-    "grid.yml",
-    "text.yml",
-    "books.yml",
-    "extensions.yml",
-    "polar_cube.yml",
-    "initial_angle.yml",
-    "free_angle.yml",
-    "added_angle.yml",
-    "unrotated.yml",
-    "large_grid.yml",
-    "recipe.yml",
-}
-STUDIES |= {f"books_{name}.yml" for name in ("rates", "grid", "power", "power_rates", "polar", "polar_rates")}
+OF_OTHER_COMMANDS = {"recipes", "evaluation", "ablations"}
+OF_TEXT = {Path("recall/text.yml"), Path("recall/books.yml")}
+"""Files that load only after those of a corpus."""
 SHIPPED = sorted(
-    path for path in CONFIGS.rglob("*.yml") if path.parent.name not in OF_OTHER_COMMANDS and path.name not in STUDIES
+    path
+    for path in CONFIGS.rglob("*.yml")
+    if path.parent.name not in OF_OTHER_COMMANDS and path.relative_to(CONFIGS) not in OF_TEXT
 )
 OVERLAYS = {"coca", "ordered", "large"}
 """Of finetune: the network is that of a folder. Of recall: the model is in model.yml."""
@@ -64,6 +54,7 @@ OURS = {
     *("embedding_width", "use_output_transform", "skip_first_norm"),
     "sinusoidal_base",
     "imports",
+    "metric_sinks",
     "pos_emb_options",
     *("rotary_frequencies", "rope_scaling"),
     "relative_positions",
@@ -238,6 +229,7 @@ def test_a_tilde_in_lists_and_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
     data = load_config(["~/run.yml"], SHAPE).data
     options = parser().parse_args(["~/run.yml", "save=x", "--hostfile", "~/hosts"])
     assert (options.inputs, options.hostfile) == ([f"{tmp_path}/run.yml", "save=x"], f"{tmp_path}/hosts")
+    assert label_and_path("~/runs/coca") == ("coca", f"{tmp_path}/runs/coca"), "as in other commands"
     assert label_and_path("CoCA=~/runs/coca") == ("CoCA", f"{tmp_path}/runs/coca")
     assert (data.train_data_paths, data.valid_data_paths) == ([f"{tmp_path}/a"], [f"{tmp_path}/b"])
 

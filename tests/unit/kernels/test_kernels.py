@@ -18,8 +18,8 @@ from megatron_coca.kernels.launch_constants import (
     CONFIGS,
     SMALL,
     WIDEST_MAGNITUDES,
+    AttentionCall,
     Operands,
-    Plan,
     architecture,
     blocks_for,
     launches,
@@ -276,7 +276,7 @@ def test_grids_beyond_what_the_second_dimension_holds(monkeypatch: pytest.Monkey
     ):
         monkeypatch.setattr(module, name, Recorder(name))
     x = torch.zeros(35000, 2, 40, 16, device="meta")
-    operands, plan = Operands(x, x, None, None, x, None, None), Plan(1.0, None, None, "none", SMALL)
+    operands, plan = Operands(x, x, None, None, x, None, None), AttentionCall(1.0, None, None, "none", SMALL)
     attention_backward.backward(operands, plan, *attention.forward(operands, plan), x, False)
     blocks = {"_attend": 2, "_delta": 1, "_key_gradients": 2, "_query_gradients": 2}
     assert grids == {name: (70000 * count,) for name, count in blocks.items()}

@@ -1,4 +1,4 @@
-"""Position methods from a file of the user: the example of CONTRIBUTING.md, from training to an export."""
+"""Position methods from a file of the user: the example of docs/own_methods.md, from training to an export."""
 
 import math
 import re
@@ -30,7 +30,7 @@ ROOT_BIAS = {"pos_emb": "root"}
 def example(tmp_path: Path) -> Iterator[Path]:
     """The file of the page; what it declares is forgotten afterwards."""
     before = {key: dict(table) for key, table in methods.TABLES.items()}
-    page = (ROOT / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "docs/own_methods.md").read_text()
     (source,) = re.findall(r'```python\n(""".*?)```', page, re.DOTALL)
     (tmp_path / "halved.py").write_text(source)
     yield tmp_path / "halved.py"

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_coca.config import Config, load_config
 from megatron_coca.data import DrawnPositions
 from megatron_coca.model import GPT, LanguageModelLoss, build_model
-from megatron_coca.model.pipeline import Span, Stage, StageInput, layer_weights
+from megatron_coca.model.pipeline import PipelineStage, Span, StageInput, layer_weights
 from megatron_coca.training.engine.engine import cut
 
 KEYS: dict[str, Any] = {
@@ -70,8 +70,8 @@ def configured(keys: dict[str, Any]) -> Config:
     return load_config([], [f"{name}={value!r}".replace("'", '"') for name, value in (KEYS | keys).items()])
 
 
-def cut_into(config: Config, count: int) -> list[Stage]:
-    return [Stage(build_model(config), BOUNDS[count], index) for index in range(count)]
+def cut_into(config: Config, count: int) -> list[PipelineStage]:
+    return [PipelineStage(build_model(config), BOUNDS[count], index) for index in range(count)]
 
 
 def batch(packed: bool = False) -> StageInput:
@@ -81,7 +81,7 @@ def batch(packed: bool = False) -> StageInput:
     return StageInput(samples, documents, None, documents != 1) if packed else StageInput(samples)
 
 
-def through(stages: list[Stage], given: StageInput) -> Tensor:
+def through(stages: list[PipelineStage], given: StageInput) -> Tensor:
     x = given.samples
     for stage in stages:
         stage.feed([given])
@@ -89,7 +89,7 @@ def through(stages: list[Stage], given: StageInput) -> Tensor:
     return x
 
 
-def gradients(stages: list[Stage]) -> dict[str, Tensor]:
+def gradients(stages: list[PipelineStage]) -> dict[str, Tensor]:
     """By name in the whole model; of shared parameters the sum over their stages."""
     found: dict[str, Tensor] = {}
     for stage in stages:

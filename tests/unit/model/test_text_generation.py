@@ -194,5 +194,5 @@ def test_loading(tmp_path: Path) -> None:
     texts = [each.complete([prompt], 20, dynamic_length="total")[0].tokens for each in (plain, extended)]
     assert texts[0] != texts[1]
     write_checkpoint(tmp_path / "bare", load_config([], KEYS | {"tokenizer_type": "HFTokenizer"}), tokenizer=None)
-    with pytest.raises(CheckpointError, match=r"bare: .*prompts are text: set tokenizer_type"):
+    with pytest.raises(CheckpointError, match=r"bare: .*prompts are text; set tokenizer_type"):
         load_generator(tmp_path / "bare")

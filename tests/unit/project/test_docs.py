@@ -22,7 +22,7 @@ from tests.documents import FENCED, LANGUAGES, NAMES, ROOT, blocks, commands, ev
 from tests.examples import NOT_RUN, PRELUDES, QUICK, RUN, make_configs, treatment, write_model
 
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
-NAMED = re.compile(r"(?<![\w/.-])((?:configs|tools|tests|docs|docker|megatron_coca)/[\w./-]*\w)(?![*<{\w])")
+NAMED = re.compile(r"(?<![\w/.-])((?:configs|studies|tools|tests|docs|docker|megatron_coca)/[\w./-]*\w)(?![*<{\w])")
 MARKERS = re.compile(r"[*<>{}]|NAME")
 COMMANDS = list(dict.fromkeys(command for _, command in everywhere()))
 SCRIPT = re.compile(r"(?:[A-Z_]+=\S+ )*(?:nice -n \d+ )?(?:python tools/\w+\.py|megatron-coca) ")
@@ -97,10 +97,16 @@ def test_a_command_has_one_spelling() -> None:
     """The scripts of the top level and of tools/ run the same subcommands; only the pages' list of them names them."""
     fronts = "train|evaluate|tools/(?:ablate|convert_to_huggingface|convert_to_neox|generate|prepare_data)"
     spelled = re.compile(rf"(?:\bpython |`)(?:{fronts})\.py\b")
-    named = {"README.md": 1, "docs/architecture.md": 1, "docs/faults.md": 1}
+    named = {
+        "README.md": 1,
+        "docs/architecture.md": 1,
+        "docs/faults.md": 1,
+        "docs/neox.md": 7,
+    }  # GPT-NeoX's own commands
     for folder, pattern in (
         ("configs", "*.y*ml"),
-        ("configs", "*.j2"),
+        ("studies", "*.yml"),
+        ("studies", "*.j2"),
         ("megatron_coca", "*.py"),
         ("megatron_coca", "*.yaml"),
     ):
@@ -191,9 +197,11 @@ def test_configurations_in_a_page_load(page: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("page", [page for page in NAMES if "python" in languages(page)])
 def test_python_compiles_and_imports_what_exists(page: str) -> None:
+    paths = re.findall(r"^ *# ([\w/]+)\.py$", (ROOT / page).read_text(), re.MULTILINE)
+    written = {f"megatron_coca.{path.replace('/', '.')}" for path in paths}  # files that the page's reader writes
     for example in blocks(page, "python"):
-        tree = ast.parse(example)
-        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and "coca" in str(node.module)]
+        nodes = [node for node in ast.parse(example).body if isinstance(node, ast.ImportFrom)]
+        imports = [node for node in nodes if "coca" in str(node.module) and node.module not in written]
         exec(compile(ast.Module(imports, []), page, "exec"), {})
 
 
@@ -225,6 +233,7 @@ def test_every_page_is_in_the_index_and_on_the_site() -> None:
 
 def test_every_column_of_a_table_has_a_head() -> None:
     """Screen readers read the head before a cell."""
-    lines = [line for page in (ROOT / "docs").glob("*.md") for line in page.read_text().splitlines()]
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "studies").rglob("*.md")]
+    lines = [line for page in pages for line in page.read_text().splitlines()]
     heads = [one for one, rule in pairwise(lines) if re.fullmatch(r"\s*\|[-:| ]+\|", rule)]
     assert not [head for head in heads if re.search(r"\|\s*\|", head)]

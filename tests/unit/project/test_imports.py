@@ -15,7 +15,8 @@ ENTRY_POINTS = ("train.py", "evaluate.py", "tools")
 
 LAYERS = (
     {"support"},
-    {"cluster"},
+    {"work"},
+    {"sinks"},
     {"methods"},
     {"config", "kernels"},
     {"attention", "data"},

@@ -16,7 +16,7 @@ OTHERS = {"project", "tools"}
 TOP = {
     *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml"),
     *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md"),
-    *("benchmarks", "configs", "docker", "docs", "megatron_coca", "tests", "tools"),
+    *("benchmarks", "configs", "docker", "docs", "megatron_coca", "studies", "tests", "tools"),
     *("train.py", "evaluate.py", "pyproject.toml", "requirements.txt", "requirements-dev.txt"),
 }
 """All that git keeps at the top level."""
@@ -37,6 +37,12 @@ def test_folders_of_tests_are_folders_of_the_package() -> None:
         assert folder.parts[0] in OTHERS or (ROOT / "megatron_coca" / folder).is_dir(), folder
 
 
+def test_names_of_test_files_are_unique() -> None:
+    """pytest imports test files by their name, and stops if two in different folders have the same."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 def test_every_package_has_tests() -> None:
     for package in (ROOT / "megatron_coca").iterdir():
         if (package / "__init__.py").exists():
@@ -49,7 +55,9 @@ def test_files_that_begin_first_exist() -> None:
 
 def test_configurations_that_sources_name_exist() -> None:
     """Docstrings, messages and helps of the package, and comments of the configurations."""
-    places = [*(ROOT / "megatron_coca").rglob("*.py"), *(path for path in (ROOT / "configs").rglob("*.*"))]
-    named = {name for path in places for name in re.findall(r"configs/[\w/.-]+\.(?:yml|yaml|sbatch)", path.read_text())}
+    places = [*(ROOT / "megatron_coca").rglob("*.py"), *(ROOT / "configs").rglob("*.*")]
+    places += [path for suffix in ("yml", "j2") for path in (ROOT / "studies").rglob(f"*.{suffix}")]
+    form = re.compile(r"(?:configs|studies)/[\w/.-]+\.(?:yml|yaml|sbatch|md|j2)")
+    named = {name for path in places for name in form.findall(path.read_text())}
     assert len(named) > 50
     assert not [name for name in named if not (ROOT / name).is_file()]

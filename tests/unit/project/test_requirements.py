@@ -40,10 +40,12 @@ OPTIONAL = {
     for extra in ("logging", "corpora", "harness", "gguf", "kernels", "object-stores")
     for name in parse(EXTRAS[extra])
 }
-CLUSTER = set(parse(EXTRAS["cluster"]))
-"""Libraries of schedulers, which the development environment does not need: tests skip without them."""
+UNINSTALLED = {name for extra in ("cluster", "mlflow", "comet") for name in parse(EXTRAS[extra])}
+"""Libraries of schedulers and services, which the development environment does not need: tests skip without them."""
 PINNED_BY_PYDANTIC = {"pydantic-core"}
 """One version of pydantic asks for exactly one of these, so a pin of our own could only contradict it."""
+DISTRIBUTIONS = {"mlflow": ["mlflow-skinny", "mlflow"]}
+"""Distributions of modules that the development environment does not need."""
 SHIPPED = {"transformers"}
 """Imported by the modelling file that exports carry, which nothing in the package imports."""
 
@@ -90,9 +92,9 @@ def test_what_is_installed_is_what_the_files_ask_for(name: str) -> None:
 
 def test_every_import_of_the_package_is_declared() -> None:
     providers = packages_distributions()
-    allowed = set(DECLARED) | OPTIONAL | PINNED_BY_PYDANTIC | SHIPPED | CLUSTER
+    allowed = set(DECLARED) | OPTIONAL | PINNED_BY_PYDANTIC | SHIPPED | UNINSTALLED
     for module in imported("megatron_coca"):
-        names = {canonicalize_name(name) for name in providers.get(module, [module])}
+        names = {canonicalize_name(name) for name in providers.get(module, DISTRIBUTIONS.get(module, [module]))}
         assert names & allowed, f"import {module}: declare one of {sorted(names)} in pyproject.toml, requirements.txt"
 
 

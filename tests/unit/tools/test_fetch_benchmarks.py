@@ -8,8 +8,8 @@ import huggingface_hub
 import nltk
 import pytest
 
-from megatron_coca.evaluation.benchmarks import BENCHMARKS, PUNKT, SQUAD, place_of
-from megatron_coca.evaluation.tasks.lm_eval_data import check_places
+from megatron_coca.evaluation.tasks.lm_eval.benchmarks import BENCHMARKS, PUNKT, SQUAD, place_of
+from megatron_coca.evaluation.tasks.lm_eval.data import check_places
 from tools import fetch_benchmarks
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_coca.support.atomic_write import exclusive_lock
+from megatron_coca.work.locks import exclusive_lock
 from tests.documents import ROOT
+from tests.patience import patience
 from tools import gpu_report
 from tools.gpu import page as pages
 from tools.gpu import runner
@@ -81,7 +82,7 @@ def test_a_kill_in_any_part_loses_one_case_at_most(tmp_path: Path) -> None:
     orphans = []
     for part in ONE_GPU:
         process = subprocess.Popen(driver, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        file, deadline = output / f"{part}.cases.jsonl", time.monotonic() + 60
+        file, deadline = output / f"{part}.cases.jsonl", time.monotonic() + patience(60)
         while not (file.with_suffix(".mark").exists() and file.with_suffix(".json").exists()):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.005)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_coca.attention.backends import reference, sdpa
-from megatron_coca.attention.backends.merge import MergeBackend, Piece, cover
+from megatron_coca.attention.backends.merge import BlockPiece, MergeBackend, cover
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import CudaFlash, SdpaBackend, flash_op
 from megatron_coca.attention.inputs import (
@@ -78,7 +78,7 @@ def test_dense_scores_beyond_a_length_are_an_error() -> None:
     assert "limited to 8,192 tokens, not 8,193" in (ReferenceBackend().supports(Needs("cpu", length=8193)) or "")
     assert ReferenceBackend().supports(Needs("cpu", length=8192)) is None
     inputs = make_inputs((CAUSAL,), 8193)
-    with pytest.raises(BackendError, match="attention_backend: reference .*; set auto"):
+    with pytest.raises(BackendError, match="attention_backend: reference .*; set attention_backend: auto"):
         ReferenceBackend().attend(inputs)
     assert ReferenceBackend().attend(make_inputs((CAUSAL,), 8193, 8192)).shape[2] == 1
 
@@ -118,7 +118,7 @@ def assert_merge_is_exact(inputs: AttentionInputs) -> None:
         torch.testing.assert_close(got, exact, rtol=0, atol=1e-11 * float(scale))
 
 
-def pairs(pieces: tuple[Piece, ...], queries: int, keys: int) -> Tensor:
+def pairs(pieces: tuple[BlockPiece, ...], queries: int, keys: int) -> Tensor:
     """How often the pieces hold each pair, [queries, keys]."""
     counts = torch.zeros(queries, keys, dtype=torch.long)
     for piece in pieces:
@@ -156,7 +156,9 @@ def test_pieces_cover_every_pair_of_chunks_once(length: int) -> None:
 
 def test_three_bands_of_chunks_are_half_the_pairs_in_two_calls_and_one_per_older_chunk() -> None:
     near, following, older = (cover(band, 0, 4096) for band in CHUNKS_OF_512)
-    assert near == (Piece(0, 0, 512, 512, "lower", 8, 512),) and following == (Piece(512, 0, 512, 512, "full", 7, 512),)
+    assert near == (BlockPiece(0, 0, 512, 512, "lower", 8, 512),) and following == (
+        BlockPiece(512, 0, 512, 512, "full", 7, 512),
+    )
     assert [(piece.rows, piece.columns) for piece in older] == [(512, 512 * chunks) for chunks in range(1, 7)]
 
 
@@ -185,9 +187,9 @@ def test_near_and_far_are_a_few_calls_over_half_the_pairs(length: int, pieces: i
 
 
 def test_one_query_takes_one_rectangle_a_segment() -> None:
-    assert cover(Band(0, 4), 99, 100) == (Piece(0, 96, 1, 4),)
-    assert cover(Band(4), 99, 100) == (Piece(0, 0, 1, 96),)
-    assert cover(CAUSAL, 99, 100) == (Piece(0, 0, 1, 100),)
+    assert cover(Band(0, 4), 99, 100) == (BlockPiece(0, 96, 1, 4),)
+    assert cover(Band(4), 99, 100) == (BlockPiece(0, 0, 1, 96),)
+    assert cover(CAUSAL, 99, 100) == (BlockPiece(0, 0, 1, 100),)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from megatron_coca import Attention, attention_maps
 from megatron_coca.attention.positions.forms import polar, rotary_tables, rotate, softplus
 from megatron_coca.attention.positions.frequencies import Rotary
 from megatron_coca.config import load_config
@@ -110,3 +111,52 @@ def test_squares_of_queries_overflow_in_float16_only() -> None:
         tables = rotary_tables(torch.zeros(1), torch.ones(1), dtype)
         operand = form.query_operand(torch.tensor([size, 0.0], dtype=dtype).expand(1, 1, 1, 2), tables)
         assert bool(operand.isfinite().all()) == fits
+
+
+@pytest.mark.parametrize("frequencies", ["pair", "feature"])
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("magnitude", ["relu_mean", "softplus"])
+def test_unrotated_features_of_a_polar_form(magnitude: str, power: int, frequencies: str) -> None:
+    """docs/attention.md: |q|^power relu(t) with `relu_mean`, q k as in RoFormer with `softplus`. Pair by pair."""
+    length, width, rotated, base = 5, 16, 8, 10000.0
+    chosen = {"magnitude": magnitude, "power": power, "frequencies": frequencies, "offset": "none"}
+    config = load_config(
+        {"num_layers": 1, "hidden_size": width, "num_attention_heads": 1, "seq_length": length, "vocab_size": 16},
+        {
+            "pos_emb": "polar",
+            "pos_emb_options": chosen,
+            "rotary_pct": rotated / width,
+            "rotary_emb_base": base,
+            "softmax_scale": 1.0,
+            "attention_backend": "reference",
+        },
+    )
+    torch.manual_seed(0)
+    attention, x = Attention(config).double(), torch.randn(1, length, width, dtype=torch.float64)
+    weights = dict(attention.named_parameters())
+    name = next(name for name in weights if name.endswith("query_key_value.weight"))
+    with torch.no_grad():
+        weights[name].normal_()
+    q, k, _ = (x[0] @ weights[name].T + weights[name.replace("weight", "bias")]).detach().chunk(3, dim=-1)
+    found = attention_maps(attention, x)[0].scores[0, 0].detach()
+
+    def score(i: int, j: int) -> float:
+        total, half = 0.0, rotated // 2
+        terms = half if (magnitude, frequencies) == ("relu_mean", "pair") else rotated
+        for c in range(terms):
+            pair = c % half
+            step = 2 * pair if frequencies == "pair" else c
+            if magnitude == "relu_mean":
+                size = math.hypot(q[i, pair], q[i, pair + half])
+                other = max(0.0, float(k[j, pair] + k[j, pair + half]) / 2)
+            else:
+                size, other = math.log1p(math.exp(q[i, c])), math.log1p(math.exp(k[j, c]))
+            total += size**power * other * math.cos((i - j) * base ** (-step / rotated))
+        for c in range(rotated, width):
+            a, b = float(q[i, c]), float(k[j, c])
+            total += abs(a) ** power * max(0.0, b) if magnitude == "relu_mean" else a * b
+        return total
+
+    for i in range(length):
+        for j in range(i + 1):
+            assert float(found[i, j]) == pytest.approx(score(i, j), rel=1e-9, abs=1e-9)
