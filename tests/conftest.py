@@ -23,10 +23,13 @@ from megatron_coca.data import CorpusSource, Execution, Rules, Shard, SourceSpec
 from megatron_coca.data.shards import MASKED, ShardWriter
 from tests.fast_cases import fast_cases
 from tests.figures import TIMINGS
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
-TIME_LIMIT = 300
+TIME_LIMIT = patience(300)
 STARTED = time.monotonic()
+SLOW_RUN = 60.0
+"""Seconds of tests after which a run names its slowest files."""
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMP_")
 
 
@@ -37,7 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Run Triton's kernels in its interpreter, on the CPU, unless `-m gpu` asks for the tests that need a GPU."""
+    """Run Triton's kernels in its interpreter, on the CPU, unless `-m gpu` asks for the tests that need a GPU; and give
+    each test more time on a slow machine.
+    """
+    if config.option.timeout is None:
+        config.option.timeout = patience(float(config.getini("timeout")))
     if config.option.markexpr != "gpu" or not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
@@ -83,6 +90,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.getoption("--minutes")
     if minutes is not None and time.monotonic() - STARTED > 60 * minutes:
         pytest.skip("the minutes are over")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """After a long run, name the files that took the longest: the next place to save time."""
+    seconds: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if (total := sum(seconds.values())) > SLOW_RUN:
+        slowest = sorted(seconds, key=lambda name: -seconds[name])[:10]
+        terminalreporter.write_line(f"slowest files of {total:.0f} s of tests:")
+        for name in slowest:
+            terminalreporter.write_line(f"{seconds[name]:7.1f} s  {name}")
 
 
 VOCABULARY = "the sea was calm and a small boat lay near its shore until morning came over hills"
@@ -253,7 +274,8 @@ Train = Callable[..., Finished]
 def start(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Start:
     """start(changes, options=(), before=(), environment=None): a process of train.py on `small` with changed keys.
 
-    `options` follow the keys on the command line; `before` stands between the interpreter and train.py.
+    `options` follow the keys on the command line; `before` stands between the interpreter and train.py. `streams` are
+    other options of Popen.
     """
     file = tmp_path_factory.mktemp("config") / "small.json"
     file.write_text(json.dumps(small))
@@ -263,9 +285,10 @@ def start(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> St
         options: Sequence[str] = (),
         before: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        **streams: Any,
     ) -> subprocess.Popen[str]:
         command = [sys.executable, *before, str(ROOT / "train.py"), str(file), *command_line(changes), *options]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | streams
         return subprocess.Popen(command, cwd=file.parent, env=clean_environment(environment), **pipes)
 
     return launch

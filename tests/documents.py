@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("docs", "docker", "configs/ablations")
+FOLDERS = ("docs", "benchmarks", "docker", "configs/ablations", "studies", "studies/*", "tests", "tests/pretend")
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

@@ -44,6 +44,7 @@ RUN = {
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}/coca --auto-resume": "train_iters=6",
     "megatron-coca train configs/finetune": "save=runs/new",
     "megatron-coca train configs/finetune/llama7b_coca.yml": "num_nodes=-1 save=runs/new",
+    "megatron-coca train models/llama-7b": "train_iters=2 train_batch_size=2 seq_length=64 save=runs/new",
     "megatron-coca estimate": "",
     "megatron-coca status": "",
     "python tools/gpu_report.py --dry-run": "",
@@ -130,19 +131,11 @@ NOT_RUN = {
     "megatron-coca evaluate longppl": "needs another model; test_longppl.py has one",
     "megatron-coca evaluate suite configs/evaluation/paper_350m.yml": "needs four trained models and PG-19",
     "megatron-coca ablate configs/ablations": HOURS,
-    "megatron-coca ablate configs/study/methods.yml": DONE,
-    "megatron-coca ablate configs/recall/grid.yml": HOURS,
-    "megatron-coca ablate configs/recall/books": HOURS,
-    "megatron-coca ablate configs/recall/initial_angle.yml": HOURS,
-    "megatron-coca ablate configs/recall/polar_cube.yml": HOURS,
-    "megatron-coca ablate configs/recall/unrotated.yml": HOURS,
-    "megatron-coca ablate configs/recall/added_angle.yml": HOURS,
-    "megatron-coca ablate configs/recall/free_angle.yml": HOURS,
-    "megatron-coca ablate configs/recall/large_grid.yml": HOURS,
-    "megatron-coca ablate configs/recall/recipe.yml": HOURS,
+    "megatron-coca ablate studies/": HOURS,
+    "megatron-coca ablate studies/methods/plan.yml": DONE,
     "megatron-coca train configs/recall/model.yml configs/recall/text.yml": "needs the corpus of the command before it",
     "megatron-coca prepare --input text=data/builtin": "tests/integration/faults/test_prepare.py prepares others",
-    "OMP_NUM_THREADS=1 nice -n 15 megatron-coca train configs/study": DONE,
+    "OMP_NUM_THREADS=1 nice -n 15 megatron-coca train studies/methods": DONE,
     "megatron-coca evaluate perplexity --checkpoint runs/pilot": DONE,
     "megatron-coca train configs/finetune/small": CHAIN,
     "megatron-coca export huggingface runs/finetune": CHAIN,
@@ -252,7 +245,7 @@ def make_workspace(folder: Path) -> None:
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in ("train.py", "evaluate.py", "README.md"):
         shutil.copy(ROOT / name, folder)
-    for name in ("docs", "benchmarks", "data", "models", "results"):
+    for name in ("docs", "data", "models", "results"):
         (folder / name).mkdir()
     for path in (*(ROOT / "docs").glob("*.md"), ROOT / "docs/generate.py"):
         shutil.copy(path, folder / "docs")
@@ -282,7 +275,7 @@ def make_workspace(folder: Path) -> None:
     for name in ("neox_run", "runs/theirs"):
         export_neox("runs/350M_roformer", name)
     (folder / "results/pilot").mkdir()
-    for path in (ROOT / "benchmarks/study_pilot").glob("*.json"):
+    for path in (ROOT / "studies/methods/pilot").glob("*.json"):
         text = path.read_text().replace("RoFormer RoFormer", "RoFormer")  # the label that documents compare with
         (folder / "results/pilot" / path.name).write_text(text)
 

@@ -23,9 +23,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.patience import patience
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_coca"
-TIME_LIMIT = 600.0
+TIME_LIMIT = patience(600.0)
 """Seconds for the tests of one fault; one that makes them take longer counts as noticed."""
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
 """Exit statuses of pytest; INTERRUPTED means that a test file cannot be imported."""

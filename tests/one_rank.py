@@ -5,12 +5,13 @@ from typing import Any
 
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.training.checkpointing.remote_checkpoints import RemoteCheckpoints
+from megatron_coca.training.collectives import FolderLock
 from megatron_coca.training.corpus import Corpus
-from megatron_coca.training.exit_status import CaughtSignals
 from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.run_context import RunContext
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.watchdog import Watchdog
+from megatron_coca.work.signals import CaughtSignals
 
 
 def only_stage(corpus: Corpus) -> OpenedStage:
@@ -21,7 +22,7 @@ def only_stage(corpus: Corpus) -> OpenedStage:
 def context_of_one_rank(keys: CheckpointConfig, preemption: CaughtSignals | None = None) -> RunContext:
     """The context of a run whose only rank is this process."""
     remotes, topology = RemoteCheckpoints(keys, keys), Topology(1, 1, 1, 1)
-    return RunContext(topology, remotes, preemption or CaughtSignals(), Watchdog(None, None, 0))
+    return RunContext(topology, remotes, preemption or CaughtSignals(), Watchdog(None, None, 0), FolderLock(None))
 
 
 def changed(corpus: Corpus, **values: Any) -> Corpus:

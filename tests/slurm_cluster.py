@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.patience import patience
+
 NODES = 8
 """More than a run uses, because a run excludes nodes on which it failed twice."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
@@ -95,7 +97,7 @@ class Cluster:
         if any(daemon.poll() is None for daemon in daemons):
             self.command("scancel", "--full", "--signal=KILL", "--user=root", check=False)
             self.command("scancel", "--user=root", check=False)  # jobs that wait
-            deadline = time.monotonic() + 20  # processes without a daemon would remain
+            deadline = time.monotonic() + patience(20)  # processes without a daemon would remain
             while self.command("squeue", "--noheader", check=False) and time.monotonic() < deadline:
                 time.sleep(0.2)
         for daemon in daemons:
@@ -108,7 +110,9 @@ class Cluster:
 
     def command(self, *arguments: str, check: bool = True) -> str:
         """Run one of Slurm's commands, and return its output."""
-        done = subprocess.run(arguments, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            arguments, env=self.environment, capture_output=True, text=True, timeout=patience(60), check=False
+        )
         assert done.returncode == 0 or not check, (arguments, done.stderr)
         return done.stdout.strip()
 
@@ -186,7 +190,7 @@ class Cluster:
         return self.command("sinfo", "--noheader", "--Node", "--format=%t", check=False).split()
 
     def _wait(self, condition: Callable[[], bool], problem: str) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patience(30)
         while not condition():
             ended = [str(daemon.args) for daemon in self._daemons.values() if daemon.poll() is not None]
             if ended or time.monotonic() > deadline:

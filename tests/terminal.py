@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.patience import patience
 
 TOKEN = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)")
 HIDDEN_CURSOR = "\x1b[?25l"
@@ -49,7 +52,7 @@ def on_terminal(
     )
     os.close(slave)
     keys, prompt, answered = list(typed[1]), typed[0].encode(), 0
-    written, end = b"", time.monotonic() + seconds
+    written, end = b"", time.monotonic() + patience(seconds)
     while True:
         if not select.select([master], [], [], max(0.0, end - time.monotonic()))[0]:
             process.kill()
@@ -70,6 +73,39 @@ def on_terminal(
             during(process, written.decode(errors="replace"))
     os.close(master)
     return process.wait(10), written.decode()
+
+
+def hang_up(
+    command: Sequence[str],
+    reached: Callable[[], bool],
+    environment: Mapping[str, str],
+    ignored: bool,
+    seconds: float = 300,
+) -> int:
+    """Run a command in a session of its own on a terminal, close the terminal once `reached()`, and return the status.
+
+    The kernel then sends SIGHUP to the command, which is `ignored` as after `nohup` or `disown`.
+    """
+    master, slave = pty.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
+    streams = {"stdin": slave, "stdout": slave, "stderr": slave, "env": {**environment, "TERM": "xterm-256color"}}
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=take_terminal, **streams)  # noqa: PLW1509
+    os.close(slave)
+    try:
+        end = time.monotonic() + seconds
+        written = b""
+        while not reached() and process.poll() is None and time.monotonic() < end:
+            if select.select([master], [], [], 0.05)[0]:
+                written += os.read(master, 1 << 16)
+        assert reached(), written.decode(errors="replace")
+        os.close(master)
+        return process.wait(seconds)
+    finally:
+        process.kill()
 
 
 def screen(written: str, columns: int) -> list[str]:

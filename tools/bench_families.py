@@ -35,8 +35,8 @@ sys.path.insert(0, str(ROOT))
 from megatron_coca import load_model
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.evaluation.results import measured
-from megatron_coca.evaluation.tasks.perplexity import plan_windows, score_document
-from megatron_coca.evaluation.tasks.speed import interleaved
+from megatron_coca.evaluation.tasks.perplexity.measure import plan_windows, score_document
+from megatron_coca.evaluation.tasks.speed.measure import interleaved
 from megatron_coca.support.host import keep_freed_memory
 from tools.records import ChildProcess, append_records, benchmark_parser, compared
 

@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca import load_model
 from megatron_coca.data.shards import ShardWriter
-from megatron_coca.evaluation.tasks.perplexity import score_document, window_count
-from megatron_coca.support.processes import PROGRAM
+from megatron_coca.evaluation.tasks.perplexity.measure import score_document, window_count
+from megatron_coca.work.processes import PROGRAM
 from tools.bench_families import BLOCK, write_model
 from tools.records import append_records, benchmark_parser
 

@@ -11,7 +11,7 @@ For every row of METHODS, on the CPU in float32:
 - memory: growth of resident memory in the forward and backward pass of one layer with 4 heads of 64 features, at 16,384
   tokens;
 - time: forward and backward pass of a model with 4 such layers on 4 samples of 512 tokens, alternating with rotary;
-- launches: kernel launches of one layer, forward and backward, on the simulated CUDA device (docs/pretend.md). Run the
+- launches: kernel launches of one layer, forward and backward, on the simulated CUDA device (tests/pretend). Run the
   script with the PyTorch build of that device.
 
 The script appends one JSON line per method to --output, and prints it as a row of the table in docs/attention.md.
@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca import build_model, load_config, methods
 from megatron_coca.evaluation.results import measured
-from megatron_coca.evaluation.tasks.speed import interleaved
+from megatron_coca.evaluation.tasks.speed.measure import interleaved
 from megatron_coca.model import LanguageModelLoss
 from tests.parity import stock_layers
 from tests.parity.layer_oracle import SHAPE, layer_of, oracle_error

@@ -33,7 +33,7 @@ from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.data import Batch
 from megatron_coca.evaluation.results import out_of_memory
 from megatron_coca.evaluation.subject import backend_record
-from megatron_coca.evaluation.tasks.speed import interleaved, measured_peak
+from megatron_coca.evaluation.tasks.speed.measure import interleaved, measured_peak
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
 from megatron_coca.support.errors import InputError

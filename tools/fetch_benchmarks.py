@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_coca.evaluation.benchmarks import BENCHMARKS, PUNKT, place_of
+from megatron_coca.evaluation.tasks.lm_eval.benchmarks import BENCHMARKS, PUNKT, place_of
 from megatron_coca.support.atomic_write import write_file
 
 SECONDS = 60

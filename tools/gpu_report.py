@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem := unusable(options.gpus, not options.stand_in):
         print(f"gpu_report: {problem}", file=sys.stderr)
         return 2
-    from megatron_coca.support.atomic_write import exclusive_lock
     from megatron_coca.support.errors import InputError
+    from megatron_coca.work.locks import exclusive_lock
 
     busy = f"{options.output}: another call writes its results there; wait until it has ended"
     try:
@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     limits = "multiply the limits of all processes, for a slow machine (default: %(default)s)"
     parser.add_argument("--limits", type=positive, default=1.0, metavar="FACTOR", help=limits)
     parser.add_argument("--dry-run", action="store_true", help="print parts and commands")
-    stand_in = "run on the stand-in device (docs/pretend.md): compare no values, and reduce some sizes"
+    stand_in = "run on the stand-in device (tests/pretend): compare no values, and reduce some sizes"
     parser.add_argument("--stand-in", action="store_true", help=stand_in)
     return parser
 

@@ -18,7 +18,7 @@ import torch
 from megatron_coca.attention.backends.sdpa import cudnn_version
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.evaluation.results import out_of_memory
-from megatron_coca.evaluation.tasks.speed import quartiles
+from megatron_coca.evaluation.tasks.speed.measure import quartiles
 
 
 def benchmark_parser(description: str | None, output: str, rounds: int) -> argparse.ArgumentParser:

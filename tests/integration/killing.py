@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.integration.hooks import Hook
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
-TIME_LIMIT = 300.0
+TIME_LIMIT = patience(300.0)
 """Seconds for one launch, beyond which something hangs."""
 TAIL = 3000
 

@@ -15,10 +15,11 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, Finished, clean_environment
+from tests.patience import patience
 
 HOME, PYTHON = "GPT_NEOX_HOME", "GPT_NEOX_PYTHON"
 INSIDE = ROOT / "tests/neox/inside"
-TIME_LIMIT = 300
+TIME_LIMIT = patience(300)
 LOSS = re.compile(r"iteration +(\d+)/.*?learning rate: (\S+) .*?lm_loss: (\S+) ")
 
 

@@ -1,1 +1,1 @@
-"""The CUDA path without a GPU: a stand-in device that counts, and scenarios with budgets; see docs/pretend.md."""
+"""The CUDA path without a GPU: a stand-in device that counts, and scenarios with budgets; see tests/pretend."""

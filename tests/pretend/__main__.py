@@ -1,4 +1,4 @@
-"""Run on the stand-in CUDA device: python -m tests.pretend COMMAND ... (docs/pretend.md).
+"""Run on the stand-in CUDA device: python -m tests.pretend COMMAND ... (tests/pretend).
 
 With the Python of an environment whose PyTorch is a CUDA build. The first call builds the library.
 """

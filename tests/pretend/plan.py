@@ -112,9 +112,9 @@ def _head(limits: float) -> Iterator[str]:
     yield from (
         "# The plan on the stand-in device",
         "",
-        "**No GPU was used.** The stand-in device ([pretend.md](../../docs/pretend.md)) computes nothing, so no value",
-        "was compared. The times are of processes that shared one CPU core with other programs. They show which parts",
-        "take longest on the host, and nothing about a GPU.",
+        "**No GPU was used.** The stand-in device ([tests/pretend](../../tests/pretend/README.md)) computes",
+        "nothing, so no value was compared. The times are of processes that shared one CPU core with other programs.",
+        "They show which parts take longest on the host, and nothing about a GPU.",
         "",
         "The report was killed by SIGKILL in each part, after the part's first result, and started again by the same",
         f"command. The limits of all processes were multiplied by {limits:g}. Versions: {versions}.",

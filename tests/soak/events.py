@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_coca.training.exit_status import EXIT_STATUSES, INTERRUPTED, PREEMPTED, UNUSABLE
+from megatron_coca.work.statuses import EXIT_STATUSES, INTERRUPTED, PREEMPTED, UNUSABLE
 from tests.soak.shim import READS, WRITES
 
 FIXED, ELASTIC = "fixed", "elastic"

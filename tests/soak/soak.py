@@ -14,7 +14,8 @@ from statistics import mean
 from typing import Any, NamedTuple, TextIO
 
 from megatron_coca.checkpoints import native
-from megatron_coca.training.exit_status import FAILED, SIGNALS
+from megatron_coca.work.signals import PREEMPTION
+from megatron_coca.work.statuses import FAILED
 from tests.conftest import clean_environment, make_corpus, make_labels, small_keys
 from tests.integration.killing import fork_server, left_alive
 from tests.soak.evaluation import disturbed_evaluation
@@ -310,7 +311,7 @@ class Soak:
         problems = []
         allowed = STOPPED | (kind.statuses if outcome.hit else frozenset())
         if outcome.seconds is not None:  # it trains, so no signal but SIGKILL ends it unheard
-            allowed -= {-number for number in SIGNALS}
+            allowed -= {-number for number in PREEMPTION}
         # Where a rank ends, its peers report a broken connection and end with 1; a launching process tells that from
         # the reason (docs/launch.md), forked ranks have none.
         broken = any(text in output for text in BROKEN) and plan.ranks > 1 and outcome.hit

@@ -1,4 +1,4 @@
-"""The result of a soak as Markdown, for docs/experiment_log.md."""
+"""The result of a soak as Markdown, for studies/log.md."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -142,7 +142,7 @@ STAND_IN = {
     "tools/gpu/ranks.py": "--stand-in --keys num_layers=2 hidden_size=256 num_attention_heads=4 torch_compile=false",
     "-m": "--collect-only",
 }
-"""Scripts -> options that are added on the stand-in device (docs/pretend.md). Kernels compute nothing there, so no
+"""Scripts -> options that are added on the stand-in device (tests/pretend). Kernels compute nothing there, so no
 values are compared and pytest only collects the tests. The other options save time.
 """
 

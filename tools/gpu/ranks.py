@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=8, help="number of GPUs (default: %(default)s)")
     parser.add_argument("--inputs", nargs="+", default=INPUTS, metavar="CONFIG.yml", help="the model and its training")
     parser.add_argument("--keys", nargs="+", default=[], metavar="key=value", help="further keys")
-    parser.add_argument("--stand-in", action="store_true", help="train on the stand-in device (docs/pretend.md)")
+    parser.add_argument("--stand-in", action="store_true", help="train on the stand-in device (tests/pretend)")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / "store").unlink(missing_ok=True)

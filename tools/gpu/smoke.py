@@ -3,7 +3,7 @@
     python tools/gpu/smoke.py --output results/gpu/smoke.kernels.jsonl
 
 On a GPU the kernels run in bfloat16. With `--device cpu --dtype float32` and TRITON_INTERPRET=1, Triton's interpreter
-runs them. `--without-values` only launches them, for the stand-in device (docs/pretend.md), where kernels
+runs them. `--without-values` only launches them, for the stand-in device (tests/pretend), where kernels
 compute nothing.
 """
 

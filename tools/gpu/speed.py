@@ -27,7 +27,13 @@ from megatron_coca import methods
 from megatron_coca.attention.build import BACKENDS
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Segment, documents_from_ids
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.tasks.speed import WORKLOADS, backend_of, interleaved, measured_peak, share_weights
+from megatron_coca.evaluation.tasks.speed.measure import (
+    WORKLOADS,
+    backend_of,
+    interleaved,
+    measured_peak,
+    share_weights,
+)
 from megatron_coca.model import GPT, build_model
 from tools.gpu.cases import run_cases
 from tools.records import compared

@@ -19,11 +19,12 @@ import yaml
 from megatron_coca.config import load_config
 from tests.checkpoint_files import TINY, write_checkpoint
 from tests.conftest import ROOT, clean_environment
+from tests.patience import patience
 from tests.slurm_cluster import Cluster, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 WORDS = [f"word{number}" for number in range(40)]
-SECONDS = 900
+SECONDS = patience(900)
 COMMAND, TASK, SCRIPT, NODE = "the command", "the task", "the batch script", "the node"
 Kills = Counter[tuple[str, str]]
 

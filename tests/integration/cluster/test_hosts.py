@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.patience import patience
+
 pytestmark = pytest.mark.slow
 
 STEPS = 4
@@ -96,7 +98,7 @@ def test_two_hosts_by_environment(
             )
         )
     for process in processes:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=patience(120))
         assert process.returncode == 0, output
     same(open_run(tmp_path / "run"), one_host)
 
@@ -109,7 +111,7 @@ def test_a_host_that_never_joins(start: Any, hosts: tuple[Host, Host], tmp_path:
         changes = PLAIN | {"save": str(tmp_path / "run"), "join_timeout": 4.0}
         processes.append(start(changes, before=(*EXECUTE, *host.enter, sys.executable), environment=own))
     for process in processes:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=patience(60))
         assert process.returncode == 79, output
         assert output.count("1 of 3 processes did not join within 4 s (`join_timeout`): ranks 2.") == 1, output
         assert "Traceback" not in output, output

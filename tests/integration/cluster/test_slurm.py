@@ -16,6 +16,7 @@ import pytest
 
 from megatron_coca.training.launches import REQUEUED, START, read_launches
 from tests.conftest import Run, command_line
+from tests.patience import patience
 from tests.slurm_cluster import UNFINISHED, Cluster, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -86,7 +87,7 @@ KILL: dict[str, tuple[int, Callable[[Cluster, str, random.Random], None]]] = {
 
 def await_progress(run: Path, job: str, slurm: Cluster, starts: int, step: int = 0) -> None:
     """Wait until a run has started `starts` times and has reported `step`. A requeued job starts at once."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + patience(240)
     while len(starts_of(run)) < starts or last_step(run) < step:
         fields = slurm.job(job)
         assert time.monotonic() < deadline and fields["JobState"] in UNFINISHED, fields

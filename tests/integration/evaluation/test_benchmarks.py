@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.evaluation import benchmarks
 from megatron_coca.evaluation.cli import main
+from megatron_coca.evaluation.tasks.lm_eval import benchmarks
 from tests.parity.exported import NEOX, random_checkpoint
 from tests.unit.evaluation.benchmark_cases import LONGBENCH_QUESTIONS, word_tokenizer, write_stand_ins
 from tests.unit.evaluation.harness_cases import read

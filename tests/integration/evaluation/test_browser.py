@@ -16,6 +16,7 @@ import pytest
 from megatron_coca.evaluation import build_report
 from megatron_coca.evaluation.stretch.page import write_page
 from tests.documents import ROOT
+from tests.patience import patience
 from tests.unit.evaluation.report_cases import ablation, every_result, write
 from tests.unit.evaluation.stretch_cases import PLAN, config_of, stretch_result
 
@@ -32,7 +33,7 @@ pytestmark = [
     ),
 ]
 WIDTHS = (320, 1400)
-PAGES = ("index.html", "report.html", "attention.html", "recall_books.html", "repository/index.html")
+PAGES = ("index.html", "report.html", "attention.html", "repository/studies/books/index.html", "repository/index.html")
 
 MEASURE = """
 const all = selector => [...document.querySelectorAll(selector)].filter(each => each.checkVisibility());
@@ -128,7 +129,7 @@ def docs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "--site-dir",
         str(folder),
     ]
-    subprocess.run(command, check=True, timeout=300, stdout=sys.stderr)
+    subprocess.run(command, check=True, timeout=patience(300), stdout=sys.stderr)
     with served(folder) as address:
         yield address
 

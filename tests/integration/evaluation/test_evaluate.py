@@ -12,8 +12,8 @@ from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation import PerplexityResult, chosen_dtype
 from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.results import Missing, cost_path, read_costs, write_record
-from megatron_coca.evaluation.tasks import perplexity
-from megatron_coca.evaluation.tasks.perplexity import score_document
+from megatron_coca.evaluation.tasks.perplexity import measure as perplexity
+from megatron_coca.evaluation.tasks.perplexity.measure import score_document
 from megatron_coca.model import GPT
 from tests.checkpoint_files import beginning_tokenizer, write_checkpoint
 
@@ -227,7 +227,7 @@ def test_an_unsupported_variant_is_noted_and_the_others_go_on(
     [
         (["--variant", "a", "--variant", "A"], "a: duplicate name; give each variant its own"),
         (["--variant", "a", "--variant", "b", "--output", "x.json"], "several variants; name a folder"),
-        (["--variant", "a", "ntk"], "--variant a: ntk is neither KEY=VALUE nor a YAML file"),
+        (["--variant", "a", "ntk"], "--variant a: no such file: ntk.yml; correct its path, or write KEY=VALUE"),
         (["--variant", "a", "absent.yml"], "no such file: absent.yml"),
         (["--variant", " "], "empty name"),
         (["--variant", "a", "rope_scalin.factor=2"], "rope_scalin: unknown key; did you mean `rope_scaling`?"),

@@ -12,7 +12,7 @@ import pytest
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import PerplexityResult, cli, jobs
 from megatron_coca.evaluation.results import EvaluationError, Store
-from megatron_coca.evaluation.tasks import perplexity
+from megatron_coca.evaluation.tasks.perplexity import measure as perplexity
 from tests.checkpoint_files import write_checkpoint
 
 MODEL = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 512}

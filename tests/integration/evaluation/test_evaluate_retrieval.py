@@ -10,8 +10,8 @@ import torch
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.subcommands import TASKS
-from megatron_coca.evaluation.tasks.retrieval import NeedleResult, PasskeyResult, RulerResult
+from megatron_coca.evaluation.subcommands import subcommands
+from megatron_coca.evaluation.tasks.retrieval.task import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
 
@@ -37,9 +37,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluate(task: str, checkpoint: Path, *options: object) -> int:
     parser = ArgumentParser()
-    TASKS[task].add_arguments(parser)
+    subcommands()[task].add_arguments(parser)
     given = ["--checkpoint", checkpoint, "--device", "cpu", "--cases", 2, "--max-new-tokens", 6, *options]
-    return TASKS[task].run(parser.parse_args([str(each) for each in given]))
+    return subcommands()[task].run(parser.parse_args([str(each) for each in given]))
 
 
 def variants(*labels: str) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_coca.evaluation import build_report
 from megatron_coca.evaluation.report.latex import LETTERS
+from tests.patience import patience
 from tests.unit.evaluation.report_cases import ablation, every_result, perplexity, write
 
 pytestmark = pytest.mark.slow
@@ -46,7 +47,7 @@ def test_a_two_column_paper_compiles(report: Path, engine: str) -> None:
     (report / "paper.tex").write_text(PAPER % (letters, "\n".join(inputs)), encoding="utf-8")
     command = [engine, "-interaction=nonstopmode", "-halt-on-error", "-file-line-error", "paper.tex"]
     for _ in range(2):  # the second time with references
-        done = subprocess.run(command, cwd=report, capture_output=True, timeout=300, check=False)
+        done = subprocess.run(command, cwd=report, capture_output=True, timeout=patience(300), check=False)
         log = done.stdout.decode(errors="replace")
         assert done.returncode == 0, log[-3000:]
     assert len(tables) > 20 and (report / "paper.pdf").read_bytes().startswith(b"%PDF")

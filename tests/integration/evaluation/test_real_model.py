@@ -8,8 +8,8 @@ import torch
 
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.evaluation.stretch.measuring import make_cases, margins
-from megatron_coca.evaluation.tasks.perplexity import score_document
-from megatron_coca.evaluation.tasks.prompts import PromptForm
+from megatron_coca.evaluation.tasks.perplexity.measure import score_document
+from megatron_coca.evaluation.tasks.retrieval.prompts import PromptForm
 
 FILE = Path(__file__).parents[3] / "models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 pytestmark = [

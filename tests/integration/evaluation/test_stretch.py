@@ -22,10 +22,11 @@ from megatron_coca.config import load_config
 from megatron_coca.evaluation.stretch import running
 from megatron_coca.evaluation.stretch.choices import chosen_methods
 from megatron_coca.evaluation.stretch.command import prompt_form
+from megatron_coca.evaluation.stretch.decision import decide
 from megatron_coca.evaluation.stretch.plans import read_plan
 from megatron_coca.evaluation.stretch.records import ResultFile, StretchResult
 from megatron_coca.model import build_model
-from megatron_coca.support.processes import PROGRAM
+from megatron_coca.work.processes import PROGRAM
 from tests.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -60,52 +61,60 @@ def result_of(output: Path) -> StretchResult:
 def test_a_page_of_results_and_the_best_method_in_use(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "CASE_COUNTS", (4,))
+    monkeypatch.setattr(running, "MOST_FACTS", 4)
     assert stretch(model, text, tmp_path / "out") == 0
     result, page = result_of(tmp_path / "out"), (tmp_path / "out/stretch.md").read_text()
     assert [method.name for method in result.methods] == ["plain", "yarn", "rerope", "dynamic:3"]
     assert {(each.method, each.length) for each in result.losses} == {
         (method.name, length) for method in result.methods for length in (512, 1024)
     }
-    assert all([case.task for case in each.cases] == ["passkey", "needle"] * 2 for each in result.retrieval)
+    tasks = [[case.task for case in each.cases] for each in result.retrieval]
+    assert all(each == ["passkey", "needle", "passkey", "needle"][: len(each)] for each in tasks) and len(tasks) == 8
     assert all(case.tokens <= each.length for each in result.retrieval for case in each.cases)
     plain, dynamic = (result.loss(name, 512) for name in ("plain", "dynamic:3"))
-    assert plain is not None and dynamic is not None and plain.nlls == dynamic.nlls, "no extension at 1x"
-    best = result.ranked()[0]
+    assert plain is not None and dynamic is not None
+    assert plain.nlls[: len(dynamic.nlls)] == dynamic.nlls, "no extension at 1x"
+    best = decide(result).chosen
     load_config([tmp_path / "out/best.yml"], SHAPE)  # also if it changes nothing
     changes = yaml.safe_load((tmp_path / "out/best.yml").read_text())
     (record,) = (method for method in result.methods if method.name == best)
     assert changes.keys() == record.overrides.keys()
     lines = page.splitlines()
-    assert lines[0].startswith("# ") and lines[2].startswith("![") and lines[4].startswith("| method")
+    assert lines[0].startswith("# ") and [line for line in lines if line.startswith(("![", "| method"))]
     assert (tmp_path / "out/stretch.svg").read_bytes().startswith(b"<?xml")
     html = (tmp_path / "out/stretch.html").read_text()
     assert lines[0].removeprefix("# ") in html and html.count("<picture>") == 1 and html.index("<table>") > 0
-    assert "dynamic:3" in html and "# " + best + ", chosen by" in html
+    assert "dynamic:3" in html and "# " + best + ", chosen by" in html and "`" not in page.replace("```", "")
     before = (tmp_path / "out/results.json").read_bytes()
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n"))
     assert stretch(model, text, tmp_path / "out", "--export", tmp_path / "exported", "--chat") == 0
     assert (tmp_path / "out/results.json").read_bytes() == before, "nothing is measured again"
     assert (tmp_path / "exported/config.json").is_file()
-    assert "compared with" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "compared with" in printed and f"\n{best} is used: " in printed
 
 
 def test_a_short_budget_leaves_out_and_the_same_command_continues(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(running, "CASE_COUNTS", (2,))
+    """An hour for each window of 1,024 tokens; one window and one fact of 512 tokens fit into the budget each time."""
+    monkeypatch.setattr(running, "MOST_FACTS", 2)
     monkeypatch.setattr(running.Pace, "learn", lambda *args: None)
     monkeypatch.setattr(running, "_seconds", lambda model, tokens: 3600.0 * tokens / 1024)
-    assert stretch(model, text, tmp_path / "out", "--budget", "31m") == 0
-    result = result_of(tmp_path / "out")
-    assert {each.length for each in result.losses} == {512} and len(result.losses) == 4 and not result.retrieval
-    assert "left out: retrieval at 512 tokens of plain" in capsys.readouterr().err
-    assert (tmp_path / "out/stretch.md").read_text().startswith("# Nothing beyond the training length of 512 tokens")
-    assert "perplexity at 1024 tokens" in " ".join(result.left_out)
+    assert stretch(model, text, tmp_path / "out", "--budget", "75m") == 0
+    result, errors = result_of(tmp_path / "out"), capsys.readouterr().err
+    assert {(each.length, len(each.nlls)) for each in result.losses} == {(512, 1)} and len(result.losses) == 4
+    assert len(result.retrieval) == 4
+    assert "--budget: 1:15:00 is too short for one window and one fact of each method at each length" in errors
+    assert "left out: one window and one fact at 1024 tokens of plain" in errors
+    page = (tmp_path / "out/stretch.md").read_text()
+    assert page.startswith("# Nothing beyond the training length of 512 tokens")
+    assert "The budget of 1:15:00 was too short" in page and "Not measured: all methods at 1,024 tokens" in page
     monkeypatch.undo()
-    monkeypatch.setattr(running, "CASE_COUNTS", (2,))
+    monkeypatch.setattr(running, "MOST_FACTS", 2)
     assert stretch(model, text, tmp_path / "out") == 0
-    assert not result_of(tmp_path / "out").left_out and len(result_of(tmp_path / "out").losses) == 8
+    after = result_of(tmp_path / "out")
+    assert not after.left_out and not after.too_short and len(after.losses) == len(after.retrieval) == 8
 
 
 @pytest.mark.parametrize(
@@ -162,15 +171,13 @@ def test_the_contrasts_of_a_plan(model: Path, text: Path, tmp_path: Path, capsys
     assert main([*map(str, given), "--dtype", "float32", "--device", "cpu"]) == 0
     result, page = result_of(tmp_path / "out"), (tmp_path / "out/stretch.md").read_text()
     assert {each.length: len(each.cases) for each in result.retrieval} == {512: 2, 1024: 6}
-    one, other = (result.found(name, 1024) for name in ("rerope", "yarn"))
-    assert one is not None and other is not None
-    pairs = zip(one.cases, other.cases, strict=True)
+    pairs = zip(*(result.facts(name, 1024) for name in ("rerope", "yarn")), strict=True)
     mean = sum(case.margin - another.margin for case, another in pairs) / 6
     assert "| rerope - yarn, 2x" in page and f"{mean:+.3f}" in page and " 0.38 |" in page
     (tmp_path / "plan.yml").write_text(PLAN.replace("other: yarn", "other: pi"))
     assert main([str(each) for each in given]) == 2
     assert "contrasts[0]: pi is not one of the methods" in capsys.readouterr().err
-    shipped = read_plan(ROOT / "configs/study/real_model.yml")
+    shipped = read_plan(ROOT / "studies/real_model/plan.yml")
     assert len(chosen_methods(shipped.methods, shipped.to, 8192)) == 9 and shipped.cases == {1: 24, 2: 24, 4: 8}
 
 
@@ -184,7 +191,7 @@ def measured(output: Path) -> dict[str, list[float]]:
 def test_an_interrupted_run_continues_with_the_next_input(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After 3 inputs a method's documents are not complete, and after 7 its facts."""
+    """A run that is stopped after its first and its seventh input measures nothing twice."""
     (tmp_path / "plan.yml").write_text("{title: Two, methods: [plain, rerope], to: 1, documents: 2, cases: {1: 4}}")
     given = [model, "--data", text, "--plan", tmp_path / "plan.yml", "--dtype", "float32", "--output"]
     stretched = [stretch_command.main([str(each) for each in [*given, tmp_path / "whole"]])]
@@ -198,13 +205,12 @@ def test_an_interrupted_run_continues_with_the_next_input(
             stops.remove(written)
             raise KeyboardInterrupt
 
-    write, stops = ResultFile.write, {3, 7}
+    write, stops = ResultFile.write, {1, 7}
     monkeypatch.setattr(ResultFile, "write", stop)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             stretch_command.main([str(each) for each in [*given, tmp_path / "out"]])
-        begun = result_of(tmp_path / "out")
-        assert [each.complete for each in (*begun.losses, *begun.retrieval)].count(False) == 1
+        assert sum(map(len, measured(tmp_path / "out").values())) == written == max({1, 7} - stops)
         assert not (tmp_path / "out/stretch.md").exists()
     shutil.copytree(tmp_path / "out", tmp_path / "fewer", dirs_exist_ok=True)
     stretched.append(stretch_command.main([str(each) for each in [*given, tmp_path / "out"]]))
@@ -212,11 +218,10 @@ def test_an_interrupted_run_continues_with_the_next_input(
     assert measured(tmp_path / "out") == measured(tmp_path / "whole")
     (tmp_path / "plan.yml").write_text("{title: Two, methods: [plain], to: 1, documents: 2, cases: {1: 2}}")
     assert stretch_command.main([str(each) for each in [*given, tmp_path / "fewer"]]) == 0
-    facts = [result_of(tmp_path / name).found("plain", 512) for name in ("fewer", "whole")]
-    assert facts[0] is not None and facts[1] is not None and written == 2 * (2 + 4) + 1
-    assert [case.margin for case in facts[0].cases] == pytest.approx(
-        [case.margin for case in facts[1].cases[:2]], abs=1e-3
+    fewer, whole = (
+        [case.margin for case in result_of(tmp_path / name).facts("plain", 512)] for name in ("fewer", "whole")
     )
+    assert fewer[:2] == pytest.approx(whole[:2], abs=1e-3)
 
 
 @pytest.mark.slow
@@ -235,7 +240,9 @@ def test_a_killed_process_is_resumed(model: Path, text: Path, tmp_path: Path) ->
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
     done = result_of(tmp_path / "out")
     assert done.settings.seed == 3 and len(done.losses) == len(done.retrieval) == 4
-    assert all(each.complete for each in (*done.losses, *done.retrieval)) and not done.left_out
+    assert all(len(each.nlls) == 4 for each in done.losses) and not done.left_out
+    assert {len(done.facts(name, 512)) for name in ("plain", "rerope")} == {8}
+    assert {len(done.facts(name, 1024)) for name in ("plain", "rerope")} == {16}
     for each in begun.losses:
         kept = done.loss(*each.key)
         assert kept is not None and kept.nlls[: len(each.nlls)] == each.nlls and kept.seconds >= each.seconds

@@ -23,7 +23,7 @@ from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare
 from megatron_coca.evaluation import sliding_window_perplexity
-from megatron_coca.support.processes import PROGRAM
+from megatron_coca.work.processes import PROGRAM
 from tests.conftest import LAUNCHER_VARIABLES, ROOT, VOCABULARY, command_line
 from tests.plain_perplexity import plain_loop
 

@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import clean_environment
 from tests.documents import NAMES, blocks, commands, everywhere, languages
 from tests.examples import PRELUDES, QUICK, make_workspace, treatment
+from tests.patience import patience
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +22,7 @@ MAY_MISS = {
     "megatron-coca evaluate passkey": 2,  # prompts shorter than the text around the key
     "megatron-coca estimate": 1,  # does not fit
 }
-TIME_LIMIT = 600
+TIME_LIMIT = patience(600)
 SINGLE = sorted({command for page, command in everywhere() if page not in IN_ORDER and treatment(command)[0] == "run"})
 PYTHON_PAGES = [page for page in NAMES if "python" in languages(page) and page not in QUICK]
 

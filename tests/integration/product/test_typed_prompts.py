@@ -10,7 +10,7 @@ from megatron_coca.data import load_tokenizer
 from megatron_coca.data.tokenizers.chat import ChatTemplate
 from megatron_coca.text_generation import load_generator
 from tests.checkpoint_files import TINY, talkative_model, write_checkpoint
-from tests.terminal import on_terminal
+from tests.terminal import on_terminal, screen
 
 pytestmark = pytest.mark.slow
 UP, ENTER, CTRL_D = b"\x1b[A", b"\n", b"\x04"
@@ -26,14 +26,14 @@ def test_typed_lines_with_history_until_ctrl_d(chat: bool, tmp_path: Path) -> No
     command = [sys.executable, "-m", "megatron_coca", "generate", "--checkpoint", str(tmp_path / "run")]
     command += ["--max-new-tokens", "12", *(["--chat"] if chat else [])]
     keys = [b"the sea" + ENTER, UP + ENTER, CTRL_D]
-    status, written = on_terminal(command, 80, typed=("> ", keys))
+    status, written = on_terminal(command, 200, typed=("> ", keys))
     generator, messages, answers = load_generator(tmp_path / "run"), [], []
     for _ in range(2):
         messages.append({"role": "user", "content": "the sea"})
         row = generator.answer([messages], 12)[0] if chat else generator.complete(["the sea"], 12)[0]
         messages.append({"role": "assistant", "content": row.text})
         answers.append(row.text)
-    lines = written.replace("\x1b[?2004h", "").replace("\x1b[?2004l\r", "").splitlines()
-    assert status == 0 and "Ctrl-D" in lines[0]
-    shown = [line.rstrip() for line in lines[1:] if line.strip()]
+    lines = screen(written.replace("\x1b[?2004h", "").replace("\x1b[?2004l\r", ""), 200)
+    assert status == 0 and lines[0].startswith("loading") and "Ctrl-D" in lines[1]
+    shown = [line for line in lines[2:] if line]
     assert shown == ["> the sea", answers[0], "> the sea", answers[1], ">"]

@@ -14,6 +14,7 @@ from megatron_coca.training.estimate import stage_parameters, states_bytes
 from megatron_coca.training.launch.environment import free_port
 from megatron_coca.training.topology import Topology, effective_stage
 from tests.conftest import clean_environment
+from tests.patience import patience
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +84,7 @@ def measured(processes: int) -> tuple[list[Any], list[int]]:
         environment = clean_environment() | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=PIPE, stderr=PIPE, text=True))
     try:
-        outputs = [process.communicate(timeout=300) for process in ranks]
+        outputs = [process.communicate(timeout=patience(300)) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

@@ -29,6 +29,7 @@ from megatron_coca.training.loss_guard import Limits
 from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[3]
 STEPS, LENGTH, RATE = 4, 16, 3e-3
@@ -200,7 +201,7 @@ def launched(folder: Path, world: int, jobs: list[tuple[str, str, dict[str, Any]
         command = [sys.executable, __file__, str(folder), json.dumps(jobs)]
         with (folder / f"rank_{rank}.log").open("w") as log:
             ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    statuses = [process.wait(timeout=300) for process in ranks]
+    statuses = [process.wait(timeout=patience(300)) for process in ranks]
     logs = "".join((folder / f"rank_{rank}.log").read_text() for rank in range(world))
     assert statuses == [0] * world, logs
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world)]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.hooks import Hook
+from tests.patience import patience
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ def srun(start: Any, keys: dict[str, Any]) -> None:
     }
     tasks = [start(keys, environment=common | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in "01"]
     for task in tasks:
-        output, _ = task.communicate(timeout=300)
+        output, _ = task.communicate(timeout=patience(300))
         assert task.returncode == 0, output
 
 

@@ -29,6 +29,7 @@ from megatron_coca.training.engine import group as dist
 from megatron_coca.training.optimizer import build_optimizer, parts_of, train_only_parts
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state
+from tests.patience import patience
 
 pytestmark = pytest.mark.slow
 
@@ -251,7 +252,9 @@ class Launched:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world))
         command = [sys.executable, *launcher, __file__, str(folder), json.dumps(jobs)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        finished = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=400)
+        finished = subprocess.run(
+            command, check=False, env=environment, capture_output=True, text=True, timeout=patience(400)
+        )
         assert finished.returncode == 0, finished.stdout + finished.stderr
         self.folder, self.jobs = folder, jobs
         self.ranks = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world)]
