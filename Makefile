@@ -41,7 +41,7 @@ MINUTES ?= 60
 soak: .venv/ready-dev
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(EVENTS),--events=$(EVENTS))
 
-# Test the CUDA path on a simulated device, without a GPU (docs/pretend.md). The environment contains PyTorch's CUDA
+# Test the CUDA path on a simulated device, without a GPU (tests/pretend). The environment contains PyTorch's CUDA
 # wheels, 5 GB. If the package index prefers a CPU build, name a version or an index with a CUDA build:
 #   make test-cuda CUDA_TORCH="torch==2.14.1"       PIP_INDEX_URL=https://... make test-cuda
 # CUDA_PYTHON uses an existing environment instead; UPDATE=1 writes the measured values into the budgets.

@@ -25,6 +25,7 @@ from megatron_coca.checkpoints.huggingface.unsupported_types import UNSUPPORTED_
 from megatron_coca.config import load_config
 from megatron_coca.config.base import ConfigGroup
 from megatron_coca.config.load import literal_values
+from megatron_coca.config.metric_sinks import selectable
 from megatron_coca.config.neox_keys import ALIASES, DIFFERENT, INERT, SAME, UNSUPPORTED, UNSUPPORTED_CHOICES
 from megatron_coca.config.position import DEFAULTS, ORIGINAL
 from megatron_coca.config.schema import GROUPS, MAPPINGS, SELECTORS
@@ -56,13 +57,19 @@ config.to_yaml()                               # every resolved key, flat
   dropped. The run's log names the dropped options.
 - Paths are relative to the working folder. In a file, a data path that begins with `./` is relative to the file's
   folder. A leading `~` is the home folder.
-- `null` means "not set": the default applies, even if an earlier file set the key.
-- Hyphens and underscores in keys are equivalent. Dots reach into mappings. `1e-4` is a number.
+- `null` means "not set": the default applies, even if an earlier file set the key. `None` is a text in YAML
+  and an error as a value.
+- Hyphens and underscores in keys are equivalent. Dots reach into mappings. `1e-4` is a number. An integer
+  that begins with 0, such as `0123`, is an error, because YAML 1.1 reads it as octal.
 - Duplicate keys in a file, unknown keys, wrong types, invalid choices and invalid combinations are errors. All errors
-  are reported at once, with a line `file:line: key: message` for each.
+  are reported at once, with a line `file:line: key: message` for each. If a key of the command line contradicts a file,
+  the line begins with `command line, with file:line`.
 - Types are strict: an integer is accepted for a number, but a string or boolean is not. Numbers have upper limits, for
   example 2^31 - 1 steps or tokens, and 2^20 features, samples or ranks.
 - Choices are case-sensitive, except optimizer types.
+- As in GPT-NeoX, files need no `.yml` on a command line, and `-d FOLDER` (`--conf_dir`) is the folder of all of them:
+  `megatron-coca estimate -d configs 350M/alibi cluster/cpu`. This works for `train`, `estimate`, `generate`, `evaluate`
+  (files after `--variant` and `--config`) and `inspect`.
 
 GPT-NeoX's keys have the same meaning here, with the exceptions that the end of this page lists. It also lists the keys
 without effect and the keys of unsupported features, which accept only GPT-NeoX's default. Of GPT-NeoX's 59
@@ -108,6 +115,8 @@ def _groups() -> Iterator[str]:
             yield _table(("key", "of", "type", "default", "meaning"), [first, *_options(key)])
     yield "### pos_emb_options\n\nThe options of `pos_emb`, as a mapping. The formulas are in attention.md.\n"
     yield _table(("key", "of", "type", "default", "meaning"), _options("pos_emb", "pos_emb_options"))
+    yield "### metric_sinks\n\nThe sinks in the mapping `metric_sinks` and their options; see docs/observability.md.\n"
+    yield _table(("key", "type", "default", "meaning"), _sink_options())
     for key, kind in MAPPINGS.items():
         yield f"### {key}\n\n{(kind.__doc__ or '').strip()} Inside the key `{key}`:\n"
         yield _table(("key", "type", "default", "meaning"), _rows(kind, f"{key}."))
@@ -130,6 +139,14 @@ def _options(key: str, shown: str | None = None) -> Iterator[tuple[str, ...]]:
         kind = " \\| ".join(option.choices) or OPTION_TYPES[option.kind]
         default = "required" if option.required else option.shown or _value(option.default)
         yield f"`{shown or key}.{option.name}`", ", ".join(names), kind, default, option.meaning
+
+
+def _sink_options() -> Iterator[tuple[str, ...]]:
+    for name, sink in selectable().items():
+        for option in sink.options:
+            kind = {"text": "string", "folder": "string", "flag": OPTION_TYPES["flag"]}[option.kind]
+            default = "required" if option.required else _value(option.default)
+            yield f"`metric_sinks.{name}.{option.name}`", kind, default, option.meaning
 
 
 def _rows(kind: type[ConfigGroup], prefix: str) -> Iterator[tuple[str, ...]]:

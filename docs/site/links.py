@@ -1,7 +1,7 @@
 """MkDocs hook: links to files of the repository outside docs/ work on the site as they do in the repository.
 
 Each linked file becomes a part of the site, below `repository/`, and the links of all pages are rewritten to it. A link
-with the name of a page as its text gets the title of the page.
+with the name of a page or of its folder as its text gets the title of the page.
 """
 
 import posixpath
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 OUTSIDE = "repository"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 
-NAMED = re.compile(r"\[[\w./-]+\.md\](?=\(([^)\s#]+))")
+NAMED = re.compile(r"\[(?:[\w./-]+\.md|benchmarks|(?:studies|tests)/\w+)\](?=\(([^)\s#]+))")
 
 
 def repository_path(site_path: str) -> str:
