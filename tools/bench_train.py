@@ -283,6 +283,7 @@ class Peer(NamedTuple):
 
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_norms": False, "use_bias_in_attn_linear": False}
 LLAMA |= {"use_bias_in_mlp": False, "expansion_factor": 8}  # as many parameters as a plain MLP of width 4 h
+LLAMA |= {"mlp_multiple_of": 8}  # otherwise the rows of its matrices would not be aligned
 PEERS = {"transformers": Peer(_gpt_neox, peer_keys, {}), "llama": Peer(_llama, llama_keys, LLAMA)}
 """Values of --peer. The LLaMA has about as many parameters as the GPT-NeoX."""
 

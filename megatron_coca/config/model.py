@@ -96,7 +96,9 @@ class ModelConfig(ConfigGroup):
         None,
         "Inner width of the MLP. As in GPT-NeoX, value and gate of a gated MLP together have two thirds of this width.",
     )
-    mlp_multiple_of: Size = key(1, "Round the inner width of the MLP up to a multiple of this.")
+    mlp_multiple_of: Size = key(
+        1, "Round the inner width of the MLP up to a multiple of this. GPUs need 8 in 16 bits, and 16 in float8."
+    )
     expansion_factor: Annotated[float, Field(gt=0.0, le=1024.0)] | None = key(
         None, "Inner width of the MLP as a multiple of hidden_size, instead of intermediate_size."
     )
@@ -330,7 +332,7 @@ class ModelConfig(ConfigGroup):
             return None
         return (
             f"activation {self.activation} without intermediate_size: by GPT-NeoX's rule the inner width is "
-            f"{self.ffn_hidden_size}, 4/3 of hidden_size; LLaMA's 8/3 is expansion_factor=8"
+            f"{self.ffn_hidden_size}, 4/3 of hidden_size; LLaMA's 8/3 is expansion_factor=8 with mlp_multiple_of=8"
         )
 
 

@@ -111,7 +111,7 @@ def _log_devices(config: Config, without_effect: Sequence[str]) -> None:
         logger.warning(note)
     if without_effect:
         logger.info("keys without effect (docs/config.md): %s", ", ".join(without_effect))
-    if (note := config.model.narrow_mlp) is not None:
+    for note in filter(None, (config.model.narrow_mlp, launch.unaligned_mlp(config))):
         logger.warning(note)
 
 

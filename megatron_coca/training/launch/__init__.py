@@ -5,6 +5,7 @@ from megatron_coca.training.launch.environment import (
     complete_environment,
     describe_devices,
     threads_per_process,
+    unaligned_mlp,
     unused_gpus,
 )
 from megatron_coca.training.launch.start import start

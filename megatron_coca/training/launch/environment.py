@@ -332,6 +332,21 @@ def unused_gpus(config: Config, world_size: int) -> str | None:
     return f"num_gpus: not set, so only 1 of the {found} GPUs of this host is used; set num_gpus={found} to use all"
 
 
+def unaligned_mlp(config: Config) -> str | None:
+    """Return a warning if a rank's rows of the MLP, in 16 bits, have no multiple of 16 bytes. A GPU then multiplies
+    matrices with slower kernels, which load fewer bytes at a time.
+    """
+    ranks = config.parallel.model_parallel_size
+    width = config.model.ffn_hidden_size
+    if config.precision.dtype == "fp32" or width % (8 * ranks) == 0:
+        return None
+    among = f", {width / ranks:g} on each of {ranks} ranks" if ranks > 1 else ""
+    return (
+        f"inner width of the MLP: {width:,}{among}, is not a multiple of 8, which makes matrix products slow on a GPU; "
+        f"set mlp_multiple_of={8 * ranks} ({16 * ranks} for float8)"
+    )
+
+
 def describe_devices(config: Config, world_size: int, attention_backend: str) -> str:
     """Return the first line that a run logs: the number and type of devices, communication backend, dtype, attention
     backend.

@@ -32,14 +32,14 @@ def test_a_block_over_a_method(block: str, method: str) -> None:
     assert sum(weight.numel() for weight in weights) == parameter_count(short).total
 
 
-NARROW = {"350M": ({}, 1365, 2731), "100M": ({"hidden_size": 768, "num_attention_heads": 12}, 1024, 2048)}
+NARROW = {"350M": ({}, 1365, 2736), "100M": ({"hidden_size": 768, "num_attention_heads": 12}, 1024, 2048)}
 
 
 @pytest.mark.parametrize("size", NARROW)
 def test_a_narrow_gated_layer_is_warned_of_with_its_width(size: str) -> None:
     keys, narrow, wide = NARROW[size]
     config = load_config(ROOT / "350M/roformer.yml", keys | {"activation": "swiglu"})
-    said = f"inner width is {narrow}, 4/3 of hidden_size; LLaMA's 8/3 is expansion_factor=8"
+    said = f"inner width is {narrow}, 4/3 of hidden_size; LLaMA's 8/3 is expansion_factor=8 with mlp_multiple_of=8"
     assert said in str(config.model.narrow_mlp)
-    mended = config.override(["expansion_factor=8"]).model
+    mended = config.override(["expansion_factor=8", "mlp_multiple_of=8"]).model
     assert mended.narrow_mlp is None and mended.ffn_hidden_size == wide

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_coca.config import load_config
+from megatron_coca.training.launch import unaligned_mlp
 from tests.documents import ROOT
 from tools import bench_train
 from tools.gpu import parity, ranks, speed
@@ -112,6 +113,14 @@ def test_the_llama_has_our_shape_and_as_many_weights_as_gpt_neox() -> None:
         counts[name] = sum(weight.numel() for weight in peer.build(own).parameters())
         assert counts[name] == bench_train.parameter_count(own).total
     assert counts["llama"] == pytest.approx(counts["transformers"], rel=0.02)
+
+
+def test_the_rows_of_the_llama_are_aligned() -> None:
+    """Otherwise the peer would be measured with slower matrix products than its users have."""
+    config = load_config([ROOT / "configs/350M/roformer.yml"], ["precision=bfloat16"]).override(
+        bench_train.PEERS["llama"].keys
+    )
+    assert config.model.ffn_hidden_size == 2736 and unaligned_mlp(config) is None
 
 
 def test_a_contestant_without_memory_does_not_stop_the_others() -> None:

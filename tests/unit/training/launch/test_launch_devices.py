@@ -1,13 +1,14 @@
 """Devices: the error of a run that asks for GPUs on a host without them, and the line that names the devices."""
 
 import logging
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.training.launch import check_devices, describe_devices, environment, unused_gpus
+from megatron_coca.training.launch import check_devices, describe_devices, environment, unaligned_mlp, unused_gpus
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 64}
 RANK = {"LOCAL_RANK": "0"}
@@ -102,3 +103,18 @@ def test_gpus_that_no_process_takes_are_told(
     note = unused_gpus(configured(**keys), world_size)
     assert (note is not None) == warned and (note is None or "set num_gpus=8" in note)
     assert unused_gpus(configured(num_gpus=1), 1) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({}, None),
+        ({"activation": "swiglu", "expansion_factor": 8}, "85, is not a multiple of 8,.*set mlp_multiple_of=8 .16 for"),
+        ({"activation": "swiglu", "expansion_factor": 8, "mlp_multiple_of": 8}, None),
+        ({"intermediate_size": 264, "model_parallel_size": 2}, "264, 132 on each of 2 ranks,.*mlp_multiple_of=16 .32"),
+        ({"intermediate_size": 268, "precision": "fp32"}, None),
+    ],
+)
+def test_rows_of_the_mlp_that_are_not_aligned_are_told(keys: dict[str, Any], told: str | None) -> None:
+    note = unaligned_mlp(configured(**{"precision": "bfloat16"} | keys))
+    assert note is None if told is None else re.search(told, str(note))
