@@ -37,34 +37,53 @@ class OperandLayout(NamedTuple):
 
 
 @triton.jit
-def forward_kernel(query, key, query_tables, key_tables, heads, query_length, key_length, LAYOUT: tl.constexpr):
-    """`query` and `key` are (x, y of each segment) as operands; a table is (cos, sin, batch stride, row stride)."""
-    head = tl.program_id(0)
+def forward_kernel(query, key, query_tables, key_tables, sizes, LAYOUT: tl.constexpr):
+    """`query` and `key` are (x, y of each segment) as operands; a table is (cos, sin, batch stride, row stride);
+    `sizes` are as in `head_and_place`.
+    """
+    head, place = head_and_place(sizes, LAYOUT.rows)
+    heads, _, query_length, key_length = sizes
     if head < heads:
-        _forward_head(query, query_tables, head, query_length, True, LAYOUT)
+        _forward_head(query, query_tables, head, place, query_length, True, LAYOUT)
     else:
-        _forward_head(key, key_tables, head - heads, key_length, False, LAYOUT)
+        _forward_head(key, key_tables, head - heads, place, key_length, False, LAYOUT)
 
 
 @triton.jit
-def backward_kernel(query, key, query_tables, key_tables, heads, query_length, key_length, LAYOUT: tl.constexpr):
-    """`query` and `key` are each (x, gradient of x, gradients of y) as operands; tables are as in the forward pass."""
-    head = tl.program_id(0)
+def backward_kernel(query, key, query_tables, key_tables, sizes, LAYOUT: tl.constexpr):
+    """`query` and `key` are each (x, gradient of x, gradients of y) as operands; the rest is as in the forward pass."""
+    head, place = head_and_place(sizes, LAYOUT.rows)
+    heads, _, query_length, key_length = sizes
     if head < heads:
-        _backward_head(query, query_tables, head, query_length, True, LAYOUT)
+        _backward_head(query, query_tables, head, place, query_length, True, LAYOUT)
     else:
-        _backward_head(key, key_tables, head - heads, key_length, False, LAYOUT)
+        _backward_head(key, key_tables, head - heads, place, key_length, False, LAYOUT)
 
 
 @triton.jit
-def _forward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
+def head_and_place(sizes, ROWS: tl.constexpr):
+    """Return the head of this program, counting those of q and then those of k, and (batch row, row block, number of
+    row blocks). `sizes` are (heads of q, heads of k, rows of q, rows of k).
+
+    All indices share one dimension of the grid, because only the first dimension may exceed 65,535. Heads vary fastest,
+    because all heads of a row block share its tables in the cache.
+    """
+    heads = sizes[0] + sizes[1]
+    blocks = tl.cdiv(tl.maximum(sizes[2], sizes[3]), ROWS)
+    place = tl.program_id(0) // heads
+    return tl.program_id(0) % heads, (place // blocks, place % blocks, blocks)
+
+
+@triton.jit
+def _forward_head(side, tables, head, place, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
     SEGMENTS: tl.constexpr = LAYOUT.segments  # Triton 3.6's static_range does not accept a field
-    start = tl.program_id(1) * LAYOUT.rows
-    x = plane(side[0], tl.program_id(2), head)
+    batch = place[0]
+    start = place[1] * LAYOUT.rows
+    x = plane(side[0], batch, head)
     x1, x2 = load_pair_halves(x, start, length, LAYOUT)
     for segment in tl.static_range(SEGMENTS):
-        y = plane(side[1 + segment], tl.program_id(2), head)
-        cos, sin = _load_table(tables[segment], start, length, LAYOUT)
+        y = plane(side[1 + segment], batch, head)
+        cos, sin = _load_table(tables[segment], batch, start, length, LAYOUT)
         y1, y2 = _form(x1, x2, cos, sin, IS_QUERY, LAYOUT)
         store_halves(y1, y2, y, start, length, LAYOUT)
         if LAYOUT.tail > 0:
@@ -75,26 +94,27 @@ def _forward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl
 
 
 @triton.jit
-def _backward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
+def _backward_head(side, tables, head, place, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
     SEGMENTS: tl.constexpr = LAYOUT.segments
-    start = tl.program_id(1) * LAYOUT.rows
-    x = plane(side[0], tl.program_id(2), head)
-    out = plane(side[1], tl.program_id(2), head)
+    batch = place[0]
+    start = place[1] * LAYOUT.rows
+    x = plane(side[0], batch, head)
+    out = plane(side[1], batch, head)
     x1, x2 = load_pair_halves(x, start, length, LAYOUT)
     d1 = tl.zeros_like(x1)
     d2 = tl.zeros_like(x2)
     for segment in tl.static_range(SEGMENTS):
-        grad = plane(side[2 + segment], tl.program_id(2), head)
-        cos, sin = _load_table(tables[segment], start, length, LAYOUT)
+        grad = plane(side[2 + segment], batch, head)
+        cos, sin = _load_table(tables[segment], batch, start, length, LAYOUT)
         g1, g2 = load_pair_halves(grad, start, length, LAYOUT)
         s1, s2 = _form_gradients(x1, x2, g1, g2, cos, sin, IS_QUERY, LAYOUT)
         d1 += s1
         d2 += s2
     store_halves(d1, d2, out, start, length, LAYOUT)
     if LAYOUT.tail > 0:
-        rest = load_tail(plane(side[2], tl.program_id(2), head), start, length, LAYOUT)
+        rest = load_tail(plane(side[2], batch, head), start, length, LAYOUT)
         for segment in tl.static_range(1, SEGMENTS):
-            rest += load_tail(plane(side[2 + segment], tl.program_id(2), head), start, length, LAYOUT)
+            rest += load_tail(plane(side[2 + segment], batch, head), start, length, LAYOUT)
         if LAYOUT.form != "rotary":
             value = load_tail(x, start, length, LAYOUT)
             rest = 2 * value * rest if IS_QUERY else tl.where(value > 0, rest, 0.0)
@@ -145,8 +165,8 @@ def relu(x):
 
 
 @triton.jit
-def _load_table(table, start, length, LAYOUT: tl.constexpr):
-    offset = tl.program_id(2).to(tl.int64) * table[2]
+def _load_table(table, batch, start, length, LAYOUT: tl.constexpr):
+    offset = tl.cast(batch, tl.int64) * table[2]
     cos = load_tile((table[0] + offset, table[3]), start, length, LAYOUT.half, LAYOUT.rows, LAYOUT.half_block)
     sin = load_tile((table[1] + offset, table[3]), start, length, LAYOUT.half, LAYOUT.rows, LAYOUT.half_block)
     return cos, sin
@@ -289,24 +309,20 @@ def launch(
     layout: Any,
     *others: Tensor | None,
 ) -> None:
-    """Launch one program per head of q or k, row block and batch row. Heads vary fastest, because all heads of a row
-    block share its tables in the cache.
-    """
+    """Launch one program per head of q or k, row block and batch row."""
     (batch, heads, query_length, _), (_, kv_heads, key_length, _) = query[0].shape, key[0].shape
     if batch == 0 or max(query_length, key_length) == 0:
         return
     # The tables of each segment: cos and sin of the queries, then cos and sin of the keys.
     pairs = [table(*pair, batch) for pair in zip(tables[::2], tables[1::2], strict=True)]
     with torch.cuda.device_of(query[0]):
-        kernel[(heads + kv_heads, triton.cdiv(max(query_length, key_length), layout.rows), batch)](
+        kernel[((heads + kv_heads) * triton.cdiv(max(query_length, key_length), layout.rows) * batch,)](
             tuple(operand(x) for x in query),
             tuple(operand(x) for x in key),
             tuple(pairs[::2]),
             tuple(pairs[1::2]),
             *others,
-            heads,
-            query_length,
-            key_length,
+            (heads, kv_heads, query_length, key_length),
             LAYOUT=layout,
             **OPTIONS,
         )

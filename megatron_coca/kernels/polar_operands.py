@@ -27,6 +27,7 @@ from megatron_coca.kernels.custom_op import operation
 from megatron_coca.kernels.operands import (
     block_sizes,
     empty_operand,
+    head_and_place,
     launch,
     load_pair_halves,
     load_tail,
@@ -65,45 +66,44 @@ class PolarLayout(NamedTuple):
 
 
 @triton.jit
-def polar_forward_kernel(
-    query, key, query_tables, key_tables, angles, heads, query_length, key_length, LAYOUT: tl.constexpr
-):
+def polar_forward_kernel(query, key, query_tables, key_tables, angles, sizes, LAYOUT: tl.constexpr):
     """`query` and `key` are (x, y of each segment) as operands; a table is (cos, sin, batch stride, row stride);
-    `angles` holds cos and sin of the constant angles, [2, heads, terms].
+    `angles` holds cos and sin of the constant angles, [2, heads, terms]; `sizes` are as in `head_and_place`.
     """
-    head = tl.program_id(0)
+    head, place = head_and_place(sizes, LAYOUT.rows)
+    heads, _, query_length, key_length = sizes
     if head < heads:
-        _forward_head(query, query_tables, angles, head, heads, query_length, True, LAYOUT)
+        _forward_head(query, query_tables, angles, head, heads, place, query_length, True, LAYOUT)
     else:
-        _forward_head(key, key_tables, angles, head - heads, heads, key_length, False, LAYOUT)
+        _forward_head(key, key_tables, angles, head - heads, heads, place, key_length, False, LAYOUT)
 
 
 @triton.jit
-def polar_backward_kernel(
-    query, key, query_tables, key_tables, angles, turns, heads, query_length, key_length, LAYOUT: tl.constexpr
-):
+def polar_backward_kernel(query, key, query_tables, key_tables, angles, turns, sizes, LAYOUT: tl.constexpr):
     """`query` and `key` are each (x, gradient of x, gradients of y) as operands; `turns` receives the gradients of the
     constant angles from each block of rows, [batch, blocks, heads, terms].
     """
-    head = tl.program_id(0)
+    head, place = head_and_place(sizes, LAYOUT.rows)
+    heads, _, query_length, key_length = sizes
     if head < heads:
-        _backward_head(query, query_tables, angles, turns, head, heads, query_length, True, LAYOUT)
+        _backward_head(query, query_tables, angles, turns, head, heads, place, query_length, True, LAYOUT)
     else:
-        _backward_head(key, key_tables, angles, turns, head - heads, heads, key_length, False, LAYOUT)
+        _backward_head(key, key_tables, angles, turns, head - heads, heads, place, key_length, False, LAYOUT)
 
 
 @triton.jit
-def _forward_head(side, tables, angles, head, heads, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
+def _forward_head(side, tables, angles, head, heads, place, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
     SEGMENTS: tl.constexpr = LAYOUT.segments  # Triton 3.6's static_range does not accept a field
     PARTS: tl.constexpr = LAYOUT.parts
-    start = tl.program_id(1) * LAYOUT.rows
-    x = plane(side[0], tl.program_id(2), head)
+    batch = place[0]
+    start = place[1] * LAYOUT.rows
+    x = plane(side[0], batch, head)
     x1, x2 = load_pair_halves(x, start, length, LAYOUT)
     for segment in tl.static_range(SEGMENTS):
-        y = plane(side[1 + segment], tl.program_id(2), head)
+        y = plane(side[1 + segment], batch, head)
         for part in tl.static_range(PARTS):
             m = _magnitude(x1, x2, part, IS_QUERY, LAYOUT)
-            cos, sin = _turned(tables[segment], angles, head, heads, start, length, part, IS_QUERY, LAYOUT)
+            cos, sin = _turned(tables[segment], angles, head, heads, batch, start, length, part, IS_QUERY, LAYOUT)
             store_tile(m * cos, (y[0] + part * LAYOUT.half, y[1]), start, length, LAYOUT.half)
             store_tile(m * sin, (y[0] + (PARTS + part) * LAYOUT.half, y[1]), start, length, LAYOUT.half)
         if LAYOUT.tail > 0:
@@ -114,12 +114,15 @@ def _forward_head(side, tables, angles, head, heads, length, IS_QUERY: tl.conste
 
 
 @triton.jit
-def _backward_head(side, tables, angles, turns, head, heads, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
+def _backward_head(
+    side, tables, angles, turns, head, heads, place, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr
+):
     SEGMENTS: tl.constexpr = LAYOUT.segments
     PARTS: tl.constexpr = LAYOUT.parts
-    start = tl.program_id(1) * LAYOUT.rows
-    x = plane(side[0], tl.program_id(2), head)
-    out = plane(side[1], tl.program_id(2), head)
+    batch = place[0]
+    start = place[1] * LAYOUT.rows
+    x = plane(side[0], batch, head)
+    out = plane(side[1], batch, head)
     x1, x2 = load_pair_halves(x, start, length, LAYOUT)
     d1 = tl.zeros_like(x1)
     d2 = tl.zeros_like(x2)
@@ -127,15 +130,15 @@ def _backward_head(side, tables, angles, turns, head, heads, length, IS_QUERY: t
         of_magnitude = tl.zeros_like(x1)
         across = tl.zeros_like(x1)
         for segment in tl.static_range(SEGMENTS):
-            grad = plane(side[2 + segment], tl.program_id(2), head)
-            cos, sin = _turned(tables[segment], angles, head, heads, start, length, part, IS_QUERY, LAYOUT)
+            grad = plane(side[2 + segment], batch, head)
+            cos, sin = _turned(tables[segment], angles, head, heads, batch, start, length, part, IS_QUERY, LAYOUT)
             by_cos = _load_part(grad, part, start, length, LAYOUT)
             by_sin = _load_part(grad, PARTS + part, start, length, LAYOUT)
             of_magnitude += by_cos * cos + by_sin * sin
             across += by_cos * sin - by_sin * cos
         if IS_QUERY and LAYOUT.learned:
             m = _magnitude(x1, x2, part, IS_QUERY, LAYOUT)
-            _store_turns(tl.sum(m * across, 0), turns, part, head, heads, LAYOUT)
+            _store_turns(tl.sum(m * across, 0), turns, part, head, heads, place, LAYOUT)
         if LAYOUT.softplus:
             if part == 0:
                 d1 = of_magnitude * _slope(x1, IS_QUERY, LAYOUT)
@@ -147,9 +150,9 @@ def _backward_head(side, tables, angles, turns, head, heads, length, IS_QUERY: t
             d2 += of_magnitude * s2
     store_halves(d1, d2, out, start, length, LAYOUT)
     if LAYOUT.tail > 0:
-        rest = _load_rest(side[2], head, start, length, LAYOUT)
+        rest = _load_rest(side[2], batch, head, start, length, LAYOUT)
         for segment in tl.static_range(1, SEGMENTS):
-            rest += _load_rest(side[2 + segment], head, start, length, LAYOUT)
+            rest += _load_rest(side[2 + segment], batch, head, start, length, LAYOUT)
         slope = _rest_slope(load_tail(x, start, length, LAYOUT), rest, IS_QUERY, LAYOUT)
         store_tile(slope, (out[0] + 2 * LAYOUT.half, out[1]), start, length, LAYOUT.tail)
 
@@ -241,11 +244,11 @@ def _exp_of_minus_abs(x):
 
 @triton.jit
 def _turned(
-    table, angles, head, heads, start, length, PART: tl.constexpr, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr
+    table, angles, head, heads, batch, start, length, PART: tl.constexpr, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr
 ):
     """Load cos and sin of the angles of one part, from which the constants of a query's head are subtracted."""
     column = 0 if LAYOUT.shared else PART * LAYOUT.half
-    skipped = tl.program_id(2).to(tl.int64) * table[2] + column
+    skipped = tl.cast(batch, tl.int64) * table[2] + column
     cos = load_tile((table[0] + skipped, table[3]), start, length, LAYOUT.half, LAYOUT.rows, LAYOUT.half_block)
     sin = load_tile((table[1] + skipped, table[3]), start, length, LAYOUT.half, LAYOUT.rows, LAYOUT.half_block)
     if IS_QUERY and LAYOUT.turned:
@@ -268,18 +271,18 @@ def _load_part(x, PART: tl.constexpr, start, length, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _load_rest(grad, head, start, length, LAYOUT: tl.constexpr):
-    x = plane(grad, tl.program_id(2), head)
+def _load_rest(grad, batch, head, start, length, LAYOUT: tl.constexpr):
+    x = plane(grad, batch, head)
     place = (x[0] + 2 * LAYOUT.parts * LAYOUT.half, x[1])
     return load_tile(place, start, length, LAYOUT.tail, LAYOUT.rows, LAYOUT.tail_block).to(tl.float32)
 
 
 @triton.jit
-def _store_turns(sums, turns, PART: tl.constexpr, head, heads, LAYOUT: tl.constexpr):
+def _store_turns(sums, turns, PART: tl.constexpr, head, heads, place, LAYOUT: tl.constexpr):
     columns = tl.arange(0, LAYOUT.half_block)
-    block = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    place = turns + (block * heads + head) * (LAYOUT.parts * LAYOUT.half) + PART * LAYOUT.half
-    tl.store(place + columns, sums, mask=columns < LAYOUT.half)
+    block = tl.cast(place[0], tl.int64) * place[2] + place[1]
+    row = turns + (block * heads + head) * (LAYOUT.parts * LAYOUT.half) + PART * LAYOUT.half
+    tl.store(row + columns, sums, mask=columns < LAYOUT.half)
 
 
 Magnitude = Literal["softplus", "relu_mean"]

@@ -38,6 +38,20 @@ def test_one_token(form: str) -> None:
     check(form, 16, 64, False, torch.bfloat16, "cuda", 1)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_million_tokens(form: str) -> None:
+    """More row blocks than 65,535; the last rows are those of a short input."""
+    from megatron_coca.kernels.operands import fused_operands  # triton exists only on some platforms
+
+    length, rotated = 1 << 20, 32
+    q = torch.randn(1, 1, length, 128, device="cuda").bfloat16()
+    tables = [torch.randn(length, rotated // 2, device="cuda") for _ in range(4)]
+    whole = fused_operands(q, q, tables, form)  # type: ignore[arg-type]
+    end = [table[-99:] for table in tables]
+    short = fused_operands(q[:, :, -99:], q[:, :, -99:], end, form)  # type: ignore[arg-type]
+    assert all(torch.equal(one[:, :, -99:], other) for one, other in zip(whole, short, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [40, 48, 96, 112, 160, 192])
 def test_attention_with_other_head_sizes(head_dim: int, dtype: torch.dtype) -> None:

@@ -13,6 +13,8 @@ from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Needs,
 pytest.importorskip("triton")
 
 from megatron_coca.kernels import attention, attention_backward
+from megatron_coca.kernels import operands as operand_kernels
+from megatron_coca.kernels import polar_operands as polar_kernels
 from megatron_coca.kernels.attention import flash_attention
 from megatron_coca.kernels.launch_constants import (
     CONFIGS,
@@ -256,30 +258,58 @@ def test_there_are_block_sizes_for_every_operand() -> None:
     assert blocks_for(torch.zeros(1, 1, 1, 16), 1) is SMALL
 
 
+class Recorder:
+    """A kernel that notes the grid of its launch."""
+
+    def __init__(self, name: str, grids: dict[str, tuple[int, ...]]) -> None:
+        self.name, self.grids = name, grids
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.grids[self.name] = grid
+        return lambda *args, **kwargs: None
+
+
 def test_grids_beyond_what_the_second_dimension_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """70,000 heads in all: batch, heads and blocks are in the first dimension, which has the limit 2^31 - 1."""
     grids: dict[str, tuple[int, ...]] = {}
-
-    class Recorder:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            grids[self.name] = grid
-            return lambda *args, **kwargs: None
-
     for module, name in (
         (attention, "_attend"),
         (attention_backward, "_delta"),
         (attention_backward, "_key_gradients"),
         (attention_backward, "_query_gradients"),
     ):
-        monkeypatch.setattr(module, name, Recorder(name))
+        monkeypatch.setattr(module, name, Recorder(name, grids))
     x = torch.zeros(35000, 2, 40, 16, device="meta")
     operands, plan = Operands(x, x, None, None, x, None, None), AttentionCall(1.0, None, None, "none", SMALL)
     attention_backward.backward(operands, plan, *attention.forward(operands, plan), x, False)
     blocks = {"_attend": 2, "_delta": 1, "_key_gradients": 2, "_query_gradients": 2}
     assert grids == {name: (70000 * count,) for name, count in blocks.items()}
+
+
+@pytest.mark.parametrize(("head_dim", "rotated", "rows", "polar_rows"), [(128, 32, 16, 8), (256, 256, 16, 8)])
+def test_operands_of_a_million_tokens(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, rotated: int, rows: int, polar_rows: int
+) -> None:
+    """Their row blocks exceed 65,535, the limit of the other dimensions of a grid."""
+    grids: dict[str, tuple[int, ...]] = {}
+    for module, name in (
+        (operand_kernels, "forward_kernel"),
+        (operand_kernels, "backward_kernel"),
+        (polar_kernels, "polar_forward_kernel"),
+        (polar_kernels, "polar_backward_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Recorder(name, grids))
+    length, terms = 1 << 20, Terms("softplus", 1, 2)
+    q, k = (torch.zeros(3, heads, length, head_dim, device="meta") for heads in (4, 2))
+    tables = [torch.zeros(length, rotated // 2, device="meta")] * 4
+    made = operand_kernels._make_operands(q, k, tables, "rotary")
+    operand_kernels._make_gradients(made, q, k, tables, "rotary")
+    wide = polar_kernels._make(q, k, None, tables, *terms)
+    polar_kernels._make_gradients(wide, q, k, None, tables, *terms, False)
+    blocks = {"forward_kernel": rows, "backward_kernel": rows} | dict.fromkeys(
+        ("polar_forward_kernel", "polar_backward_kernel"), polar_rows
+    )
+    assert grids == {name: (6 * 3 * length // each,) for name, each in blocks.items()}
 
 
 def test_launches_by_compute_capability() -> None:
