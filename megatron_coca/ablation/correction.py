@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_coca.ablation.contrasts import Figures
 from megatron_coca.ablation.declared import LEVEL, Differences
+from megatron_coca.ablation.figures import Figures
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.statistics import Estimate, estimate, p_value
 from megatron_coca.evaluation.stretch.plans import contrast_rows, paired_differences, pairs_of, read_plan

@@ -10,8 +10,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSynta
 
 from megatron_coca.ablation import declared
 from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, recorded_data, state_of, unpack
-from megatron_coca.ablation.contrasts import Figures
 from megatron_coca.ablation.correction import corrected_once, entries_of, entries_of_stretch, pooled
+from megatron_coca.ablation.figures import Figures
 from megatron_coca.ablation.grid import AblationFile, Cell, expand, read_ablation
 from megatron_coca.evaluation.options import slug
 from megatron_coca.evaluation.report import build_report

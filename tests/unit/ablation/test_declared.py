@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from megatron_coca.ablation.contrasts import Figures
 from megatron_coca.ablation.declared import (
     LEVEL,
     claim,
@@ -20,6 +19,7 @@ from megatron_coca.ablation.declared import (
     power_of,
     together,
 )
+from megatron_coca.ablation.figures import Figures
 from megatron_coca.ablation.grid import DeclaredContrast, read_ablation
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.statistics import power

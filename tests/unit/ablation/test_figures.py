@@ -11,7 +11,7 @@ from scipy import stats
 
 from megatron_coca.ablation import declared, reporting
 from megatron_coca.ablation.cells import CellRecord, read_cell
-from megatron_coca.ablation.contrasts import Figures
+from megatron_coca.ablation.figures import Figures
 from megatron_coca.ablation.grid import DeclaredContrast
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
