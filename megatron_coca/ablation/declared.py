@@ -1,128 +1,37 @@
-"""Tests of a file's declared contrasts (together with Holm's correction, or in a fixed sequence), and their power.
-
-A p-value and the interval beside it always have the same correction. In a fixed sequence neither is corrected, because
-each contrast is tested at a level of 5%.
-"""
+"""Sentences on a file's declared contrasts: how they are tested, with which power, and what the tests showed."""
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
 from megatron_coca.ablation.grid import AblationFile, DeclaredContrast
-from megatron_coca.evaluation.options import in_sentence
-from megatron_coca.evaluation.statistics import (
-    Estimate,
-    equal,
-    estimate,
-    exponential,
-    exponentiated,
-    holm,
-    holm_factors,
+from megatron_coca.evaluation.contrasts import (
+    LEVEL,
+    Declared,
+    Differences,
+    Step,
+    Verdict,
+    in_sequence,
     level_text,
-    p_value,
-    power,
+    p_text,
+    power_of,
+    verdict_of,
 )
-
-LEVEL = 0.05
-"""Level of the tests, which are two-sided."""
-
-Verdict = Literal["holds", "holds in the opposite direction", "does not hold", "cannot be tested", "not tested"]
-"""The result of a contrast in a sequence. Only "holds" lets the next contrast be tested."""
+from megatron_coca.evaluation.options import in_sentence
+from megatron_coca.evaluation.statistics import Estimate, equal, exponential
 
 
-SMALLEST_P = 1e-12
-"""Smallest p-value that is shown as a number."""
-
-
-class Declared(NamedTuple):
-    """A declared contrast with its mean difference over seeds (of logarithms for perplexities).
-
-    `p` is the p-value of the two-sided paired t test; `holm` is this p-value corrected for all contrasts of the file.
-    Both are NaN if all seeds differ by the same amount, or if a difference is not finite. The interval has the same
-    correction as `holm`: its confidence `level` is that at which Holm's method tests this contrast, so it excludes 0 if
-    and only if `holm` is below 5%.
-    """
-
-    contrast: DeclaredContrast
-    difference: Estimate
-    p: float
-    holm: float
-    level: float
-
-    @property
-    def times(self) -> Estimate:
-        """The ratio of perplexities, for a difference of their logarithms."""
-        return exponentiated(self.difference)
-
-
-class Step(NamedTuple):
-    """A contrast of a sequence. If the verdict is "not tested", `p` is not the result of a test."""
-
-    contrast: DeclaredContrast
-    difference: Estimate
-    p: float
-    verdict: Verdict
-
-
-Differences = Sequence[float]
-"""Differences of one contrast, paired by seed."""
-
-
-def together(found: Sequence[tuple[DeclaredContrast, Differences]], count: int) -> list[Declared]:
-    """Return the contrasts with at least two seeds, with p-values and intervals corrected for all `count` declared
-    contrasts.
-    """
-    known = [(contrast, differences) for contrast, differences in found if len(differences) > 1]
-    p_values = [p_value(differences) for _, differences in known]
-    missing = [1.0] * (count - len(known))  # these count too, so that an unfinished study does not claim more
-    corrected, factors = holm(p_values + missing), holm_factors(p_values + missing)
-    tested = []
-    for (contrast, differences), p, own, factor in zip(known, p_values, corrected, factors, strict=False):
-        level = 1.0 - LEVEL / factor
-        tested.append(Declared(contrast, estimate(differences, level), p, own, level))
-    return tested
-
-
-def in_sequence(found: Sequence[tuple[DeclaredContrast, Differences]], seeds: int) -> list[Step]:
+def steps_of(found: Sequence[tuple[DeclaredContrast, Differences]], seeds: int) -> list[Step[DeclaredContrast]]:
     """Return the steps of a sequence; empty until every contrast has all `seeds`, because each is tested only once."""
-    if any(len(differences) < max(seeds, 2) for _, differences in found):
-        return []
-    steps: list[Step] = []
-    for contrast, differences in found:
-        p, difference = p_value(differences), estimate(differences)
-        going_on = all(step.verdict == "holds" for step in steps)
-        steps.append(Step(contrast, difference, p, _verdict(contrast, difference, p) if going_on else "not tested"))
-    return steps
+    return [] if any(len(differences) < max(seeds, 2) for _, differences in found) else in_sequence(found)
 
 
-def _verdict(contrast: DeclaredContrast, difference: Estimate, p: float) -> Verdict:
-    if math.isnan(p):
-        return "cannot be tested"
-    if p >= LEVEL:
-        return "does not hold"
-    opposite = contrast.expected is not None and contrast.expected * difference.mean < 0
-    return "holds in the opposite direction" if opposite else "holds"
+def level_of(file: AblationFile) -> float:
+    """Return the level at which the power is computed.
 
-
-def p_text(p: float) -> str:
-    """Return a p-value with two digits, or "undefined" if all seeds differ by the same amount.
-
-    Values below 1e-12 are only compared with it: rounding of the t distribution is almost as large.
+    For contrasts tested together, it is the smallest level of Holm's correction, so the power is a lower bound. In a
+    sequence, the power is that of a contrast if all contrasts before it hold.
     """
-    return "undefined" if math.isnan(p) else "below 1e-12" if p < SMALLEST_P else f"{p:.2g}"
-
-
-def power_of(file: AblationFile, contrast: DeclaredContrast, share: float = 1.0) -> float | None:
-    """Return a contrast's power with all seeds of the file, if the true difference is `share` of the expected one.
-
-    Return None if the contrast declares no expected difference. For a sequence, this is the power if all contrasts
-    before it hold. For contrasts tested together, it is the power at the smallest level of Holm's correction, which is
-    a lower bound.
-    """
-    if contrast.expected is None or contrast.deviation is None:
-        return None
-    level = LEVEL if file.testing == "sequence" else LEVEL / len(file.contrasts)
-    return power(share * contrast.expected / contrast.deviation, len(file.seeds), level)
+    return LEVEL if file.testing == "sequence" else LEVEL / len(file.contrasts)
 
 
 def plan(file: AblationFile) -> list[str]:
@@ -139,7 +48,7 @@ def plan(file: AblationFile) -> list[str]:
     return [how, *(f"{number}. {contrast.name}: {_power(file, contrast)}" for number, contrast in _numbered(file))]
 
 
-def outcome(file: AblationFile, steps: Sequence[Step]) -> list[str]:
+def outcome(file: AblationFile, steps: Sequence[Step[DeclaredContrast]]) -> list[str]:
     """Return sentences that describe the results of a sequence, in Markdown."""
     if not steps:
         return [f"Nothing is tested yet: each contrast is tested once, when all {len(file.seeds)} seeds are finished."]
@@ -157,7 +66,11 @@ def outcome(file: AblationFile, steps: Sequence[Step]) -> list[str]:
     return [f"The primary contrast{text}", *lines]
 
 
-def claim(file: AblationFile, tested: Sequence[Declared], steps: Sequence[Step]) -> str:
+def claim(
+    file: AblationFile,
+    tested: Sequence[Declared[DeclaredContrast]],
+    steps: Sequence[Step[DeclaredContrast]],
+) -> str:
     """Return one sentence on the first contrast of a file; empty if it was not tested.
 
     `tested` are the contrasts of a file that tests them together, and `steps` those of a file with a sequence.
@@ -177,7 +90,7 @@ def claim(file: AblationFile, tested: Sequence[Declared], steps: Sequence[Step])
     if not math.isfinite(difference.mean):
         names = first.title or f"{in_sentence(first.label)} and {in_sentence(first.other)}"
         return f"{_place(first)}, the {_quantity(first)} of {names} cannot be compared: {INFINITE}."
-    verdict = VERDICTS[_verdict(first, difference, p)].format(count=difference.count)
+    verdict = VERDICTS[verdict_of(first.expected, difference, p)].format(count=difference.count)
     what = "" if math.isnan(difference.low) else "; p-value and interval are"
     correction = f"{what or ','} corrected for {count} contrasts" if count > 1 else ""
     shown = "" if math.isnan(p) else f" (two-sided p = {p_text(p)}{correction})"
@@ -264,9 +177,11 @@ def _numbered(file: AblationFile) -> list[tuple[int, DeclaredContrast]]:
 
 
 def _power(file: AblationFile, contrast: DeclaredContrast) -> str:
-    whole, half = (power_of(file, contrast, share) for share in (1.0, 0.5))
-    if whole is None or half is None or contrast.expected is None:
+    if contrast.expected is None:
         return "power not computed, because the file declares no expected difference"
+    whole, half = (power_of(contrast, len(file.seeds), level_of(file), share) for share in (1.0, 0.5))
+    if whole is None or half is None:
+        return "power not computed, because a test needs at least two seeds"
     logarithm = "" if contrast.is_recall else " of logarithms"
     return (
         f"power {whole:.2f} for a difference{logarithm} of {contrast.expected:g} with a standard deviation of "

@@ -9,14 +9,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
-from megatron_coca.ablation.declared import LEVEL, Declared, Step, in_sequence, outcome, plan, together
+from megatron_coca.ablation.declared import outcome, plan, steps_of
 from megatron_coca.ablation.grid import AblationFile, Cell, DeclaredContrast
 from megatron_coca.data.synthetic import chances_without_order
+from megatron_coca.evaluation.contrasts import LEVEL, Declared, Step, p_value, together
 from megatron_coca.evaluation.options import full_label, slug
 from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.looks import Member, members
 from megatron_coca.evaluation.results import EvaluationError, Result, read_record
-from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate, p_value
+from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate
 from megatron_coca.evaluation.tasks.perplexity.task import PerplexityResult, WindowResult
 from megatron_coca.evaluation.tasks.recall.section import head_panels
 from megatron_coca.evaluation.tasks.recall.task import RecallEntry, RecallResult
@@ -125,19 +126,19 @@ class Figures:
         """Return the mean recall accuracy over seeds with its t interval."""
         return estimate(list(self.accuracies(label, multiple, shift, part).values()))
 
-    def declared(self) -> list[Declared]:
+    def declared(self) -> list[Declared[DeclaredContrast]]:
         """Return the file's contrasts as `tested` does. Raises EvaluationError if they are tested in sequence."""
         if self._file.testing == "sequence":
             raise EvaluationError("contrasts: tested in sequence in this file; use figures.sequence()")
         return self.tested(self._file.contrasts)
 
-    def sequence(self) -> list[Step]:
+    def sequence(self) -> list[Step[DeclaredContrast]]:
         """Return the steps of a file with `testing: sequence`; empty until all of its seeds are finished."""
         if self._file.testing != "sequence":
             raise EvaluationError(
                 "contrasts: this file tests all of them together; call figures.declared(), or set `testing: sequence`"
             )
-        return in_sequence([(each, self._differences(each)) for each in self._file.contrasts], len(self._file.seeds))
+        return steps_of([(each, self._differences(each)) for each in self._file.contrasts], len(self._file.seeds))
 
     def judged(self) -> list[tuple[DeclaredContrast, list[float], str]]:
         """Return the file's contrasts with their paired differences and their results in this study."""
@@ -169,7 +170,7 @@ class Figures:
         """Return the seeds whose model has a recall accuracy below `least` at the training length."""
         return [seed for seed, accuracy in sorted(self.accuracies(label).items()) if accuracy < least]
 
-    def sensitivity(self, without: Collection[int]) -> list[Step]:
+    def sensitivity(self, without: Collection[int]) -> list[Step[DeclaredContrast]]:
         """Return the contrasts of a sequence without some seeds, as if all were tested. It was not declared."""
         found = [(contrast, self._differences(contrast, without)) for contrast in self._file.contrasts]
         return [Step(contrast, estimate(each), p_value(each), "not tested") for contrast, each in found]
@@ -182,7 +183,9 @@ class Figures:
         """Return sentences that describe the results of a sequence."""
         return outcome(self._file, self.sequence())
 
-    def compared(self, quantity: str, pairs: Sequence[tuple[str, str]], multiples: Sequence[float]) -> list[Declared]:
+    def compared(
+        self, quantity: str, pairs: Sequence[tuple[str, str]], multiples: Sequence[float]
+    ) -> list[Declared[DeclaredContrast]]:
         """Return the contrasts of pairs of labels at several lengths, tested together and sorted by p-value, undefined
         p-values last.
         """
@@ -193,7 +196,7 @@ class Figures:
         ]
         return sorted(self.tested(contrasts), key=lambda each: (math.isnan(each.p), each.p))
 
-    def tested(self, contrasts: Sequence[DeclaredContrast]) -> list[Declared]:
+    def tested(self, contrasts: Sequence[DeclaredContrast]) -> list[Declared[DeclaredContrast]]:
         """Return the contrasts with at least two common seeds, corrected for the number of all contrasts."""
         return together([(contrast, self._differences(contrast)) for contrast in contrasts], len(contrasts))
 

@@ -10,9 +10,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSynta
 
 from megatron_coca.ablation import declared
 from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, recorded_data, state_of, unpack
-from megatron_coca.ablation.correction import corrected_once, entries_of, entries_of_stretch, pooled
+from megatron_coca.ablation.correction import entries_of, entries_of_stretch, pooled
 from megatron_coca.ablation.figures import Figures
 from megatron_coca.ablation.grid import AblationFile, Cell, expand, read_ablation
+from megatron_coca.evaluation.contrasts import corrected_once, holm, level_text, p_text
 from megatron_coca.evaluation.options import slug
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.charts import svg
@@ -22,7 +23,6 @@ from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.results import EvaluationError, write_atomically
-from megatron_coca.evaluation.statistics import holm, level_text
 from megatron_coca.support.markdown_tables import escaped, format_table
 
 
@@ -146,7 +146,7 @@ def render(
         "hours": lambda: (
             sum(record.training_seconds + record.evaluation_seconds for record in map(read_cell, done)) / 3600
         ),
-        "p_text": declared.p_text,
+        "p_text": p_text,
         "level_text": level_text,
         **known,
         "missing": [cell.name for cell in cells if cell not in done],

@@ -1,4 +1,4 @@
-"""Confidence intervals of fractions and of means over seeds, corrected p-values, and the paired document bootstrap."""
+"""Confidence intervals of shares and means, and the bootstrap over documents."""
 
 import math
 from collections.abc import Sequence
@@ -38,11 +38,11 @@ def t_quantile(degrees: int, inside: float = 0.95) -> float:
     low, high = 0.0, math.pi / 2  # bounds of the angle with tangent t / sqrt(degrees)
     for _ in range(100):
         angle = (low + high) / 2
-        low, high = (angle, high) if _two_sided(angle, degrees) < inside else (low, angle)
+        low, high = (angle, high) if t_probability(angle, degrees) < inside else (low, angle)
     return math.sqrt(degrees) * math.tan(low)
 
 
-def _two_sided(angle: float, degrees: int) -> float:
+def t_probability(angle: float, degrees: int) -> float:
     """Return the probability between -t and t in Student's distribution, where t = sqrt(degrees) * tan(angle)."""
     odd, cosine = degrees % 2, math.cos(angle)
     term = total = cosine if odd else 1.0
@@ -88,68 +88,6 @@ def wilson_interval(fraction: float, count: int, inside: float = 0.95) -> tuple[
     low = (centre - reach) / scale if fraction > 0 else 0.0
     high = (centre + reach) / scale if fraction < 1 else 1.0
     return low, high
-
-
-def p_value(values: Sequence[float]) -> float:
-    """Return the two-sided p-value of Student's t test that two or more values have mean 0; 1 if all values are 0.
-
-    Return NaN if a value is not finite, or if all values are equal, but not 0: t would be a number divided by a
-    standard deviation of 0.
-    """
-    if not all(map(math.isfinite, values)):
-        return math.nan
-    if equal([*values, 0.0]):
-        return 1.0
-    if equal(values):
-        return math.nan
-    spread, mean = stdev(values) / math.sqrt(len(values)), fmean(values)
-    degrees = len(values) - 1
-    return 1.0 - _two_sided(math.atan(abs(mean) / spread / math.sqrt(degrees)), degrees)
-
-
-def power(effect: float, count: int, level: float = 0.05) -> float:
-    """Return the power of a two-sided t test of `count` (at least 2) paired values at the significance `level`.
-
-    The population mean is `effect` times the standard deviation sigma. The sample mean divided by sigma / sqrt(n) is
-    normal around effect * sqrt(n). The integral is over s, the sample standard deviation in units of sigma;
-    s * sqrt(degrees) has a chi distribution.
-    """
-    degrees, normal = count - 1, NormalDist()
-    spread = (np.arange(2000) + 0.5) / 2000 * (1.0 + 9.0 / math.sqrt(degrees))
-    logarithms = (degrees - 1) * np.log(spread) - degrees * spread**2 / 2
-    weights = np.exp(logarithms - logarithms.max())
-    needed, centre = t_quantile(degrees, 1.0 - level), effect * math.sqrt(count)
-    found = [normal.cdf(centre - needed * s) + normal.cdf(-centre - needed * s) for s in spread.tolist()]
-    return float(weights @ found / weights.sum())
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for multiple comparisons (Holm 1979), in the given order.
-
-    NaN, of a test that is undefined, stays NaN. It counts as a comparison with p = 1.
-    """
-    pairs = zip(holm_factors(p_values), p_values, strict=True)
-    return [math.nan if math.isnan(p) else min(1.0, factor * p) for factor, p in pairs]
-
-
-def holm_factors(p_values: Sequence[float]) -> list[float]:
-    """Return, in order, the numbers by which Holm's method multiplies the p-values before it limits them to 1.
-
-    An interval at a confidence of 1 - 0.05/factor excludes 0 if and only if the corrected p-value is below 0.05.
-    """
-    known = [1.0 if math.isnan(p) else p for p in p_values]
-    factors, largest = [0.0] * len(known), 0.0
-    for rank, index in enumerate(sorted(range(len(known)), key=known.__getitem__)):
-        count = len(known) - rank
-        largest = max(largest, count * known[index])  # a corrected p-value is at least that of every smaller p-value
-        factors[index] = largest / known[index] if known[index] > 0 else count
-    return factors
-
-
-def level_text(level: float) -> str:
-    """Return a confidence below 1 in percent, as `95%` or `99.6%`: no digits are rounded to 100%."""
-    texts = (f"{100 * level:.{digits}f}" for digits in range(1, 9))
-    return next(text for text in texts if float(text) < 100).removesuffix(".0") + "%"
 
 
 def difference_interval(one: Estimate, other: Estimate) -> tuple[float, float]:

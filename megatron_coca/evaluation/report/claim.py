@@ -5,13 +5,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from megatron_coca.evaluation.contrasts import level_text, simultaneous
 from megatron_coca.evaluation.options import in_sentence
 from megatron_coca.evaluation.report.document import Headline, Measure, Section, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import MARK, decimal
 from megatron_coca.evaluation.report.names import explained
 from megatron_coca.evaluation.report.result_tables import ReportOptions, differ_significantly, mark_best, testable
-from megatron_coca.evaluation.statistics import FEWEST_DOCUMENTS, level_text
+from megatron_coca.evaluation.statistics import FEWEST_DOCUMENTS
 
 MOST_ROWS = 8
 """Largest number of rows of the small table. Labels in the sentence have a row in any case."""
@@ -119,7 +120,7 @@ def _basis(cells: Mapping[str, TableCell], pairs: Sequence[tuple[TableCell, Tabl
     basis = "Tested with 95% intervals."
     if count > 1:
         basis = (
-            f"Tested with {level_text(1 - 0.05 / count)} intervals: 5% for {count} comparisons with the best number "
+            f"Tested with {level_text(simultaneous(count))} intervals: 5% for {count} comparisons with the best number "
             "together (Bonferroni). The intervals in tables and plots are not corrected (95%)."
         )
     if untested:

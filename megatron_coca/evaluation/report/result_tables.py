@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
+from megatron_coca.evaluation.contrasts import simultaneous
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.curves import Curve
@@ -250,7 +251,7 @@ def differ_significantly(one: TableCell, other: TableCell, comparisons: int = 1)
 
     With several `comparisons`, the level is 5% for all of them together (Bonferroni).
     """
-    inside = 1 - 0.05 / comparisons
+    inside = simultaneous(comparisons)
     ends = [_widened(cell, inside) for cell in (one, other)]
     if any(end is None for three in ends for end in three):
         return differ(one.sample, other.sample, inside)

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_coca.evaluation.statistics import Estimate, equal, estimate, power
+from megatron_coca.evaluation.contrasts import padded, pairs_needed, simultaneous
+from megatron_coca.evaluation.statistics import Estimate, equal, estimate
 from megatron_coca.evaluation.stretch.choices import simplicity
 from megatron_coca.evaluation.stretch.records import HOLDS, StretchResult
 
-LEVEL = 0.05
-"""Probability that the best method is wrongly excluded, for all comparisons together."""
 LOOKS = 5
 """Times at which methods are compared: with 4, 8, 16, 32 and 64 facts."""
 FEWEST = 4
@@ -66,12 +65,13 @@ class Decision(NamedTuple):
 
 
 def confidence(result: StretchResult) -> float:
-    """Return the confidence of each interval of a difference, so that all hold together (Bonferroni).
+    """Return the confidence of each interval of a difference, so that all hold together: the best method is wrongly
+    excluded with a probability of at most 5%.
 
     Every method except the leader is compared LOOKS times. Two quantities are compared, but only
     the upper end of each interval can exclude a method, so their number does not count.
     """
-    return 1.0 - LEVEL / (max(1, len(result.supported) - 1) * LOOKS)
+    return simultaneous(max(1, len(result.supported) - 1) * LOOKS)
 
 
 def failed(result: StretchResult, method: str, length: int) -> bool:
@@ -133,7 +133,8 @@ def compare(result: StretchResult, method: str, leader: str, length: int) -> Com
     margins = [one.margin - other.margin for one, other in pairs]
     by, ends, needed = separated_by(found, margins, inside), estimate(padded(found), inside), None
     if not by and len(pairs) >= FEWEST:
-        needed = min(_needed(padded(found), inside), _needed(margins, inside) if math.fsum(found) <= 0 else math.inf)
+        counted = [padded(found), margins] if math.fsum(found) <= 0 else [padded(found)]
+        needed = min(pairs_needed(each, inside, POWER, MOST_NEEDED) for each in counted)
     shares = replace(ends, mean=math.fsum(found) / len(found), low=max(-1.0, ends.low), high=min(1.0, ends.high))
     return Compared(method, len(pairs), shares, estimate(margins, inside), by, needed)
 
@@ -147,15 +148,6 @@ def separated_by(found: Sequence[float], margins: Sequence[float], inside: float
     if len(found) < FEWEST or math.fsum(found) > 0:
         return ""
     return "facts found" if _high(padded(found), inside) < 0 else "margin" if _high(margins, inside) < 0 else ""
-
-
-def padded(found: Sequence[float]) -> list[float]:
-    """Return the differences of facts found, with two additional pairs, one in favour of each method (Bonett and Price
-    2012).
-
-    So there is an interval even if all pairs agree, and its coverage is good even for few pairs.
-    """
-    return [*found, 1.0, -1.0]
 
 
 Key = tuple[str, int]
@@ -196,19 +188,3 @@ def _high(values: Sequence[float], inside: float) -> float:
     """Return the upper end of the interval of the mean; the mean itself if all values are equal."""
     found = estimate(values, inside)
     return found.mean if equal(values) else found.high
-
-
-def _needed(differences: Sequence[float], inside: float) -> float:
-    """Return the smallest number of facts that would show the mean difference with a probability of POWER, inf if it is
-    above MOST_NEEDED. The deviation is the standard deviation of the differences.
-    """
-    found = estimate(differences)
-    if equal(differences) or not math.isfinite(found.mean):
-        return math.inf
-    deviation = math.sqrt(math.fsum((each - found.mean) ** 2 for each in differences) / (len(differences) - 1))
-    low, high = 1, MOST_NEEDED + 1  # too few, and enough
-    while high - low > 1:
-        middle = (low + high) // 2
-        shown = power(found.mean / deviation, middle, 1.0 - inside) >= POWER
-        low, high = (low, middle) if shown else (middle, high)
-    return high if high <= MOST_NEEDED else math.inf

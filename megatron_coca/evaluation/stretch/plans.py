@@ -1,13 +1,12 @@
 """Plans of `megatron-coca stretch`: the measurements, and contrasts that are declared before the first run."""
 
-import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_coca.evaluation.contrasts import Step, in_sequence
 from megatron_coca.evaluation.results import EvaluationError, Record, read_yaml_file, validated
-from megatron_coca.evaluation.statistics import Estimate, estimate, power
 from megatron_coca.evaluation.stretch.choices import MOST, PLAIN, chosen_methods, multiples_up_to
 from megatron_coca.evaluation.stretch.records import StretchResult
 
@@ -25,6 +24,10 @@ class PlannedContrast(Record):
     quantity: Literal["margin", "loss"] = "margin"
     expected: float | None = Field(default=None, allow_inf_nan=False)
     deviation: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} - {self.other}, {self.at:g}x"
 
 
 class Plan(Record):
@@ -71,28 +74,12 @@ def pairs_of(plan: Plan, contrast: PlannedContrast) -> int | None:
     return plan.documents if contrast.quantity == "loss" else plan.cases.get(contrast.at)
 
 
-def power_of(plan: Plan, contrast: PlannedContrast) -> float | None:
-    """Return the power of a contrast if all contrasts before it are decided; None without an expected difference."""
-    pairs = pairs_of(plan, contrast)
-    if contrast.expected is None or contrast.deviation is None or pairs is None or pairs < 2:
-        return None
-    return power(contrast.expected / contrast.deviation, pairs)
+def paired_differences(result: StretchResult, plan: Plan, contrast: PlannedContrast) -> list[float] | None:
+    """Return the paired differences of a contrast, method minus other; None if results are missing.
 
-
-def difference(result: StretchResult, contrast: PlannedContrast, pairs: int | None = None) -> Estimate | None:
-    """Return the mean of the paired differences, method minus other; None if results are missing.
-
-    `pairs` is the planned number of pairs.
+    Margins are in nats, paired by fact, and losses in nats per token, paired by document.
     """
-    found = paired_differences(result, contrast, pairs)
-    return None if found is None else estimate(found)
-
-
-def paired_differences(
-    result: StretchResult, contrast: PlannedContrast, pairs: int | None = None
-) -> list[float] | None:
-    """Return the differences of `difference`: in nats by fact for margins, in nats per token by document for losses."""
-    length = round(contrast.at * result.trained)
+    length, pairs = round(contrast.at * result.trained), pairs_of(plan, contrast)
     if contrast.quantity == "margin":
         cases = [result.facts(name, length)[:pairs] for name in (contrast.method, contrast.other)]
         values = [[case.margin for case in each] for each in cases if each]
@@ -104,23 +91,14 @@ def paired_differences(
     return [one - other for one, other in zip(*values, strict=True)]
 
 
-def contrast_rows(result: StretchResult, plan: Plan) -> list[list[str]]:
-    """Return a row for each contrast in the order of the plan, tested until the first one that is not decided."""
-    rows, testing = [], True
-    for contrast in plan.contrasts:
-        found = difference(result, contrast, pairs_of(plan, contrast))
-        name = f"{contrast.method} - {contrast.other}, {contrast.at:g}x"
-        declared = power_of(plan, contrast)
-        row = [name, contrast.quantity, "-" if declared is None else f"{declared:.2f}"]
-        if found is None:
-            rows.append([*row, "not measured", "-", "not tested"])
-            testing = False
-            continue
-        interval = "-" if math.isnan(found.low) else f"{found.low:+.3f} .. {found.high:+.3f}"
-        decided = found.low > 0 or found.high < 0
-        verdict = (
-            "not tested" if not testing else "not decided" if not decided else "higher" if found.mean > 0 else "lower"
-        )
-        testing = testing and decided
-        rows.append([*row, f"{found.mean:+.3f}", interval, verdict])
-    return rows
+def sequence(result: StretchResult, plan: Plan) -> list[Step[PlannedContrast]]:
+    """Return the contrasts of a plan, tested in its order until the first that is not decided or not measured."""
+    found = [(each, paired_differences(result, plan, each)) for each in plan.contrasts]
+    return in_sequence(found, either_direction=True)
+
+
+def outcome_of(step: Step[PlannedContrast]) -> str:
+    """Return the result of a contrast in words: which side is higher, if that is decided."""
+    if step.verdict == "not tested":
+        return step.verdict
+    return "not decided" if step.verdict != "holds" else "higher" if step.difference.mean > 0 else "lower"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from megatron_coca.evaluation.contrasts import Step, level_text, power_of, simultaneous
 from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels
 from megatron_coca.evaluation.report.document import EMPTY, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.looks import Member, look_of, recoloured
@@ -12,13 +13,12 @@ from megatron_coca.evaluation.statistics import (
     estimate,
     exponential,
     geometric_estimate,
-    level_text,
     wilson_interval,
 )
 from megatron_coca.evaluation.stretch.choices import PLAIN
-from megatron_coca.evaluation.stretch.decision import FEWEST, LEVEL, LOOKS, POWER, Decision, confidence
+from megatron_coca.evaluation.stretch.decision import FEWEST, LOOKS, POWER, Decision, confidence
 from megatron_coca.evaluation.stretch.measuring import DIGITS, FOILS
-from megatron_coca.evaluation.stretch.plans import Plan, contrast_rows
+from megatron_coca.evaluation.stretch.plans import Plan, PlannedContrast, outcome_of, pairs_of, sequence
 from megatron_coca.evaluation.stretch.records import HOLDS, StretchResult
 
 PICTURE = "stretch"
@@ -45,7 +45,7 @@ def main_table(result: StretchResult) -> Table:
 
 def together(result: StretchResult) -> float:
     """Return the confidence of one method's interval, so that the intervals of all methods hold in 95% of cases."""
-    return 1.0 - LEVEL / len(result.supported)
+    return simultaneous(len(result.supported))
 
 
 def _perplexity(result: StretchResult, method: str, length: int) -> TableCell:
@@ -184,13 +184,24 @@ def time_table(result: StretchResult) -> Table:
 
 def contrast_table(result: StretchResult, plan: Plan) -> Table:
     header = ("contrast", "quantity", "declared power", "difference", "95% interval", "verdict")
-    rows = [TableRow(name, tuple(map(TableCell, cells))) for name, *cells in contrast_rows(result, plan)]
+    rows = [_contrast_row(step, plan) for step in sequence(result, plan)]
     note = (
         "Mean differences of margins (nats), paired by case, or of losses (nats per token), paired by document, with t "
         "intervals. The contrasts are tested in this order until the first one that is not decided. The declared power "
         "follows from the expected difference and deviation, which were declared before the run."
     )
     return Table("contrasts", "Contrasts, in the declared order", header, tuple(rows), (note,))
+
+
+def _contrast_row(step: Step[PlannedContrast], plan: Plan) -> TableRow:
+    contrast, found = step.contrast, step.difference
+    declared, mean, interval = power_of(contrast, pairs_of(plan, contrast)), f"{found.mean:+.3f}", "-"
+    if not found.count:
+        mean = "not measured"
+    elif not math.isnan(found.low):
+        interval = f"{found.low:+.3f} .. {found.high:+.3f}"
+    texts = (contrast.quantity, "-" if declared is None else f"{declared:.2f}", mean, interval, outcome_of(step))
+    return TableRow(contrast.name, tuple(map(TableCell, texts)))
 
 
 Ends = tuple[float, float, float]

@@ -1,8 +1,6 @@
 """Declared contrasts in a fixed sequence: the time of the test, the end of the sequence, and the sentences on it."""
 
 import math
-import random
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,19 +8,11 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from megatron_coca.ablation.declared import (
-    LEVEL,
-    claim,
-    in_sequence,
-    outcome,
-    plan,
-    power_of,
-    together,
-)
+from megatron_coca.ablation.declared import claim, level_of, outcome, plan, steps_of
 from megatron_coca.ablation.figures import Figures
 from megatron_coca.ablation.grid import DeclaredContrast, read_ablation
 from megatron_coca.evaluation import EvaluationError
-from megatron_coca.evaluation.statistics import power
+from megatron_coca.evaluation.contrasts import power, power_of, together
 from megatron_coca.support.safe_yaml import read_yaml
 
 STUDIES = Path(__file__).parents[3] / "studies"
@@ -69,7 +59,7 @@ def test_a_sequence_ends_at_the_first_that_does_not_hold(
     values: list[list[float]], verdicts: list[str], summary: str
 ) -> None:
     file = declared(*["recall"] * len(values))
-    steps = in_sequence(list(zip(file.contrasts, values, strict=True)), 3)
+    steps = steps_of(list(zip(file.contrasts, values, strict=True)), 3)
     assert [step.verdict for step in steps] == verdicts
     expected = [math.nan if each == SAME else stats.ttest_1samp(each, 0).pvalue for each in values]
     assert [step.p for step in steps] == pytest.approx(expected, nan_ok=True)
@@ -100,7 +90,7 @@ def test_the_sentence_on_a_declared_contrast(
 ) -> None:
     file = declared(quantity, testing=testing)
     found = [(file.contrasts[0], values)]
-    said = claim(file, together(found, 1), in_sequence(found, 3))
+    said = claim(file, together(found, 1), steps_of(found, 3))
     assert said.startswith(f"At 16 times the training length, the {quantity} of CoCA ") and statement in said
     assert said.endswith(f"{verdict.replace('P', 'two-sided p =')}.")
 
@@ -120,25 +110,12 @@ def test_p_value_and_interval_have_one_correction(others: list[list[float]], int
     assert f"({interval})" in said and said.endswith(f"(two-sided p = {p}).")
 
 
-def test_an_interval_excludes_zero_if_and_only_if_its_corrected_p_value_is_below_5_percent() -> None:
-    generator, contrast, sides = random.Random(0), declared("recall").contrasts[0], Counter[bool]()
-    for _ in range(200):
-        count = generator.randrange(1, 9)
-        values = [[generator.gauss(generator.choice((0.0, 1.5)), 1.0) for _ in range(6)] for _ in range(count)]
-        for each in together([(contrast, found) for found in values], count + generator.randrange(3)):
-            excludes = each.difference.low > 0 or each.difference.high < 0
-            assert excludes is (each.holm < LEVEL) and 0.95 <= each.level < 1
-            assert (each.times.low > 1 or each.times.high < 1) is excludes
-            sides[excludes and each.holm > 1.5 * each.p] += 1
-    assert min(sides.values()) > 40
-
-
 @pytest.mark.parametrize("testing", ["together", "sequence"])
 @pytest.mark.parametrize("values", [[math.nan, 0.1, 0.2], [math.inf] * 3, [0.1, -math.inf, 0.2]])
 def test_a_seed_without_a_finite_loss_is_named_in_the_sentence(testing: str, values: list[float]) -> None:
     file = declared("perplexity", "recall", testing=testing)
     found = list(zip(file.contrasts, [values, CLEAR], strict=True))
-    said, steps = claim(file, together(found, 2), in_sequence(found, 3)), in_sequence(found, 3)
+    said, steps = claim(file, together(found, 2), steps_of(found, 3)), steps_of(found, 3)
     assert said == (
         "At 16 times the training length, the perplexity of CoCA and RoFormer cannot be compared: at least one seed "
         "has no finite difference."
@@ -151,7 +128,7 @@ def test_a_seed_without_a_finite_loss_is_named_in_the_sentence(testing: str, val
 
 def test_nothing_is_tested_before_all_seeds_are_finished() -> None:
     file = declared("recall", "perplexity")
-    steps = in_sequence(list(zip(file.contrasts, [CLEAR, CLEAR[:2]], strict=True)), 3)
+    steps = steps_of(list(zip(file.contrasts, [CLEAR, CLEAR[:2]], strict=True)), 3)
     assert steps == []
     assert outcome(file, steps) == [
         "Nothing is tested yet: each contrast is tested once, when all 3 seeds are finished."
@@ -160,7 +137,7 @@ def test_nothing_is_tested_before_all_seeds_are_finished() -> None:
 
 def test_the_plan_has_the_power_of_each_contrast() -> None:
     file = declared("recall", "perplexity")
-    assert power_of(file, file.contrasts[0]) == power(2.0, 3)
+    assert level_of(file) == 0.05
     first, recall, perplexity = plan(file)
     assert first.startswith("The first of 2 contrasts is the primary contrast. Each is tested once")
     assert recall == (
@@ -169,8 +146,10 @@ def test_the_plan_has_the_power_of_each_contrast() -> None:
     )
     assert "for a difference of logarithms of 0.2" in perplexity
     both = declared("recall", "recall", testing="together")
-    assert power_of(both, both.contrasts[0]) == power(2.0, 3, 0.025), "at the first level of Holm's correction"
+    assert level_of(both) == 0.025 and f"power {power(2.0, 3, 0.025):.2f} for" in plan(both)[1], "Holm's first level"
     assert plan(both)[0] == "The p-values and intervals of 2 two-sided contrasts are corrected together (Holm)."
+    both.seeds = [1]
+    assert plan(both)[1].endswith("power not computed, because a test needs at least two seeds")
     assert plan(SimpleNamespace(contrasts=[])) == []  # type: ignore[arg-type]
 
 
@@ -200,7 +179,7 @@ def test_weights_that_compare_nothing_are_errors(given: dict[str, Any], problem:
 
 def test_books_with_power_has_power_and_seeds_of_its_own() -> None:
     file = read_ablation(STUDIES / "books_power/plan.yml")
-    powers = [power_of(file, contrast) for contrast in file.contrasts]
+    powers = [power_of(contrast, len(file.seeds), level_of(file)) for contrast in file.contrasts]
     assert file.testing == "sequence" and all(each is not None and each > 0.99 for each in powers)
     assert "seed" in (file.tasks["recall"] or {}), "questions are drawn per seed"
     seeds: list[int] = []

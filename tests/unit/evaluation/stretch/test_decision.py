@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.evaluation.statistics import power
+from megatron_coca.evaluation.contrasts import LEVEL, power
 from megatron_coca.evaluation.stretch import decision
 from megatron_coca.evaluation.stretch.choices import CHOICES, simplicity
 from megatron_coca.evaluation.stretch.decision import decide, open_facts, open_windows, separated_by
@@ -106,7 +106,7 @@ def test_the_number_of_facts_that_would_decide_has_the_power() -> None:
 
 def test_all_comparisons_together_seldom_exclude_the_best_method() -> None:
     """Four equal methods, compared with the best one so far at every look, also if most facts are found."""
-    inside = 1 - decision.LEVEL / (3 * decision.LOOKS)
+    inside = 1 - LEVEL / (3 * decision.LOOKS)
     for share in (0.5, 0.9):
         draw, wrong, runs = random.Random(5), 0, 400
         for _ in range(runs):
@@ -119,7 +119,7 @@ def test_all_comparisons_together_seldom_exclude_the_best_method() -> None:
                 nats = [one - other for one, other in zip(margins[0], margins[leader], strict=True)]
                 excluded |= bool(leader and separated_by(found[:count], nats[:count], inside))
             wrong += excluded
-        assert wrong / runs <= decision.LEVEL
+        assert wrong / runs <= LEVEL
 
 
 def test_facts_before_a_missing_number_are_compared() -> None:

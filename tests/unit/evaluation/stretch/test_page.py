@@ -2,15 +2,17 @@
 
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from megatron_coca.evaluation.contrasts import power_of
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.stretch.decision import decide
 from megatron_coca.evaluation.stretch.page import basis_of, sentence, write_page
-from megatron_coca.evaluation.stretch.plans import difference, power_of, read_plan
+from megatron_coca.evaluation.stretch.plans import paired_differences, read_plan
 from megatron_coca.evaluation.stretch.records import Losses, Retrieval, StretchResult
 from tests.unit.evaluation.stretch_cases import PLAN, config_of, small_result, stretch_result
 
@@ -81,15 +83,13 @@ def test_contrasts_in_sequence(tmp_path: Path) -> None:
     text = write_page(result, {name: config_of(name) for name in PLAN.methods}, tmp_path, PLAN)
     rows = [line for line in text.splitlines() if line.startswith("| ") and "2x" in line]
     assert len(rows) == len(PLAN.contrasts) == 6
-    found = difference(result, PLAN.contrasts[0], 24)
-    assert (
-        found is not None
-        and found.mean == pytest.approx(-4.0, abs=0.1)
-        and difference(result, PLAN.contrasts[0], 25) is None
-    )
+    found = paired_differences(result, PLAN, PLAN.contrasts[0])
+    assert found is not None and len(found) == 24 and fmean(found) == pytest.approx(-4.0, abs=0.1)
+    more = PLAN.model_copy(update={"cases": dict.fromkeys(PLAN.cases, 25)})
+    assert paired_differences(result, more, PLAN.contrasts[0]) is None
     verdicts = [row.split("|")[-2].strip() for row in rows]
     assert verdicts == ["lower", "lower", "higher", "not decided", "not tested", "not tested"]
-    assert power_of(PLAN, PLAN.contrasts[0]) == pytest.approx(0.963, abs=1e-3) and " 0.96 |" in rows[0]
+    assert power_of(PLAN.contrasts[0], 24) == pytest.approx(0.963, abs=1e-3) and " 0.96 |" in rows[0]
 
 
 def test_nothing_beyond_the_training_length() -> None:

@@ -3,7 +3,7 @@
 import statistics
 from pathlib import Path
 
-from megatron_coca.evaluation.statistics import power
+from megatron_coca.evaluation.contrasts import power
 from megatron_coca.evaluation.stretch import tables
 from megatron_coca.evaluation.stretch.decision import decide
 from megatron_coca.evaluation.stretch.page import _table as markdown

@@ -1,0 +1,289 @@
+"""Statistics of contrasts: tests of paired differences, one by one, in sequence or corrected together, and their power.
+
+Ablations pair differences by seed; `megatron-coca stretch` pairs them by hidden fact or by document. A p-value and the
+interval beside it always have the same correction.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist, fmean, stdev
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.statistics import Estimate, equal, estimate, exponentiated, t_probability, t_quantile
+
+LEVEL = 0.05
+"""Level of the tests, which are two-sided."""
+
+Differences = Sequence[float]
+"""Differences of one contrast, paired by seed, fact or document."""
+
+Verdict = Literal["holds", "holds in the opposite direction", "does not hold", "cannot be tested", "not tested"]
+"""The result of a contrast in a sequence."""
+
+
+class AnyContrast(Protocol):
+    """What plans of every kind declare of a contrast: the mean difference and the standard deviation they expect."""
+
+    @property
+    def expected(self) -> float | None: ...
+
+    @property
+    def deviation(self) -> float | None: ...
+
+
+ContrastType = TypeVar("ContrastType", bound=AnyContrast)
+
+
+# One contrast
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Return the two-sided p-value of Student's t test that two or more values have mean 0; 1 if all values are 0.
+
+    Return NaN if a value is not finite, or if all values are equal, but not 0: t would be a number divided by a
+    standard deviation of 0.
+    """
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    if equal([*values, 0.0]):
+        return 1.0
+    if equal(values):
+        return math.nan
+    spread, mean = stdev(values) / math.sqrt(len(values)), fmean(values)
+    degrees = len(values) - 1
+    return 1.0 - t_probability(math.atan(abs(mean) / spread / math.sqrt(degrees)), degrees)
+
+
+def power(effect: float, count: int, level: float = LEVEL) -> float:
+    """Return the power of a two-sided t test of `count` (at least 2) paired values at the significance `level`.
+
+    The population mean is `effect` times the standard deviation sigma. The sample mean divided by sigma / sqrt(n) is
+    normal around effect * sqrt(n). The integral is over s, the sample standard deviation in units of sigma;
+    s * sqrt(degrees) has a chi distribution.
+    """
+    degrees, normal = count - 1, NormalDist()
+    spread = (np.arange(2000) + 0.5) / 2000 * (1.0 + 9.0 / math.sqrt(degrees))
+    logarithms = (degrees - 1) * np.log(spread) - degrees * spread**2 / 2
+    weights = np.exp(logarithms - logarithms.max())
+    needed, centre = t_quantile(degrees, 1.0 - level), effect * math.sqrt(count)
+    found = [normal.cdf(centre - needed * s) + normal.cdf(-centre - needed * s) for s in spread.tolist()]
+    return float(weights @ found / weights.sum())
+
+
+def power_of(contrast: AnyContrast, pairs: int | None, level: float = LEVEL, share: float = 1.0) -> float | None:
+    """Return the power of a contrast with `pairs` pairs, if the true difference is `share` of the expected one.
+
+    Return None if the contrast declares no expected difference, or if there are fewer than two pairs or an unknown
+    number of them (None).
+    """
+    if contrast.expected is None or contrast.deviation is None or pairs is None or pairs < 2:
+        return None
+    return power(share * contrast.expected / contrast.deviation, pairs, level)
+
+
+def pairs_needed(differences: Differences, inside: float, wanted: float, most: int) -> float:
+    """Return the smallest number of pairs that would show the mean difference with the power `wanted`, or inf.
+
+    The interval of the difference has the confidence `inside`. The result is inf if it is above `most`, or if all
+    differences are equal. The deviation is the standard deviation of the differences.
+    """
+    found = estimate(differences)
+    if equal(differences) or not math.isfinite(found.mean):
+        return math.inf
+    deviation = math.sqrt(math.fsum((each - found.mean) ** 2 for each in differences) / (len(differences) - 1))
+    low, high = 1, most + 1  # too few, and enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        shown = power(found.mean / deviation, middle, 1.0 - inside) >= wanted
+        low, high = (low, middle) if shown else (middle, high)
+    return high if high <= most else math.inf
+
+
+def padded(differences: Differences) -> list[float]:
+    """Return differences of outcomes that are 0 or 1, with two additional pairs, one in favour of each side (Bonett
+    and Price 2012).
+
+    So there is an interval even if all pairs agree, and its coverage is good even for few pairs.
+    """
+    return [*differences, 1.0, -1.0]
+
+
+# Several contrasts
+
+
+def simultaneous(comparisons: float) -> float:
+    """Return the confidence of each interval with which all intervals hold together in 95% of cases (Bonferroni)."""
+    return 1.0 - LEVEL / comparisons
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for multiple comparisons (Holm 1979), in the given order.
+
+    NaN, of a test that is undefined, stays NaN. It counts as a comparison with p = 1.
+    """
+    pairs = zip(holm_factors(p_values), p_values, strict=True)
+    return [math.nan if math.isnan(p) else min(1.0, factor * p) for factor, p in pairs]
+
+
+def holm_factors(p_values: Sequence[float]) -> list[float]:
+    """Return, in order, the numbers by which Holm's method multiplies the p-values before it limits them to 1.
+
+    An interval at a confidence of 1 - 0.05/factor excludes 0 if and only if the corrected p-value is below 0.05.
+    """
+    known = [1.0 if math.isnan(p) else p for p in p_values]
+    factors, largest = [0.0] * len(known), 0.0
+    for rank, index in enumerate(sorted(range(len(known)), key=known.__getitem__)):
+        count = len(known) - rank
+        largest = max(largest, count * known[index])  # a corrected p-value is at least that of every smaller p-value
+        factors[index] = largest / known[index] if known[index] > 0 else count
+    return factors
+
+
+class Declared(NamedTuple, Generic[ContrastType]):
+    """A contrast that is tested together with others, with its mean difference (of logarithms for perplexities).
+
+    `p` is the p-value of the two-sided paired t test; `holm` is this p-value corrected for all contrasts. Both are NaN
+    if all differences are equal, or if one is not finite. The interval has the same correction as `holm`: its
+    confidence `level` is that at which Holm's method tests this contrast, so it excludes 0 if and only if `holm` is
+    below 5%.
+    """
+
+    contrast: ContrastType
+    difference: Estimate
+    p: float
+    holm: float
+    level: float
+
+    @property
+    def times(self) -> Estimate:
+        """The ratio of perplexities, for a difference of their logarithms."""
+        return exponentiated(self.difference)
+
+
+def together(found: Sequence[tuple[ContrastType, Differences]], count: int) -> list[Declared[ContrastType]]:
+    """Return the contrasts with at least two differences, with p-values and intervals corrected for all `count`
+    contrasts (Holm).
+    """
+    known = [(contrast, differences) for contrast, differences in found if len(differences) > 1]
+    p_values = [p_value(differences) for _, differences in known]
+    missing = [1.0] * (count - len(known))  # these count too, so that an unfinished study does not claim more
+    corrected, factors = holm(p_values + missing), holm_factors(p_values + missing)
+    tested = []
+    for (contrast, differences), p, own, factor in zip(known, p_values, corrected, factors, strict=False):
+        level = simultaneous(factor)
+        tested.append(Declared(contrast, estimate(differences, level), p, own, level))
+    return tested
+
+
+class Step(NamedTuple, Generic[ContrastType]):
+    """A contrast of a sequence. If the verdict is "not tested", `p` is not the result of a test."""
+
+    contrast: ContrastType
+    difference: Estimate
+    p: float
+    verdict: Verdict
+
+
+def in_sequence(
+    found: Sequence[tuple[ContrastType, Differences | None]], either_direction: bool = False
+) -> list[Step[ContrastType]]:
+    """Return contrasts that are tested in this order at LEVEL, each only if all before it hold.
+
+    A significant difference in the opposite direction to the expected one holds only with `either_direction`. A
+    contrast that was not measured has no differences (None), and ends the sequence.
+    """
+    steps: list[Step[ContrastType]] = []
+    for contrast, differences in found:
+        if differences is None:
+            steps.append(Step(contrast, Estimate(math.nan, math.nan, math.nan, 0), math.nan, "not tested"))
+            continue
+        p, difference = p_value(differences), estimate(differences)
+        expected = None if either_direction else contrast.expected
+        going_on = all(step.verdict == "holds" for step in steps)
+        steps.append(Step(contrast, difference, p, verdict_of(expected, difference, p) if going_on else "not tested"))
+    return steps
+
+
+def verdict_of(expected: float | None, difference: Estimate, p: float) -> Verdict:
+    """Return the verdict on a tested difference; `expected` is the expected one, if its direction counts."""
+    if math.isnan(p):
+        return "cannot be tested"
+    if p >= LEVEL:
+        return "does not hold"
+    opposite = expected is not None and expected * difference.mean < 0
+    return "holds in the opposite direction" if opposite else "holds"
+
+
+class ContrastEntry(NamedTuple):
+    """A declared contrast of one of many studies, with its paired differences.
+
+    Attributes:
+        name: the two sides, as in "CoCA-Slack against RoFormer".
+        at: the length as a multiple of the training length.
+        quantity: what is compared, with the unit of the differences unless they are shares of right answers.
+        verdict: the result of the contrast in its own study.
+    """
+
+    study: str
+    name: str
+    at: float
+    quantity: str
+    differences: Differences
+    verdict: str
+
+
+class Corrected(NamedTuple):
+    """An entry whose interval and p-value are both corrected for the number of all entries.
+
+    With n entries, `difference` has an interval at a confidence of 1 - 5%/n, so that all intervals together contain the
+    true differences in 95% of cases; `corrected` is n times `p`, at most 1. So an interval excludes 0 if and only if
+    `corrected` is below 5%. Both p-values are NaN if the t test is undefined.
+    """
+
+    entry: ContrastEntry
+    difference: Estimate
+    p: float
+    corrected: float
+
+    @property
+    def significant(self) -> bool:
+        return self.corrected < LEVEL
+
+
+def corrected_once(entries: Sequence[ContrastEntry]) -> list[Corrected]:
+    """Return all entries, each corrected for the number of all (Bonferroni), in the given order.
+
+    Raises EvaluationError if an entry has fewer than two differences: it would count without a test.
+    """
+    short = [f"{entry.study}: {entry.name}" for entry in entries if len(entry.differences) < 2]
+    if short:
+        raise EvaluationError(f"{short[0]}: fewer than two pairs; leave the study out until it is finished")
+    count, found = len(entries), []
+    for entry in entries:
+        p = p_value(entry.differences)
+        found.append(Corrected(entry, estimate(entry.differences, simultaneous(count)), p, min(count * p, 1.0)))
+    return found
+
+
+# Words
+
+
+SMALLEST_P = 1e-12
+"""Smallest p-value that is shown as a number."""
+
+
+def p_text(p: float) -> str:
+    """Return a p-value with two digits, or "undefined" if the t test is undefined.
+
+    Values below 1e-12 are only compared with it: rounding of the t distribution is almost as large.
+    """
+    return "undefined" if math.isnan(p) else "below 1e-12" if p < SMALLEST_P else f"{p:.2g}"
+
+
+def level_text(level: float) -> str:
+    """Return a confidence below 1 in percent, as `95%` or `99.6%`: no digits are rounded to 100%."""
+    texts = (f"{100 * level:.{digits}f}" for digits in range(1, 9))
+    return next(text for text in texts if float(text) < 100).removesuffix(".0") + "%"
