@@ -115,7 +115,7 @@ class DeclaredContrast(Record):
             raise ValueError("label and other, or weights and title: set one of these pairs, and all of it")
         size = sum(map(abs, self.weights.values()))
         if self.weights and (not size or abs(sum(self.weights.values())) > 1e-6 * size):
-            raise ValueError("weights: all are 0, or their sum is not 0; compare labels with each other")
+            raise ValueError("weights: a contrast needs weights that are not all 0 and whose sum is 0; change them")
         return self
 
     @model_validator(mode="after")

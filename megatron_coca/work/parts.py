@@ -30,5 +30,5 @@ def part_of(text: str, environment: Mapping[str, str] = os.environ) -> tuple[int
                 "number the array from 0, and give its whole size"
             )
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise ArgumentTypeError(f"{text:.20} is not I/N with I in 1 to N, and not auto/N")
+        raise ArgumentTypeError(f"{text:.20}: not a part; write I/N with I from 1 to N, such as 1/8, or auto/N")
     return int(part) - 1, int(parts)

@@ -168,8 +168,8 @@ def test_a_sequence_is_not_read_as_corrected_together_nor_the_reverse() -> None:
         ({"label": "a"}, "label and other, or weights and title"),
         ({"label": "a", "other": "b", "title": "a against b"}, "label and other, or weights and title"),
         ({"weights": {"a": 1, "b": -1}}, "label and other, or weights and title"),
-        ({"weights": {"a": 1, "b": -0.9}, "title": "t"}, "their sum is not 0"),
-        ({"weights": {"a": 0, "b": 0}, "title": "t"}, "all are 0"),
+        ({"weights": {"a": 1, "b": -0.9}, "title": "t"}, "whose sum is 0"),
+        ({"weights": {"a": 0, "b": 0}, "title": "t"}, "not all 0"),
     ],
 )
 def test_weights_that_compare_nothing_are_errors(given: dict[str, Any], problem: str) -> None:

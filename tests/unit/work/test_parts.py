@@ -30,9 +30,9 @@ def test_valid_parts(text: str, environment: dict[str, str], expected: tuple[int
     [
         ("auto/4", {}, "SLURM_ARRAY_TASK_ID are not set; give I/N"),
         ("auto/4", {"SLURM_ARRAY_TASK_ID": "4"}, "SLURM_ARRAY_TASK_ID is 4, but indexes must be from 0 to 3"),
-        ("auto", {"JOB_COMPLETION_INDEX": "0"}, "is not I/N"),
-        ("5/4", {}, "is not I/N"),
-        ("0/4", {}, "is not I/N"),
+        ("auto", {"JOB_COMPLETION_INDEX": "0"}, "not a part; write I/N"),
+        ("5/4", {}, "not a part; write I/N"),
+        ("0/4", {}, "not a part; write I/N"),
     ],
 )
 def test_invalid_parts(text: str, environment: dict[str, str], message: str) -> None:
