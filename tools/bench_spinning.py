@@ -3,12 +3,12 @@
     python tools/bench_spinning.py
     python tools/bench_spinning.py --settings GOMP_SPINCOUNT=3000 OMP_WAIT_POLICY=passive --kinds train --rounds 9
 
-A thread that has done its share of a parallel loop waits for the others at a barrier. It spins before it sleeps. On idle
-cores spinning is fast, because a sleeping thread wakes late. If another process needs the core, spinning keeps the core
+A thread that has done its share of a parallel loop waits for the others at a barrier. It spins before it sleeps. On
+idle cores spinning is fast, because a sleeping thread wakes late. If another process needs the core, spinning keeps it
 from the thread that everyone waits for (docs/speed.md). `default` is PyTorch without a setting.
 
-Every setting has a process of its own, because libgomp reads its settings when it is loaded. The processes take turns in
-every round, for --seconds each, first on idle cores and then beside one process per --busy that computes without end:
+Every setting has a process of its own, because libgomp reads its settings when it is loaded. The processes take turns
+in every round, for --seconds each, first on idle cores and then beside --busy processes that compute without end:
 
 - train: steps of the quickstart's RoFormer (4 layers of width 128, 64 x 64 tokens), with the loss's gradient and AdamW
 - score: losses of 1,024 tokens by the same model, as perplexity needs them
@@ -174,8 +174,9 @@ def main(arguments: list[str] | None = None) -> int:
         append_records(options.output, [record])
         low, middle, high = record["against_default"]["ratio_quartiles"]
         print(
-            f"{record['kind']}, {record['busy']} busy, {record['setting']}: {record['tokens_per_second']:,.0f} tokens/s,"
-            f" {middle:.2f}x the default ({low:.2f} to {high:.2f}), {record['processors']:.2f} processors",
+            f"{record['kind']}, {record['busy']} busy, {record['setting']}: "
+            f"{record['tokens_per_second']:,.0f} tokens/s, "
+            f"{middle:.2f}x the default ({low:.2f} to {high:.2f}), {record['processors']:.2f} processors",
             flush=True,
         )
     return 0

@@ -170,7 +170,7 @@ def _expectation(message: str) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Return the message about an unknown key, with its remedy, the key for this Hugging Face name or the closest key. In
+    """Return the message about an unknown key, with the key for this Hugging Face name or the closest key as a hint. In
     a mapping with known names and no close name, the hint lists these names.
     """
     if key in MISPLACED:
