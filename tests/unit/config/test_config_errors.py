@@ -284,7 +284,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("lr: 1e-3\noptimizer: {params: {lr: 1e-4}}", "lr: 0.001 contradicts optimizer.params.lr 0.0001"),
         ("optimizer: {params: {weight_decay: 0.1}}", "optimizer.params.weight_decay: belongs at the top level"),
         ("metric_sinks: {wandb: {project: a}}", "metric_sinks.wandb: belongs at the top level: set `use_wandb`"),
-        ("use_comet: true", "use_comet: Comet with this key (use metric_sinks.comet) is not supported"),
+        ("use_comet: true", "use_comet: Comet by GPT-NeoX's keys (use metric_sinks.comet) is not supported"),
         ("optimizer: {type: SM3}", "optimizer.type: `SM3`: this optimizer is not supported"),
         ("lr: 1e-4\nmin_lr: 1e-3", "min_lr: 0.001 exceeds the learning rate 0.0001"),
         ("precision: fp32\nbf16: {enabled: true}", "precision: bf16 and fp32 are both enabled"),
