@@ -87,7 +87,8 @@ def stay_on_device(optimizer: Any, wait: Literal["device", "stream"]) -> None:
 
     DeepSpeed reads the norm on the host three times per parameter group and launches two kernels per parameter. The
     functions here compute bitwise equal results in a few launches. With fp16, DeepSpeed still clips, because loss
-    scaling needs the norm on the host anyway.
+    scaling needs the norm on the host anyway. Gradients in 16 bits are added to their sums in float32 without a copy in
+    float32, which DeepSpeed makes.
 
     `wait` is the value of `reduction_wait`. With "device", the host waits for overlapped reductions, as in DeepSpeed.
     With "stream", only the optimizer's stream waits for the stream of the reductions. Gradient hooks of compiled blocks
@@ -98,6 +99,7 @@ def stay_on_device(optimizer: Any, wait: Literal["device", "stream"]) -> None:
     optimizer.get_grad_norm_direct = partial(_group_norm, optimizer)
     if optimizer.dtype != torch.float16:
         optimizer.unscale_and_clip_grads = partial(_clip, optimizer.clip_grad)
+    optimizer._add_to_grad_partition_buffer = _add_to_sum
     if wait == "device" or not optimizer.overlap_comm or optimizer.reduction_stream is None:
         return
     epilogue, accelerator = optimizer.independent_gradient_partition_epilogue, get_accelerator()
@@ -145,6 +147,14 @@ def _clip(limit: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
         factor = 1.0 / torch.clamp((norm + 1e-6) / limit, min=1.0)
         for gradient in gradients:
             gradient.mul_(factor)
+
+
+def _add_to_sum(total: Tensor | None, gradient: Tensor) -> None:
+    """Add a gradient to this rank's float32 sum, like `_add_to_grad_partition_buffer`. The kernel of the addition
+    converts the gradient, which is exact. Other ranks' parameters have no sum.
+    """
+    if total is not None:
+        total.add_(gradient)
 
 
 def release(optimizer: Any, weights: Iterable[nn.Parameter]) -> None:

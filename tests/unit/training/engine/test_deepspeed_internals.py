@@ -61,6 +61,7 @@ INTERNALS = (
     (_ZERO_12, "reduce_ready_partitions_and_remove_grads(self, param, i)", "replaced on one rank", "0.19.8"),
     (_ZERO_12, "get_grad_norm_direct(self, gradients, params, norm_type)", "replaced: same bits", "0.19.8"),
     (_ZERO_12, "unscale_and_clip_grads(self, grad_groups_flat, total_norm)", "replaced: same bits", "0.19.8"),
+    (_ZERO_12, "_add_to_grad_partition_buffer?(output, source)", "replaced: same bits; sums are float32", "0.19.8"),
     (_ZERO_12, "_model_parallel_all_reduce(self, tensor, op)", "over tensor ranks or stages", "0.19.8"),
     (_ZERO_12, "model_parallel_rank, dp_process_group", "norms; ranks with the same weights", "0.19.8"),
     (_ZERO_12, "_global_grad_norm", "set before PyTorch's optimizer steps; -1 if not finite", "0.19.8"),

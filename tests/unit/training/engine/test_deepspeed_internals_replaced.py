@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_coca.training.engine.deepspeed_internals import stay_on_device
 
@@ -67,6 +68,37 @@ def test_clipping_has_deepspeeds_bits(limit: float) -> None:
     stay_on_device(optimizer, "stream")
     optimizer.unscale_and_clip_grads([got], norm)
     assert torch.equal(got, expected) and torch.equal(got, flat) == (limit != 0.5)
+
+
+class Conversions(TorchDispatchMode):
+    """Counts conversions to another dtype."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_gradients_have_deepspeeds_bits(dtype: torch.dtype) -> None:
+    """Of four micro-batches, with small numbers, infinity and a part of a tensor, but without a copy in float32."""
+    optimizer, sums, converted = Optimizer(dtype, 1.0), [], []
+    for replaced in (False, True):
+        if replaced:
+            stay_on_device(optimizer, "device")
+        torch.manual_seed(5)
+        sums.append([torch.zeros(math.prod(shape)) for shape in SHAPES])
+        with Conversions() as conversions:
+            for scale in (1e-7, 3.0, 1e-3, 50.0):
+                for total, shape in zip(sums[-1], SHAPES, strict=True):
+                    whole = (torch.randn(math.prod(shape) + 3) * scale).type(dtype)
+                    optimizer._add_to_grad_partition_buffer(total, whole[3:])
+                optimizer._add_to_grad_partition_buffer(sums[-1][0], torch.full((1,), math.inf).type(dtype))
+            optimizer._add_to_grad_partition_buffer(None, whole)
+        converted.append(conversions.count)
+    assert all(map(torch.equal, *sums)) and all(total.dtype == torch.float32 for total in sums[1])
+    assert sums[1][0].isinf().all() and converted[0] - converted[1] == 4 * (len(SHAPES) + 1)
 
 
 def test_fp16_keeps_deepspeeds_clipping_and_others_everything() -> None:
