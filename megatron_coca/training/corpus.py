@@ -81,7 +81,7 @@ class Corpus:
     def mixture(self, position: int, batch: int) -> list[SourceShare]:
         """Return how much the run reads of each source before step `position`, with `batch` samples per step."""
         step, sample = self.start
-        return joined(self.earlier, self.train.mixture(sample + (position - step) * batch - self.train.first))
+        return sum_of_shares(self.earlier, self.train.mixture(sample + (position - step) * batch - self.train.first))
 
     @property
     def sources(self) -> list[str]:
@@ -516,7 +516,7 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
     return differences
 
 
-def joined(earlier: Sequence[SourceShare], later: Sequence[SourceShare]) -> list[SourceShare]:
+def sum_of_shares(earlier: Sequence[SourceShare], later: Sequence[SourceShare]) -> list[SourceShare]:
     """Add up, for each source, how much two parts of a run read of it. `weight` is the source's weight in the later
     part.
     """

@@ -67,7 +67,7 @@ def metric_folders(config: Config) -> dict[str, str]:
     return folders
 
 
-def take_over_metrics(folder: Path, known: str, own: str) -> None:
+def adopt_metrics(folder: Path, known: str, own: str) -> None:
     """Give the metrics of the run `known` in a copied folder to the run `own`, which starts new runs at the services of
     its sinks. A failed write is logged: the run then begins new metrics.
     """

@@ -318,7 +318,7 @@ class ScoreForm:
             return q if factor is None else (q.to(factor.dtype) * factor).to(q.dtype)
         block, rest = _split(q, self.features * tables.cos.shape[-1], tables.cos.dtype)
         if self.magnitude is not None and (offset is not None or self.angle):
-            rotated = _turned_along(self.magnitude(block), -self.angle if offset is None else offset, tables)
+            rotated = _turned_magnitudes(self.magnitude(block), -self.angle if offset is None else offset, tables)
         else:
             rotated = self.query(block, tables)
         if rest.shape[-1]:
@@ -372,7 +372,7 @@ def expand(x: Tensor, tables: RotaryTables, offset: Tensor | None = None) -> Ten
     `offset` [heads, number of magnitudes] is subtracted from the angles.
     """
     m, rest = _split(x, tables.cos.shape[-1], tables.cos.dtype)
-    turned = along(m, tables) if offset is None else _turned_along(m, offset, tables)
+    turned = rotated_magnitudes(m, tables) if offset is None else _turned_magnitudes(m, offset, tables)
     return torch.cat((turned, rest), dim=-1).to(x.dtype)
 
 
@@ -401,7 +401,7 @@ def _slack_key(u: Tensor, tables: RotaryTables) -> Tensor:
     return spread(u, tables.cos - tables.sin, tables.cos + tables.sin)
 
 
-def along(magnitudes: Tensor, tables: RotaryTables) -> Tensor:
+def rotated_magnitudes(magnitudes: Tensor, tables: RotaryTables) -> Tensor:
     """Return R_p (m, 0) = (m cos, m sin) for magnitudes m [..., number of magnitudes] of any sign.
 
     If there are half as many frequencies as magnitudes, magnitudes j and j + d/2 share frequency j. If there are half
@@ -411,7 +411,7 @@ def along(magnitudes: Tensor, tables: RotaryTables) -> Tensor:
     return spread(m, cos, sin)
 
 
-def _turned_along(magnitudes: Tensor, offset: Tensor | float, tables: RotaryTables) -> Tensor:
+def _turned_magnitudes(magnitudes: Tensor, offset: Tensor | float, tables: RotaryTables) -> Tensor:
     """Return R_p (m cos delta, -m sin delta), in which the angle of every term is p theta - delta. `offset` is one
     angle, or one per head and magnitude [heads, number of magnitudes].
     """
@@ -471,9 +471,9 @@ def polar(options: Mapping[str, Any]) -> ScoreForm:
     magnitude, power, frequencies = (options[name] for name in ("magnitude", "power", "frequencies"))
     of_query, of_key, query_rest, key_rest = _MAGNITUDES[magnitude, power]
     return ScoreForm(
-        query=partial(_along_query, of_query),
+        query=partial(_rotated_query, of_query),
         kept=of_key,
-        key=along,
+        key=rotated_magnitudes,
         query_rest=query_rest,
         key_rest=key_rest,
         polar=(magnitude, power),
@@ -490,9 +490,9 @@ def _constant_angle(options: Mapping[str, Any]) -> float:
     return 0.0 if angle == "random" else float(angle)
 
 
-def _along_query(magnitude: Magnitude, q: Tensor, tables: RotaryTables) -> Tensor:
+def _rotated_query(magnitude: Magnitude, q: Tensor, tables: RotaryTables) -> Tensor:
     """Return R_m (m, 0) for the magnitudes m of q."""
-    return along(magnitude(q), tables)
+    return rotated_magnitudes(magnitude(q), tables)
 
 
 PAPER = {"power": 1, "frequencies": "feature", "magnitude": "softplus"}
@@ -503,9 +503,9 @@ SCORE_FORMS: dict[str, ScoreForm] = {
     "xpos": ScoreForm(query=rotate, key=rotate, kernel="rotary", decay=True),
     "coca": ScoreForm(_slack_query, coefficients, _slack_key, torch.square, torch.relu, kernel="coca"),
     "coca_strict": ScoreForm(
-        partial(_along_query, squared_length),  # a score is sum_j u_j |q_j|^2 cos((m - n) theta_j)
+        partial(_rotated_query, squared_length),  # a score is sum_j u_j |q_j|^2 cos((m - n) theta_j)
         coefficients,
-        along,
+        rotated_magnitudes,
         torch.square,
         torch.relu,
         kernel="coca_strict",

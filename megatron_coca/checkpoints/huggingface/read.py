@@ -342,7 +342,7 @@ def _open_weights(folder: _Folder) -> Weights:
                 )
     order = {path: number for number, path in enumerate(dict.fromkeys(files.values()))}
     wanted.sort(key=lambda row: min((order[files[name]] for name in row.theirs if name in files), default=0))
-    weights = weight_map.joined(folder.open(name for row in wanted for name in row.theirs), wanted, heads)
+    weights = weight_map.our_weights(folder.open(name for row in wanted for name in row.theirs), wanted, heads)
     read = {name for row in rows for name in row.theirs}
     unread = sorted(name for name in files if name not in read and not unneeded.fullmatch(name))
     if unread:

@@ -303,7 +303,7 @@ def expand(rows: Sequence[Row], num_layers: int) -> list[Row]:
     return expanded
 
 
-def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
+def our_weights(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
     """Convert Hugging Face weights to ours, using the rows of the architecture's table.
 
     Raises CheckpointError if a weight is missing, or if the shapes of weights to be packed do not match.

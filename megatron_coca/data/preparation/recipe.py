@@ -23,7 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.preparation_plan import MAX_RECORD_MIB, CorpusSource, Rules
-from megatron_coca.data.readers.remote import joined, matching
+from megatron_coca.data.readers.remote import matching, path_below
 from megatron_coca.data.readers.source import Filters, SourceSpec
 from megatron_coca.data.tokenizers import TOKENIZERS
 from megatron_coca.data.tokenizers.chat import template_path
@@ -66,7 +66,7 @@ class _Source(_Strict):
         """
         paths: list[Path | str] = []
         for text in self.paths:
-            path = joined(root, text)
+            path = path_below(root, text)
             if self.reader == "huggingface":  # an existing folder, or the name of a data set on the Hub
                 paths.append(path if Path(path).exists() else text)
                 continue
@@ -87,7 +87,7 @@ class _Source(_Strict):
             paths=paths,
             sets=tuple(self.sets),
             divide=isinstance(self.sets, dict),
-            metadata=None if self.metadata is None else Path(joined(root, self.metadata)),
+            metadata=None if self.metadata is None else Path(path_below(root, self.metadata)),
             **{key: getattr(self, key) for key in _UNCHANGED},
         )
         return CorpusSource(spec, self.weight, weights, self.duplicates, self.fraction, self.split, self.max_faulty)

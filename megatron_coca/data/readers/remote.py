@@ -29,7 +29,7 @@ def opened(url: str) -> tuple[DataFiles, str]:
     return DataFiles(folder), name
 
 
-def joined(root: Path | str, text: str) -> Path | str:
+def path_below(root: Path | str, text: str) -> Path | str:
     """Return the path `text` below `root`. Either of them may be a URL."""
     if is_url(text):
         return text

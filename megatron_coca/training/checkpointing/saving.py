@@ -43,7 +43,7 @@ from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.optimizer import QK_NORMS
 from megatron_coca.training.randomness import load_rng_states, rng_states, seed_everything
 from megatron_coca.training.run_context import RunContext
-from megatron_coca.training.sinks import take_over_metrics
+from megatron_coca.training.sinks import adopt_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class Checkpoints:
             home,
         )
         own = uuid4().hex
-        take_over_metrics(Path(save), known, own)
+        adopt_metrics(Path(save), known, own)
         return own
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.sinks import mlflow, waiting
-from megatron_coca.training.sinks import metric_folders, open_sinks, take_over_metrics
+from megatron_coca.training.sinks import adopt_metrics, metric_folders, open_sinks
 
 SHAPE = {
     "num_layers": 1,
@@ -144,7 +144,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_copy_of_a_run_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fake, config = stand_in(monkeypatch, Recorded()), configured(tmp_path, **{name: {}})
     report(config, 0, 3, run="one")
-    take_over_metrics(tmp_path, "one", "two")
+    adopt_metrics(tmp_path, "one", "two")
     report(config, 3, 4, run="two")
     assert fake.begun == ["run1", "run2"] and not fake.continued
 

@@ -19,7 +19,7 @@ from megatron_coca.sinks import SINKS, MetricSink, RunFacts, declaration
 from megatron_coca.sinks.console import COLUMNS, Console, shown
 from megatron_coca.sinks.json_lines import METRICS, OLDER, UNSAVED, is_validated
 from megatron_coca.support.console import Handler, set_up_logging
-from megatron_coca.training.sinks import NonFatal, open_sinks, take_over_metrics
+from megatron_coca.training.sinks import NonFatal, adopt_metrics, open_sinks
 
 SHAPE = {
     "num_layers": 1,
@@ -249,8 +249,8 @@ def test_the_metrics_of_a_copied_run_are_its_own(tmp_path: Path, monkeypatch: py
     first, copy = tmp_path / "first", tmp_path / "copy"
     report_all(configured(save=str(first), use_wandb=True), 0, 5, run="one")
     shutil.copytree(first, copy)
-    take_over_metrics(copy, "one", "two")
-    take_over_metrics(first, "three", "two")
+    adopt_metrics(copy, "one", "two")
+    adopt_metrics(first, "three", "two")
     for folder, run in ((copy, "two"), (first, "one")):
         report_all(configured(save=str(folder), use_wandb=True), 5, 7, run=run)
         assert sorted({line["step"] for line in lines(folder)}) == [1, 2, 3, 4, 5, 6, 7]
