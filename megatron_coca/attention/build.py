@@ -9,7 +9,7 @@ from megatron_coca.attention.backends.flex import FlexBackend
 from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
-from megatron_coca.attention.backends.triton import TritonBackend
+from megatron_coca.attention.backends.triton import FORMULAS, TritonBackend
 from megatron_coca.attention.inputs import Backend, BackendError, Needs
 from megatron_coca.attention.method import OperandMaker, PositionMethod, operand_maker
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, HeadWeights, LearnedBias
@@ -152,10 +152,15 @@ PREFERRED: dict[str, Preference] = {
     "deterministic": Preference("triton", lambda needs: needs.deterministic),
     "soft-capping": Preference("flex", lambda needs: needs.softcap is not None),
     "packed documents": Preference("flex", lambda needs: needs.packed),
+    "formula of the distance": Preference("triton", lambda needs: needs.bias in FORMULAS, "H100, fa0f946"),
     "distance bias": Preference("flex", lambda needs: needs.bias is not None),
 }
 """Needs -> the backend that `auto` tries first; the first row that applies counts. `sdpa` makes one call per document,
-is not deterministic in float32, and computes dense scores for soft-capping. Packed documents and biases use PyTorch's
+is not deterministic in float32, and computes dense scores for soft-capping.
+
+ALiBi and KERPLE use `triton`: from 2,048 tokens on, its kernels for two segments took 0.5 to 0.7 times as long as ALiBi
+with `flex`, their values were compared on the GPU, and blocks with `flex` are not compiled. Neither one segment with a
+bias nor `flex` with slopes in its kernel has been timed. Packed documents and other biases use PyTorch's
 FlexAttention until our kernels are measured: part `attention` of the GPU report (docs/gpu_report.md) times `triton`,
 `flex` and PyTorch's varlen kernel side by side. Then set the faster backend and `measured` here.
 """

@@ -148,12 +148,21 @@ def _score_mod(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
 
 
 def _bias_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Tensor]:
-    """Return a score_mod that looks up the bias in a table [heads, key_length]. Computing the bias in the kernel would
-    need an atomic addition per pair for the gradients of learned coefficients, and tensors created in a score_mod are
-    compiled wrongly.
+    """Return a score_mod that computes the bias from fixed slopes, or looks it up in a table [heads, key_length].
+
+    Both give the same values, but slopes need no load per pair. Other biases need the table: in the kernel, gradients
+    of learned coefficients would take an atomic addition per pair, and tensors created in a score_mod are compiled
+    wrongly.
     """
     past = inputs.past
     wide = torch.promote_types(inputs.value.dtype, torch.float32)
+    if bias.formula == "linear" and not bias.coefficients.requires_grad:
+        slopes = bias.at(torch.ones((), dtype=wide, device=inputs.value.device))  # negative
+
+        def add_slopes(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + slopes[head] * (query + past - key).to(wide)
+
+        return add_slopes
     values = bias.at(torch.arange(inputs.value.shape[2], dtype=wide, device=inputs.value.device))
 
     def add(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

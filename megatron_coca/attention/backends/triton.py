@@ -6,7 +6,8 @@ from megatron_coca.attention.backends.gated import attend_gated
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
 from megatron_coca.kernels import missing_triton
 
-FORMULAS = (None, "linear", "log", "power")
+FORMULAS = ("linear", "log", "power")
+"""Formulas of a distance bias that the kernels compute."""
 WIDEST_HEAD = 256
 
 
@@ -22,7 +23,7 @@ class TritonBackend:
         """Return None, or the reason why the model is not supported."""
         if needs.dropout > 0:
             return "its kernels have no attention dropout"
-        if needs.bias not in FORMULAS:
+        if needs.bias not in (None, *FORMULAS):
             return f"its kernels support the bias formulas linear, log and power, not {needs.bias}"
         if needs.head_dim > WIDEST_HEAD:
             return f"its kernels support head_dim up to {WIDEST_HEAD}, not {needs.head_dim}"

@@ -47,7 +47,7 @@ SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_leng
         (Needs("cpu", bands=(Band(0, 8),)), "merge"),
         (Needs("cuda", dropout=0.1), "sdpa"),
         (Needs("cuda", bands=NEAR_AND_FAR), "triton"),
-        (Needs("cuda", bias="log"), "flex"),
+        (Needs("cuda", bias="log"), "triton"),
         (Needs("cuda", bias="log", gates=True), "triton"),
         (Needs("cuda", bias="buckets"), "flex"),
     ],
@@ -71,6 +71,10 @@ def test_automatic_choice(needs: Needs, expected: str, caplog: pytest.LogCapture
         (Needs("cuda", packed=True, deterministic=True), "triton"),
         (Needs("cuda", bias="linear", deterministic=True), "triton"),
         (Needs("cuda", packed=True, bias="buckets"), "flex"),
+        (Needs("cuda", packed=True, bias="linear"), "flex"),
+        (Needs("cuda", bias="linear"), "triton"),
+        (Needs("cuda", bias="linear", head_dim=320), "flex"),
+        (Needs("cuda", bias="power", softcap=30.0), "flex"),
         (Needs("cpu", packed=True), "sdpa"),
         (Needs("cuda", deterministic=True), "triton"),
         (Needs("cuda", deterministic=True, dropout=0.1), "sdpa"),
@@ -82,7 +86,7 @@ def test_what_goes_first_for_some_needs(needs: Needs, expected: str) -> None:
 
 def test_kernels_that_never_ran_on_a_gpu_are_not_the_first_choice() -> None:
     """Packed documents and biases get PyTorch's kernels until PREFERRED names the measurement of ours."""
-    for name in ("packed documents", "distance bias"):
+    for name in ("packed documents", "formula of the distance", "distance bias"):
         assert PREFERRED[name].backend == "flex" or PREFERRED[name].measured is not None
 
 

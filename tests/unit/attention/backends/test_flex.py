@@ -1,6 +1,8 @@
 """FlexAttention as a backend: its dense definition here, and its compiled kernel on the CPU, which has no backward."""
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -175,6 +177,51 @@ def test_two_hundred_lengths_of_evaluation_compile_few_kernels(monkeypatch: pyte
 )
 def test_padding_is_at_most_a_quarter_from_512_on(size: int, padded: int) -> None:
     assert flex.padded_size(size, BLOCK) == padded
+
+
+@dataclass(frozen=True)
+class Tabled(AlibiBias):
+    """ALiBi under another name, so that its values are looked up in a table."""
+
+    formula: ClassVar[str] = "tabled"
+
+
+def assert_slopes_equal_the_table(backend: FlexBackend, dtype: torch.dtype) -> None:
+    for length, queries, band, packed in ((200, 200, CAUSAL, False), (300, 140, Band(0, 150, 10), True)):
+        given = inputs(length, queries, band, AlibiBias(alibi_slopes(HEADS)), packed)
+        (segment,) = given.segments
+        narrow = Segment(segment.query.to(dtype), segment.key.to(dtype), band)
+        given = given.replace(segments=(narrow,), value=given.value.to(dtype))
+        with torch.no_grad():
+            slopes = backend.attend(given)
+            table = backend.attend(given.replace(bias=Tabled(alibi_slopes(HEADS))))
+            assert torch.equal(slopes, table) and not torch.equal(slopes, backend.attend(given.replace(bias=None)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_slopes_in_the_kernel_are_the_table(dtype: torch.dtype) -> None:
+    assert_slopes_equal_the_table(FlexBackend(compiled=False), dtype)
+
+
+@pytest.mark.slow
+def test_compiled_slopes_are_the_table() -> None:
+    torch.compiler.reset()
+    assert_slopes_equal_the_table(FlexBackend(), torch.float32)
+
+
+def test_a_fixed_slope_makes_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many numbers as there are keys. A learned slope keeps it, because its gradients would need atomic
+    additions.
+    """
+    seen: list[int] = []
+    at = AlibiBias.at
+    monkeypatch.setattr(AlibiBias, "at", lambda self, x: seen.append(x.numel()) or at(self, x))
+    learned = torch.ones(HEADS, 1, requires_grad=True)
+    for fixed in (True, False):
+        if not fixed:
+            monkeypatch.setattr(AlibiBias, "coefficients", learned)
+        FlexBackend(compiled=False).attend(inputs(63, 63, CAUSAL, AlibiBias(alibi_slopes(HEADS)), packed=True))
+    assert seen == [1, 63]
 
 
 @pytest.mark.slow
