@@ -14,7 +14,7 @@ For every row of METHODS, on the CPU in float32:
 - launches: kernel launches of one layer, forward and backward, on the simulated CUDA device (tests/pretend). Run the
   script with the PyTorch build of that device.
 
-The script appends one JSON line per method to --output, and prints it as a row of the table in docs/attention.md.
+The script appends one JSON line per method to --output, and prints it as a row of the table in studies/log.md.
 """
 
 import json
@@ -157,7 +157,7 @@ MEASURES: dict[str, Callable[[str, int], dict[str, Any]]] = {
 
 
 def row(found: dict[str, Any]) -> str:
-    """Return a record as a row of the table in docs/attention.md."""
+    """Return a record as a row of the table in studies/log.md."""
     shown = [("oracle_error", "{:.1e}", 1.0), ("stock_error", "{:.1e}", 1.0), ("memory_bytes", "{:.0f}", 2**-20)]
     shown += [("ratio", "{:.2f}", 1.0), ("launches", "{:.0f}", 1.0)]
     cells = (text.format(found[key] * unit) if found.get(key) is not None else "" for key, text, unit in shown)

@@ -1,4 +1,4 @@
-"""The computed tables of preparation in docs/data.md, and the corpus of the benchmark."""
+"""The computed tables of preparation in benchmarks/data.md, and the corpus of the benchmark."""
 
 import json
 from pathlib import Path
@@ -11,14 +11,14 @@ ASSUMED = [
     for method, rate in (("prepare", 1 / (1 / 3.4 + 1 / 250)), ("shards", 250))
     for processes in (1, 2)
 ]
-"""The rates of docs/data.md until benchmarks/prepare.jsonl exists."""
+"""The rates of benchmarks/data.md until benchmarks/prepare.jsonl exists."""
 
 
 def test_the_page_has_the_computed_tables() -> None:
     measured = ROOT / "benchmarks/prepare.jsonl"
     records = [json.loads(line) for line in measured.read_text().splitlines()] if measured.exists() else ASSUMED
     rows = [line for line in tables(records).splitlines() if line.startswith("|")]
-    page = (ROOT / "docs/data.md").read_text().splitlines()
+    page = (ROOT / "benchmarks/data.md").read_text().splitlines()
     assert len(rows) == 2 + len(PLANNED) and set(rows) <= set(page)
 
 
