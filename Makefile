@@ -35,7 +35,7 @@ test-all: .venv/ready-dev lint
 	$(PYTEST) -m "serial and not gpu" $(SERIAL)
 
 # Two training runs with kills, signals, I/O errors, outages and clock jumps. Their results must be bitwise identical to
-# those of undisturbed runs (docs/faults.md). EVENTS=kill,term selects events, EVENTS=-outage excludes one.
+# those of undisturbed runs (tests/soak/README.md). EVENTS=kill,term selects events, EVENTS=-outage excludes one.
 MINUTES ?= 60
 
 soak: .venv/ready-dev

@@ -7,7 +7,10 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("docs", "benchmarks", "docker", "configs/ablations", "studies", "studies/*", "tests", "tests/pretend")
+FOLDERS = (
+    *("docs", "benchmarks", "docker", "configs/ablations", "studies", "studies/*"),
+    *("tests", "tests/pretend", "tests/soak"),
+)
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

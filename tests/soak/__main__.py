@@ -1,4 +1,4 @@
-"""Disturb two training runs at random for some minutes, and compare them with undisturbed ones (docs/faults.md).
+"""Disturb two training runs at random for some minutes, and compare them with undisturbed ones (README.md).
 
 python -m tests.soak --minutes 60 --seed 7. The exit status is 1 after any deviation; the evidence is kept.
 """

@@ -1,4 +1,4 @@
-"""Addresses in the files of a checkpoint or of data are read only if the user names them (docs/faults.md)."""
+"""Addresses in the files of a checkpoint or of data are read only if the user names them (tests/untrusted_files.md)."""
 
 import json
 from pathlib import Path

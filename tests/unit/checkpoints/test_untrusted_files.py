@@ -1,4 +1,7 @@
-"""Nothing in a downloaded file is run: every file here has a payload that would write a marker (docs/faults.md)."""
+"""Nothing in a downloaded file is run: every file here has a payload that would write a marker.
+
+tests/untrusted_files.md lists them.
+"""
 
 import ast
 import io
@@ -440,7 +443,7 @@ def test_code_beside_a_tokenizer_of_a_task(tmp_path: Path) -> None:
 
 
 def test_no_other_way_from_a_file_to_code() -> None:
-    """What is called anywhere in the package; a new entry needs a row in docs/faults.md and a test here."""
+    """What is called anywhere in the package; a new entry needs a row in tests/untrusted_files.md and a test here."""
     found: list[str] = []
     for path in sorted((ROOT / "megatron_coca").rglob("*.py")):
         name = str(path.relative_to(ROOT / "megatron_coca"))
