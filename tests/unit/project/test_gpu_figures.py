@@ -1,4 +1,4 @@
-"""The figures of a GPU in README.md and docs/speed.md are those of benchmarks/gpu.jsonl."""
+"""The figures of a GPU in README.md and benchmarks/h100.md are those of benchmarks/gpu.jsonl."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 LENGTHS = (512, 2048, 8192, 32768)
 OTHERS = {"coca": "CoCA", "rerope": "rotary + ReRoPE", "coca_rerope": "CoCA + ReRoPE", "pope": "PoPE", "alibi": "ALiBi"}
-"""Methods beside rotary, as they are called in the table of docs/speed.md."""
+"""Methods beside rotary, as they are called in the table of benchmarks/h100.md."""
 
 
 def records(*parts: str) -> list[dict[str, Any]]:
@@ -24,7 +24,7 @@ def attention() -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def test_the_table_of_attention_has_medians_and_quartiles() -> None:
-    page, measured = (ROOT / "docs/speed.md").read_text(), attention()
+    page, measured = (ROOT / "benchmarks/h100.md").read_text(), attention()
     for method, name in OTHERS.items():
         cells = []
         for length in LENGTHS:
@@ -46,7 +46,7 @@ def test_the_time_of_rotary_beside_other_methods() -> None:
     growth = [long / short for short, long in zip(times[512], times[2048], strict=True)]
     (fast, slow), (faster, slower) = ((min(times[length]), max(times[length])) for length in (512, 2048))
     assert slow < measured["rotary", 512]["milliseconds"]
-    page = text_of("docs/speed.md")
+    page = text_of("benchmarks/h100.md")
     assert f"took {fast:.2f} to {slow:.2f} ms at 512 tokens and {faster:.2f} to {slower:.2f} ms at 2,048" in page
     assert f"four times the tokens take {min(growth):.1f} to {max(growth):.1f} times as long" in page
 
