@@ -100,7 +100,6 @@ NOT_RUN = {
     "mkdir ": "of docker/README.md",
     "docker ": PROGRAM,
     "megatron-coca export huggingface runs/coca": "uploads; test_export_push.py runs it",
-    "megatron-coca export huggingface models/qwen2": "of a measurement; test_families.py exports such folders",
     "aws ": PROGRAM,
     "vllm ": PROGRAM,
     "sbatch ": PROGRAM,
