@@ -58,7 +58,7 @@ test-cuda: $(filter .venv-cuda/ready,$(CUDA_PYTHON:bin/python=ready))
 	.venv-cuda/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda and "PyTorch " + torch.__version__ + " is not a CUDA build; name one: make test-cuda CUDA_TORCH=... (or PIP_INDEX_URL=...)")'
 	touch $@
 
-# Write the first measurements on a GPU to results/gpu/gpu_report.md (docs/gpu_report.md), in calls of less than ten minutes:
+# Write the first measurements on a GPU to results/gpu/gpu_report.md (benchmarks/gpu_report.md), in calls of less than ten minutes:
 #   make gpu-report                          # again, until nothing is left
 #   make gpu-report ARGS="--only step"       # options of tools/gpu_report.py
 # With a folder of wheels (make gpu-wheels), the environment is made from it without a network. GPU_PYTHON uses an existing

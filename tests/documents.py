@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
     *("docs", "benchmarks", "docker", "configs/ablations", "studies", "studies/*"),
-    *("tests", "tests/pretend", "tests/soak"),
+    *("tests", "tests/pretend", "tests/soak", "megatron_coca"),
 )
 PAGES = [
     ROOT / "README.md",

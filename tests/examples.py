@@ -93,7 +93,7 @@ CUDA_WHEELS = "needs PyTorch's CUDA build, 5 GB; `make test-cuda` makes an envir
 NOT_RUN = {
     "make ": "installs, or runs the tests",
     "apt-get ": "installs packages of the system",
-    "git clone ": "of docs/gpu_report.md, on a rented machine",
+    "git clone ": "of benchmarks/gpu_report.md, on a rented machine",
     "cat results/gpu": "needs a GPU",
     "pip ": "changes the environment",
     "source ": "changes the shell",

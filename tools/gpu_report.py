@@ -189,7 +189,7 @@ def unusable(gpus: int = 1, values: bool = True) -> str | None:
     """
     if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         names = ", ".join(absent)
-        return f"{names}: not installed; run `make gpu-wheels` where packages can be fetched (docs/gpu_report.md)"
+        return f"{names}: not installed; run `make gpu-wheels` where packages can be fetched (benchmarks/gpu_report.md)"
     import torch
 
     if torch.version.cuda is None:

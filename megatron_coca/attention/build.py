@@ -161,8 +161,8 @@ is not deterministic in float32, and computes dense scores for soft-capping.
 ALiBi and KERPLE use `triton`: from 2,048 tokens on, its kernels for two segments took 0.5 to 0.7 times as long as ALiBi
 with `flex`, their values were compared on the GPU, and blocks with `flex` are not compiled. Neither one segment with a
 bias nor `flex` with slopes in its kernel has been timed. Packed documents and other biases use PyTorch's
-FlexAttention until our kernels are measured: part `attention` of the GPU report (docs/gpu_report.md) times `triton`,
-`flex` and PyTorch's varlen kernel side by side. Then set the faster backend and `measured` here.
+FlexAttention until our kernels are measured: part `attention` of the GPU report (benchmarks/gpu_report.md) times
+`triton`, `flex` and PyTorch's varlen kernel side by side. Then set the faster backend and `measured` here.
 """
 CAPPED = frozenset({"sdpa", "flex", "reference"})
 """Backends that support soft-capping of scores."""

@@ -1,4 +1,4 @@
-"""Names and files in docs/architecture.md and CONTRIBUTING.md exist where these pages say."""
+"""Names and files in megatron_coca/README.md and CONTRIBUTING.md exist where these pages say."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGES = ["docs/architecture.md", "CONTRIBUTING.md"]
+PAGES = ["megatron_coca/README.md", "CONTRIBUTING.md"]
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 PLACED = re.compile(
     r"((?:`[A-Za-z_][\w.]*`(?:, | and )?)+)(?: \([^)]*\))? (?:in|\() ?(?:the file )?`([\w./-]+\.(?:py|yaml))`"

@@ -308,7 +308,7 @@ def test_four_calls_are_enough() -> None:
     calls, left = 1, 60 * gpu_report.parser().get_default("minutes") - 30
     for seconds in (run.seconds for part in ONE_GPU.values() for run in part.runs.values()):
         calls, left = (calls, left - seconds) if seconds <= left else (calls + 1, 540 - seconds)
-    assert calls == 4, "docs/gpu_report.md"
+    assert calls == 4, "benchmarks/gpu_report.md"
 
 
 # Cases
