@@ -21,7 +21,6 @@ import megatron_coca
 from megatron_coca import methods
 from megatron_coca.attention.build import AUTOMATIC, BACKENDS, automatic, build_method
 from megatron_coca.attention.inputs import Band, Needs
-from megatron_coca.checkpoints.huggingface.unsupported_types import UNSUPPORTED_TYPES
 from megatron_coca.config import load_config
 from megatron_coca.config.base import ConfigGroup
 from megatron_coca.config.load import literal_values
@@ -403,20 +402,11 @@ def public_table() -> str:
     return _table(("name", "meaning"), rows)
 
 
-def unsupported_table() -> str:
-    """Return a table of the reasons why architectures are not supported, each with its values of `model_type`."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in UNSUPPORTED_TYPES.items():
-        reasons.setdefault(reason, []).append(f"`{name}`")
-    return _table(("reason", "`model_type`"), [(reason, ", ".join(names)) for reason, names in reasons.items()])
-
-
 PAGES: dict[str, Callable[[], str]] = {"docs/config.md": config_page, "docs/backends.md": backends_page}
 """Pages that are generated completely."""
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "methods"): readme_table,
     ("docs/python.md", "names"): public_table,
-    ("docs/models.md", "unsupported"): unsupported_table,
     ("docs/attention.md", "forms"): forms_table,
     ("docs/attention.md", "frequencies"): lambda: choices_table(
         "rotary_frequencies", ("`type`", "frequencies", "options", "source")
