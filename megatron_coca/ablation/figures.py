@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,15 +16,17 @@ from megatron_coca.evaluation.contrasts import LEVEL, Declared, Step, p_value, t
 from megatron_coca.evaluation.options import full_label, slug
 from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.looks import Member, members
-from megatron_coca.evaluation.results import EvaluationError, Result, read_record
+from megatron_coca.evaluation.results import EvaluationError, read_record
 from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate
-from megatron_coca.evaluation.tasks.perplexity.task import PerplexityResult, WindowResult
+from megatron_coca.evaluation.tasks import TASKS
+from megatron_coca.evaluation.tasks.perplexity.task import LOSSES, PERPLEXITY
 from megatron_coca.evaluation.tasks.recall.section import head_panels
-from megatron_coca.evaluation.tasks.recall.task import RecallEntry, RecallResult
-from megatron_coca.evaluation.tasks.retrieval.task import Tally
+from megatron_coca.evaluation.tasks.recall.task import accuracy_of
 
 BySeed = Mapping[int, float]
-Kind = TypeVar("Kind", bound=Result)
+Entries = dict[tuple[Any, ...], Any]
+ByLabel = dict[str, dict[int, Entries]]
+"""The entries of result files by label, seed and key."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Figures:
     def __init__(self, file: AblationFile, cells: Sequence[Cell]) -> None:
         self._file, self._cells = file, cells
 
-    def _results(self, task: str, kind: type[Kind]) -> Iterator[tuple[str, Cell, Kind]]:
+    def _results(self, task: str) -> Iterator[tuple[str, Cell, Any]]:
         """Yield the label, cell and content of every result file of one entry in `tasks`."""
         name, _, word = task.partition(" ")
         for cell in self._cells:
@@ -61,34 +63,29 @@ class Figures:
                 label = full_label(cell.model, variant)
                 path = folder / f"{name}_{slug(label)}.json"
                 if path in measured:
-                    yield label, cell, read_record(path, kind, f"a result of {task}")
+                    yield label, cell, read_record(path, TASKS[name].result, f"a result of {task}")
 
-    @cached_property
-    def _windows(self) -> dict[str, dict[int, dict[float, WindowResult]]]:
-        return self._windows_of("perplexity")
-
-    def _windows_of(self, task: str) -> dict[str, dict[int, dict[float, WindowResult]]]:
-        found: dict[str, dict[int, dict[float, WindowResult]]] = {}
-        for label, cell, result in self._results(task, PerplexityResult):
-            length = cell.trained.model.seq_length
-            windows = {window.window / length: window for window in result.results}
-            found.setdefault(label, {})[cell.seed] = windows
-        return found
-
-    @cached_property
-    def _recalls(self) -> dict[str, dict[int, dict[tuple[float, int], RecallEntry]]]:
-        found: dict[str, dict[int, dict[tuple[float, int], RecallEntry]]] = {}
-        for label, cell, result in self._results("recall", RecallResult):
-            length = cell.trained.model.seq_length
-            entries = {(entry.length / length, entry.shift): entry for entry in result.results}
+    def _entries(self, task: str) -> ByLabel:
+        """Return the results of one entry in `tasks`. Keys begin with the multiple of the training length."""
+        found: ByLabel = {}
+        for label, cell, result in self._results(task):
+            trained = cell.trained.model.seq_length
+            entries = {(entry.key[0] / trained, *entry.key[1:]): entry for entry in result.results}
             found.setdefault(label, {})[cell.seed] = entries
         return found
 
     @cached_property
+    def _windows(self) -> ByLabel:
+        return self._entries("perplexity")
+
+    @cached_property
+    def _recalls(self) -> ByLabel:
+        return self._entries("recall")
+
+    @cached_property
     def _members(self) -> dict[str, Member]:
         """The looks of all labels in plots, and their models."""
-        kinds: dict[str, type[Result]] = {"perplexity": PerplexityResult, "recall": RecallResult}
-        return members(result for task, kind in kinds.items() for _, _, result in self._results(task, kind))
+        return members(result for task in ("perplexity", "recall") for _, _, result in self._results(task))
 
     @property
     def finished(self) -> int:
@@ -113,7 +110,7 @@ class Figures:
         found = {}
         for seed, entries in self._recalls.get(label, {}).items():
             entry = entries.get((multiple, shift))
-            if entry is not None and (accuracy := _accuracy(entry, part)) is not None:
+            if entry is not None and (accuracy := accuracy_of(entry, part)) is not None:
                 found[seed] = accuracy
         if not found:
             raise EvaluationError(
@@ -221,13 +218,13 @@ class Figures:
         """
         if quantity == "validation perplexity":
             return self._validation_losses(label, multiple)
-        functions: dict[str, Callable[[Mapping[float, WindowResult]], float]] = {
-            "perplexity": lambda windows: windows[multiple].nll,
-            "ratio": lambda windows: windows[multiple].nll - windows[1].nll,
+        functions: dict[str, Callable[[Entries], float]] = {
+            "perplexity": lambda windows: _logarithm(windows, multiple),
+            "ratio": lambda windows: _logarithm(windows, multiple) - _logarithm(windows, 1),
         }
         by_label = self._windows
         if quantity.startswith("perplexity "):
-            by_label, functions = self._windows_of(quantity), functions | {quantity: functions["perplexity"]}
+            by_label, functions = self._entries(quantity), functions | {quantity: functions["perplexity"]}
         if quantity not in functions or label not in by_label:
             known = ", ".join([*functions, "validation perplexity"]), ", ".join(self.labels) or "none"
             raise EvaluationError(
@@ -237,7 +234,7 @@ class Figures:
             return {seed: functions[quantity](windows) for seed, windows in by_label[label].items()}
         except KeyError as error:
             raise EvaluationError(
-                f"{quantity} of {label}: not measured at {error.args[0]:g}L; add this length to the file's tasks"
+                f"{quantity} of {label}: not measured at {error.args[0][0]:g}L; add this length to the file's tasks"
             ) from error
 
     def _validation_losses(self, model: str, share: float) -> BySeed:
@@ -270,9 +267,9 @@ class Figures:
         Each document's losses are averaged over the seeds that both labels have; then documents are resampled.
         """
         ours, theirs = self._windows[label], self._windows[other]
-        pairs = [(ours[seed][multiple], theirs[seed][multiple]) for seed in sorted(ours.keys() & theirs.keys())]
+        pairs = [(ours[seed][multiple,], theirs[seed][multiple,]) for seed in sorted(ours.keys() & theirs.keys())]
         tokens = pairs[0][0].tokens_scored
-        by_seed = [np.subtract(one.nll_by_document, another.nll_by_document) for one, another in pairs]
+        by_seed = [np.subtract(LOSSES(one), LOSSES(another)) for one, another in pairs]
         differences = (np.mean(by_seed, axis=0) / tokens).tolist()
         low, high = map(math.exp, bootstrap_interval(differences, inside))
         return Estimate(math.exp(sum(differences)), low, high, len(differences))
@@ -306,17 +303,13 @@ class Figures:
         return Figure("heads", "", "", *panels(drawn, in_pairs=True))
 
 
-def _accuracy(entry: RecallEntry, part: str) -> float | None:
-    """Return the accuracy of a part, or None if the part has no question."""
-    kinds = entry.questions or {}
-    if part == "kinds":
-        return sum(tally.accuracy for tally in kinds.values()) / len(kinds) if kinds else None
-    parts: dict[str, Tally | None] = {"": entry, "inside": entry.inside, "beyond": entry.beyond, **kinds}
-    tally = parts.get(part)
-    return None if tally is None else tally.accuracy
+def _logarithm(windows: Entries, multiple: float) -> float:
+    """Return the logarithm of the perplexity at a multiple of the training length. Raises KeyError."""
+    found = PERPLEXITY.numbers[0].averaged(windows[multiple,])
+    assert found is not None, "every window has a perplexity"
+    return found
 
 
-def _lengths(entries: Mapping[Any, object]) -> list[float]:
-    """Return the multiples of the training length among the entries' keys: numbers, or pairs with a shift of 0."""
-    pairs = [key if isinstance(key, tuple) else (key, 0) for key in entries]
-    return sorted(multiple for multiple, shift in pairs if not shift)
+def _lengths(entries: Mapping[tuple[Any, ...], object]) -> list[float]:
+    """Return the multiples of the training length among the entries' keys, without those of shifted positions."""
+    return sorted(multiple for multiple, *shift in entries if not any(shift))

@@ -1,6 +1,7 @@
 """The numbers that tasks measure: what each of them is, and how it is read from an entry of a result file.
 
-Pages, results.csv, LaTeX tables and notebooks read numbers through these declarations, which import no PyTorch.
+Pages, results.csv, LaTeX tables, notebooks and ablations read numbers through these declarations, which import no
+PyTorch.
 """
 
 import re
@@ -73,6 +74,13 @@ class Number:
             return None
         name = self.name.format(entry=entry) if "{" in self.name else self.name
         return Reading(name, self.length(entry), value, getattr(tally, "low", None), getattr(tally, "high", None))
+
+    def averaged(self, entry: Any) -> float | None:
+        """Return what is averaged over seeds: the logarithm of a number that has one, otherwise the number."""
+        if self.logarithm is not None:
+            return self.logarithm(entry)
+        found = self.reading(entry)
+        return None if found is None else found.value
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:

@@ -106,7 +106,7 @@ def span_cell(series: Series) -> TableCell:
         return missing_cell(series.replicates[0].why("all"))
     trained = series.header.checkpoint.seq_length
     spans = [
-        span({length: entry.accuracy for (length,), entry in replicate.entries.items()}, trained)
+        span({length: FOUND.of(replicate, length) or 0.0 for (length,) in replicate.entries}, trained)
         for replicate in series.replicates
         if replicate.entries
     ]

@@ -222,10 +222,11 @@ def _merge(label: str, files: Sequence[LoadedResult]) -> Replicate:
     missing: dict[str, Missing] = {}
     for item in files:
         result: Any = item.result
+        task = TASKS[result.task]
         for entry in result.results:
-            if (scored := getattr(entry, "documents", None)) is not None and scored < result.documents.count:
-                reason = f"interrupted: the first {scored} of {result.documents.count} documents"
-                at = f"window {entry.window}"
+            if task.by_document and entry.documents < result.documents.count:
+                reason = f"interrupted: the first {entry.documents} of {result.documents.count} documents"
+                at = task.at.format(*entry.key)
                 missing[at] = Missing(at=at, kind="not run", reason=reason)
                 continue
             if origins.setdefault(entry.key, item.file) != item.file:

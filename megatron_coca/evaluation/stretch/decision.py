@@ -80,7 +80,7 @@ def failed(result: StretchResult, method: str, length: int) -> bool:
         ratios = result.loss_ratios(method, each)
         if ratios and not ratio_interval(result, method, each)[0] <= math.log(HOLDS):  # also if it is NaN
             return True
-        margins = [case.margin for case in result.facts(method, each)]
+        margins = result.margins(method, each)
         if len(margins) >= FEWEST and _high(margins, confidence(result)) < 0:
             return True
     return False

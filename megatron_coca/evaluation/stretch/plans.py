@@ -80,15 +80,13 @@ def paired_differences(result: StretchResult, plan: Plan, contrast: PlannedContr
     Margins are in nats, paired by fact, and losses in nats per token, paired by document.
     """
     length, pairs = round(contrast.at * result.trained), pairs_of(plan, contrast)
-    if contrast.quantity == "margin":
-        cases = [result.facts(name, length)[:pairs] for name in (contrast.method, contrast.other)]
-        values = [[case.margin for case in each] for each in cases if each]
-    else:
-        losses = [result.loss(name, length) for name in (contrast.method, contrast.other)]
-        values = [[nll / result.settings.scored for nll in each.nlls] for each in losses if each is not None]
-    if len(values) < 2 or any(len(each) != (pairs or len(values[0])) for each in values):
+    read = {"margin": result.margins, "loss": result.token_losses}[contrast.quantity]
+    ours, theirs = read(contrast.method, length), read(contrast.other, length)
+    if contrast.quantity == "margin":  # the budget can allow more facts than are planned
+        ours, theirs = ours[:pairs], theirs[:pairs]
+    if not ours or not theirs or {len(ours), len(theirs)} != {pairs or len(ours)}:
         return None
-    return [one - other for one, other in zip(*values, strict=True)]
+    return [one - other for one, other in zip(ours, theirs, strict=True)]
 
 
 def sequence(result: StretchResult, plan: Plan) -> list[Step[PlannedContrast]]:

@@ -118,6 +118,15 @@ class StretchResult(Record):
         numbered = enumerate(begun.cases if begun else ())
         return [case for _, case in takewhile(lambda pair: pair[0] == pair[1].number, numbered)]
 
+    def margins(self, method: str, length: int) -> list[float]:
+        """Return the margins of `facts` in nats."""
+        return [case.margin for case in self.facts(method, length)]
+
+    def token_losses(self, method: str, length: int) -> list[float]:
+        """Return the loss of each window in nats per token."""
+        loss = self.loss(method, length)
+        return [] if loss is None else [nll / self.settings.scored for nll in loss.nlls]
+
     def loss_ratios(self, method: str, length: int) -> list[float]:
         """Return the logarithms of the perplexity relative to the plain model at 1x, one for each common window."""
         own, base = self.loss(method, length), self.loss(self.plain, self.trained)
@@ -138,8 +147,8 @@ class StretchResult(Record):
         return exponential(_mean(base.nlls) / self.settings.scored + _mean(self.loss_ratios(method, length)))
 
     def margin(self, method: str, length: int) -> float | None:
-        cases = self.facts(method, length)
-        return _mean([case.margin for case in cases]) if cases else None
+        margins = self.margins(method, length)
+        return _mean(margins) if margins else None
 
     def share(self, method: str, length: int) -> float | None:
         """Return the share of the facts that greedy decoding finds."""

@@ -108,7 +108,7 @@ def fact_table(result: StretchResult) -> Table:
     for name in result.ranked():
         for length in (length for length in result.lengths() if result.facts(name, length)):
             cases = result.facts(name, length)
-            margin = estimate([case.margin for case in cases], together(result))
+            margin = estimate(result.margins(name, length), together(result))
             ends = "" if math.isnan(margin.low) else f"{margin.low:+.1f} to {margin.high:+.1f}"
             cells = [TableCell(f"{length:,}", length)]
             for task in TASKS:
@@ -228,8 +228,8 @@ def figure(result: StretchResult) -> Figure:
         return None if value is None else (value, *wilson_interval(value, len(result.facts(name, length)), inside))
 
     def margin(name: str, length: int) -> Ends | None:
-        cases = result.facts(name, length)
-        found = estimate([case.margin for case in cases], inside) if cases else None
+        margins = result.margins(name, length)
+        found = estimate(margins, inside) if margins else None
         return None if found is None else (found.mean, found.low, found.high)
 
     panel_of: list[tuple[str, Callable[[str, int], Ends | None], dict[str, Any]]] = [

@@ -174,7 +174,7 @@ def test_a_ratio_over_documents_resamples_their_losses_averaged_over_common_seed
         "RoFormer": {1: [9.0, 21.0, 30.0], 2: [11.0, 21.0, 30.0], 3: [99.0, 99.0, 99.0]},
     }
     figures.__dict__["_windows"] = {
-        label: {seed: {2: SimpleNamespace(nll_by_document=sums, tokens_scored=10)} for seed, sums in by_seed.items()}
+        label: {seed: {(2,): SimpleNamespace(nll_by_document=sums, tokens_scored=10)} for seed, sums in by_seed.items()}
         for label, by_seed in losses.items()
     }
     found = figures.over_documents("CoCA", "RoFormer", 2)

@@ -1,5 +1,7 @@
 """The numbers that tasks declare: their names in results.csv, and how they are read from entries."""
 
+import math
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +23,14 @@ def test_a_name_with_a_field_is_the_name_of_every_entry() -> None:
 def test_an_entry_without_the_number_has_no_reading() -> None:
     assert Number("inside", tally=lambda entry: None).reading(SimpleNamespace(length=64)) is None
     assert Number("angle", lambda entry: None).reading(SimpleNamespace(length=64)) is None
+
+
+def test_seeds_are_averaged_by_logarithm_where_a_number_has_one() -> None:
+    overflown = SimpleNamespace(length=64, perplexity=math.inf, nll=800.0)
+    number = Number("perplexity", attrgetter("perplexity"), logarithm=attrgetter("nll"))
+    assert number.averaged(overflown) == 800.0
+    assert Number("perplexity", attrgetter("perplexity")).averaged(overflown) == math.inf
+    assert Number("inside", tally=lambda entry: None).averaged(overflown) is None
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS.values() if task.numbers], ids=lambda task: task.name)

@@ -13,17 +13,12 @@ from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import Metric, measure_of, metric_of
 from megatron_coca.evaluation.report.reading import ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
-from megatron_coca.evaluation.tasks.recall.task import RECALL, HeadScores, RecallEntry
+from megatron_coca.evaluation.tasks.recall.task import RECALL, HeadScores, RecallEntry, part_of
 from megatron_coca.evaluation.tasks.retrieval.section import INTERVALS, axis, by_side, head
-from megatron_coca.evaluation.tasks.retrieval.task import Tally, whole
+from megatron_coca.evaluation.tasks.retrieval.task import whole
 
 RECALLED = measure_of(RECALL.numbers[0])
 UNSHIFTED = metric_of(RECALL.numbers[0], key=lambda length: (length, 0))
-
-
-def of_question(kind: str, entry: RecallEntry) -> Tally | None:
-    """Return the tally of one kind of question of ordered recall."""
-    return (entry.questions or {}).get(kind)
 
 
 @shared.grouped("recall", RECALL.comparable)
@@ -41,7 +36,7 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
         entry.questions for series in group.measured for each in series.replicates for entry in each.entries.values()
     ):
         caption = "Recall by the kind of question: the latest value of a key, its first value, the value k facts before"
-        kinds = {f"{{}}, {kind}": replace(UNSHIFTED, tally=partial(of_question, kind)) for kind in QUESTIONS}
+        kinds = {f"{{}}, {kind}": replace(UNSHIFTED, tally=partial(part_of, part=kind)) for kind in QUESTIONS}
         specs.append(LengthTable(caption, head(RECALLED), kinds, "-questions"))
     tables = shared.length_tables(name, specs, group, options)
     caption = "Recall (share of correct answers) by length. The dotted line is chance."

@@ -87,19 +87,34 @@ def add_recall_options(parser: ArgumentParser) -> None:
     add_batch_option(parser, 32768)
 
 
-def unshifted(part: Callable[[RecallEntry], Tally | None]) -> Callable[[RecallEntry], Tally | None]:
-    return lambda entry: None if entry.shift else part(entry)
+def part_of(entry: RecallEntry, part: str) -> Tally | None:
+    """Return the tally of a part of the questions, or None if the part has no question.
+
+    `part` is "inside", "beyond", a kind of question of ordered recall, or empty for all questions.
+    """
+    parts: dict[str, Tally | None] = {"": entry, "inside": entry.inside, "beyond": entry.beyond}
+    return (parts | (entry.questions or {})).get(part)
 
 
-def shifted(part: Callable[[RecallEntry], Tally | None]) -> Callable[[RecallEntry], Tally | None]:
-    return lambda entry: part(entry) if entry.shift else None
+def accuracy_of(entry: RecallEntry, part: str) -> float | None:
+    """Return the accuracy of a part of the questions, as in `part_of`, or the mean over their kinds ("kinds")."""
+    if part == "kinds":
+        kinds = entry.questions or {}
+        return sum(tally.accuracy for tally in kinds.values()) / len(kinds) if kinds else None
+    tally = part_of(entry, part)
+    return None if tally is None else tally.accuracy
 
 
-PARTS: dict[str, Callable[[RecallEntry], Tally | None]] = {
-    "": lambda entry: entry,
-    ", inside": lambda entry: entry.inside,
-    ", beyond": lambda entry: entry.beyond,
-}
+def unshifted(part: str) -> Callable[[RecallEntry], Tally | None]:
+    return lambda entry: None if entry.shift else part_of(entry, part)
+
+
+def shifted(part: str) -> Callable[[RecallEntry], Tally | None]:
+    return lambda entry: part_of(entry, part) if entry.shift else None
+
+
+PARTS = {"": "", ", inside": "inside", ", beyond": "beyond"}
+"""The ends of the names of numbers, and the parts of the questions that they are about."""
 RECALL = Task(
     "recall",
     "key-value recall by length and shift, and attention scores by head",
