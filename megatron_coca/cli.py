@@ -23,7 +23,7 @@ from megatron_coca.work.workers import safe_path
 
 COMMANDS = {
     "train": ("commands.train", "train a model"),
-    "evaluate": ("evaluation.cli", "evaluate checkpoints and write reports"),
+    "evaluate": ("commands.evaluate", "evaluate checkpoints and write reports"),
     "generate": ("commands.generate", "generate continuations of prompts"),
     "prepare": ("commands.prepare", "prepare training data from text files"),
     "status": ("commands.status", "show the state, progress and restarts of runs"),

@@ -1,6 +1,6 @@
-"""Command-line options that tasks share, and those of reports and suites. No PyTorch, so that `--help` is fast."""
+"""Command-line options that several tasks declare, and their values. No PyTorch, so that `--help` is fast."""
 
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -19,7 +19,6 @@ from megatron_coca.support.arguments import (
     local_path,
 )
 from megatron_coca.work.parts import PART_HELP, part_of
-from megatron_coca.work.settings import add_engine_options
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Keys of `checkpoints.weights.DTYPES`."""
@@ -255,45 +254,6 @@ def add_document_options(parser: ArgumentParser) -> None:
     repeat = "use the first N tokens of each document, tiled to --max-length"
     add("--repeat", type=positive_int, metavar="N", help=repeat)
     add_start_option(parser, "document")
-
-
-def add_suite_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("suite", type=local_path, metavar="SUITE.yml", help="file with checkpoints and tasks; see configs/evaluation/")
-    output = "output folder for results/ and report/; rerunning resumes"
-    add("--output", required=True, type=local_path, metavar="DIR", help=output)
-    checkpoint = (
-        "path of a checkpoint of the suite, or of any if the suite accepts any; the default label is the name of the "
-        "folder; repeat the option for each"
-    )
-    add("--checkpoint", type=label_and_path, action="append", default=[], metavar="[LABEL=]DIR", help=checkpoint)
-    add("--only", nargs="+", metavar="TASK", help="run only these entries of the suite's tasks")
-    add(
-        "--jobs",
-        type=job_count,
-        default=1,
-        metavar="N",
-        help="number of processes that share each task; default: %(default)s",
-    )
-    add("--part", type=part_of, metavar="I/N", help=f"measure only a part, and write no report; {PART_HELP}")
-    add_device_options(parser)
-    add_engine_options(parser)
-
-
-def add_report_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "results",
-        nargs="+",
-        type=local_path,
-        metavar="RESULTS",
-        help="result files of megatron-coca evaluate, or folders of such files",
-    )
-    add("--output", required=True, type=local_path, metavar="DIR", help="folder for report.html and all other files")
-    add("--title", default="Evaluation", help="title of the report")
-    add("--baseline", metavar="LABEL", help="mark perplexities that differ significantly from this label's")
-    papers = "add all published numbers, or none; default: those with the lengths and the protocol of the results"
-    add("--papers", action=BooleanOptionalAction, help=papers)
 
 
 def subject_options(args: Namespace) -> SubjectOptions:

@@ -18,7 +18,7 @@ from megatron_coca.evaluation.multiples import changes_in_tokens, in_tokens, is_
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.results import EvaluationError, Record, check_writable, read_yaml_file, validated
-from megatron_coca.evaluation.subcommands import measurements
+from megatron_coca.evaluation.tasks import measurements
 from megatron_coca.support.console import write
 from megatron_coca.support.plain_text import plain
 from megatron_coca.support.safe_yaml import as_list

@@ -1,7 +1,6 @@
-"""`megatron-coca evaluate report`: tables, plots and a page from result files, with published numbers next to ours."""
+"""Reports: tables, plots and a page from result files, with published numbers next to ours."""
 
 import json
-from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +18,9 @@ from megatron_coca.evaluation.report.tidy import TidyRow, csv_text
 from megatron_coca.evaluation.results import EvaluationError, Result, check_writable, write_atomically
 from megatron_coca.evaluation.tasks.lm_eval.section import limit_text
 from megatron_coca.evaluation.tasks.lm_eval.task import HarnessResult
-from megatron_coca.support.plain_text import plain
 from megatron_coca.support.regular_files import inside, read_regular
 
 PAGE = "report.html"
-
-
-def run(args: Namespace) -> int:
-    print(plain(build_report(args.results, args.output, args.title, args.papers, baseline=args.baseline)))
-    print(f"\nwrote {args.output / PAGE}, and report.md, figures, tables, numbers and a notebook in the same folder")
-    return 0
 
 
 def tables_of_results(results: Sequence[Result]) -> str:

@@ -15,3 +15,8 @@ def declared() -> dict[str, Task]:
 
 
 TASKS = declared()
+
+
+def measurements() -> dict[str, Task]:
+    """Return the tasks that measure a checkpoint. Suites and ablations can run any of them."""
+    return {name: task for name, task in TASKS.items() if task.of_checkpoint}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.evaluation.cli import main
+from megatron_coca.commands.evaluate import main
 from megatron_coca.evaluation.tasks.lm_eval import benchmarks
 from tests.parity.exported import NEOX, random_checkpoint
 from tests.unit.evaluation.benchmark_cases import LONGBENCH_QUESTIONS, word_tokenizer, write_stand_ins

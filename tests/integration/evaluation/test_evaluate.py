@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_coca.commands.evaluate import main
 from megatron_coca.config import load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation import PerplexityResult, chosen_dtype
-from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.results import Missing, cost_path, read_costs, write_record
 from megatron_coca.evaluation.tasks.perplexity import measure as perplexity
 from megatron_coca.evaluation.tasks.perplexity.measure import score_document

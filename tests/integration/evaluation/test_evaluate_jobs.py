@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_coca.commands import evaluate
 from megatron_coca.config import load_config
-from megatron_coca.evaluation import PerplexityResult, cli, jobs
+from megatron_coca.evaluation import PerplexityResult, jobs
 from megatron_coca.evaluation.results import EvaluationError, Store
 from megatron_coca.evaluation.tasks.perplexity import measure as perplexity
 from tests.checkpoint_files import write_checkpoint
@@ -37,12 +38,12 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def whole(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("whole")
-    assert cli.main([*arguments, "--output", str(folder)]) == 0
+    assert evaluate.main([*arguments, "--output", str(folder)]) == 0
     return files(folder)
 
 
 def parsed(arguments: list[str], folder: Path, *more: str) -> Namespace:
-    return cli.parser().parse_args([*arguments, "--output", str(folder), *more])
+    return evaluate.parser().parse_args([*arguments, "--output", str(folder), *more])
 
 
 def test_work_is_divided_by_variant_and_by_length_where_variants_are_few(tmp_path: Path) -> None:
@@ -61,20 +62,20 @@ def test_documents_are_divided_into_parts_and_merged(
 ) -> None:
     """Each part has its share of the documents of every window, the merge scores only the lost ones."""
     for part in ("2/3", "1/3"):
-        assert cli.main([*arguments, "--output", str(tmp_path), "--part", part]) == 0
+        assert evaluate.main([*arguments, "--output", str(tmp_path), "--part", part]) == 0
     kept = [path.name for path in sorted(tmp_path.rglob("*.score"))]
     assert len(kept) == 6, "2 variants, 2 windows and 2 documents, of which a third is in part 3"
     assert not list(tmp_path.glob("*.json")), "a part writes no result"
     scored: list[int] = []
     score = perplexity.score_document
     monkeypatch.setattr(perplexity, "score_document", lambda *given: scored.append(given[2]) or score(*given))
-    assert cli.main([*arguments, "--output", str(tmp_path)]) == 0
+    assert evaluate.main([*arguments, "--output", str(tmp_path)]) == 0
     assert len(scored) == 2, "the documents of part 3"
     assert files(tmp_path) == whole and not list(tmp_path.rglob("*.score"))
 
 
 def test_two_processes(arguments: list[str], whole: dict[str, bytes], tmp_path: Path) -> None:
-    assert cli.main([*arguments, "--output", str(tmp_path), "--jobs", "2"]) == 0
+    assert evaluate.main([*arguments, "--output", str(tmp_path), "--jobs", "2"]) == 0
     assert files(tmp_path) == whole
 
 
@@ -82,7 +83,7 @@ def killed_once(args: Namespace) -> int:
     """A task that kills the process of the first part."""
     if args.part == (0, 2):
         os.kill(os.getpid(), signal.SIGKILL)
-    return cli.run_task(args)
+    return evaluate.run_task(args)
 
 
 @pytest.mark.slow
@@ -111,12 +112,12 @@ def test_many_writers_of_one_file(tmp_path: Path, whole: dict[str, bytes]) -> No
 
 def test_without_an_output_it_is_an_error(arguments: list[str]) -> None:
     with pytest.raises(EvaluationError, match="--jobs: needs --output"):
-        jobs.shares(cli.parser().parse_args([*arguments, "--jobs", "2"]), 2)
+        jobs.shares(evaluate.parser().parse_args([*arguments, "--jobs", "2"]), 2)
 
 
 def test_a_suite_gives_the_processes_to_its_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[str, bool]] = []
-    monkeypatch.setattr(cli, "run_task", lambda args, divided=False: found.append((args.task, divided)) or 0)
+    monkeypatch.setattr(evaluate, "run_task", lambda args, divided=False: found.append((args.task, divided)) or 0)
     for task in (["suite", "suite.yml"], ["perplexity", "--checkpoint", "x", "--windows", "16", "--stride", "8"]):
-        assert cli.main([*task, "--output", str(tmp_path), "--jobs", "2"]) == 0
+        assert evaluate.main([*task, "--output", str(tmp_path), "--jobs", "2"]) == 0
     assert found == [("suite", False), ("perplexity", True)]

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.commands.evaluate import main as evaluate
 from megatron_coca.commands.export import main
 from megatron_coca.commands.generate import main as generate
-from megatron_coca.evaluation.cli import main as evaluate
 from tests.parity.exported import LLAMA, random_checkpoint
 
 

@@ -28,9 +28,9 @@ from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface.config_json import parse_config
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.load import open_checkpoint
+from megatron_coca.commands.evaluate import main as evaluate
 from megatron_coca.commands.train import parser, read_config
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.cli import main as evaluate
 from megatron_coca.model.generate import generate
 from megatron_coca.training.checkpointing.initial_model import initial_model
 from tests.checkpoint_files import beginning_tokenizer

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 from megatron_coca import load_model
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.commands.evaluate import main as evaluate
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.cli import main as evaluate
 from megatron_coca.training.checkpointing.initial_model import initial_model
 from tests.parity.exported import LLAMA, NEOX, random_checkpoint
 from tests.parity.foreign import DYNAMIC, LLAMA3, LONGROPE, TRAINED, YARN, assert_same_logits, llama, neox, write

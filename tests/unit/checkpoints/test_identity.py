@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from megatron_coca.checkpoints import load_checkpoint, open_checkpoint
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.identity import RANGE, RANGES
+from megatron_coca.commands.evaluate import parser
 from megatron_coca.evaluation import EvaluationError, PerplexityResult
-from megatron_coca.evaluation.cli import parser
 from megatron_coca.evaluation.tasks.perplexity import measure as perplexity
 from megatron_coca.evaluation.tasks.retrieval import cases as tasks
 from megatron_coca.evaluation.tasks.retrieval import measure as retrieval_tasks

@@ -403,10 +403,9 @@ RUNNING: dict[str, tuple[str, ...]] = {
         "__init__.py",
         "checkpoints/__init__.py",
         "cli.py",
+        "commands/evaluate.py",
         "evaluation/__init__.py",
-        "evaluation/cli.py",
         "evaluation/report/sections.py",
-        "evaluation/subcommands.py",
         "evaluation/tasks/__init__.py",  # the tasks' own declarations
         "evaluation/tasks/lm_eval/model.py",
         "evaluation/tasks/lm_eval/ruler_lengths.py",  # modules of the harness

@@ -15,8 +15,8 @@ import pytest
 from megatron_coca import __version__, cli
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.commands import configs, inspect
+from megatron_coca.commands.evaluate import subcommands
 from megatron_coca.evaluation import options
-from megatron_coca.evaluation.subcommands import subcommands
 from megatron_coca.model import DYNAMIC_LENGTH, DYNAMIC_LENGTHS
 from tests.patience import patience
 

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_coca import cli
 from megatron_coca.commands import estimate, generate, inspect, train
+from megatron_coca.commands.evaluate import parser as evaluate_parser
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.cli import parser as evaluate_parser
 from megatron_coca.evaluation.options import read_variants
 from megatron_coca.support.errors import InputError
 from tests.checkpoint_files import TINY, talkative_model, write_checkpoint

@@ -5,7 +5,7 @@ import pkgutil
 import re
 
 import megatron_coca.commands
-from megatron_coca.evaluation.cli import parser as evaluate_parser
+from megatron_coca.commands.evaluate import parser as evaluate_parser
 from tests.command_parsers import parsers
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from lm_eval.api.instance import Instance
 
 from megatron_coca.checkpoints import LoadedModel
+from megatron_coca.commands.evaluate import subcommands
 from megatron_coca.data import load_saved_tokenizer
-from megatron_coca.evaluation.subcommands import subcommands
 from megatron_coca.evaluation.tasks.lm_eval.model import HarnessModel
 from megatron_coca.evaluation.tasks.lm_eval.prompts import InputLimits, PromptEncoding
 from megatron_coca.evaluation.tasks.lm_eval.task import HarnessResult

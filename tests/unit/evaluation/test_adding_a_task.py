@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_coca.commands.evaluate import main, parser
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import tasks
-from megatron_coca.evaluation.cli import main, parser
 from megatron_coca.evaluation.jobs import shares
 from megatron_coca.evaluation.report import redrawn
 from megatron_coca.evaluation.suite import option_arguments

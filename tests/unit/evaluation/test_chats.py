@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from megatron_coca.commands.evaluate import subcommands
 from megatron_coca.data import DataError, Tokenizer
 from megatron_coca.data.tokenizers.chat import ChatTemplate
 from megatron_coca.evaluation.chats import chat_record
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.subcommands import subcommands
 from megatron_coca.evaluation.tasks.retrieval import cases as tasks
 from megatron_coca.evaluation.tasks.retrieval.prompts import FILLER_HAYSTACK, PromptForm
 from megatron_coca.text_generation import load_generator

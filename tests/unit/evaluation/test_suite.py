@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_coca.commands.evaluate import parser
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation import suite as suites
-from megatron_coca.evaluation.cli import parser
 from megatron_coca.evaluation.suite import (
     Command,
     SuiteFile,

@@ -219,7 +219,7 @@ def test_the_tree_is_read() -> None:
         ("attention/layer.py", "from megatron_coca.data.blend import Blend"),
         ("attention/positions/bias.py", "from megatron_coca.attention.inputs import Needs"),
         ("attention/backends/sdpa.py", "from megatron_coca.attention.positions import bias"),
-        ("evaluation/cli.py", "from megatron_coca.training.trainer import fit"),
+        ("evaluation/suite.py", "from megatron_coca.training.trainer import fit"),
         ("training/trainer.py", "import deepspeed.comm as dist"),
         ("data/loader.py", "from megatron.core.datasets import indexed_dataset"),
         ("model/gpt.py", "import train"),

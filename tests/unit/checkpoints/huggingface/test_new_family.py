@@ -15,7 +15,7 @@ from megatron_coca.checkpoints.huggingface import families
 from megatron_coca.checkpoints.huggingface.families import llama_like
 from megatron_coca.checkpoints.huggingface.write import EXPORTERS, family_exporter
 from megatron_coca.checkpoints.importing import import_checkpoint
-from megatron_coca.evaluation.cli import main as evaluate
+from megatron_coca.commands.evaluate import main as evaluate
 from tests.conftest import ROOT
 
 SHAPE = {

@@ -13,8 +13,7 @@ from megatron_coca.checkpoints import CheckpointError, load_model
 from megatron_coca.checkpoints.huggingface.families import FAMILIES
 from megatron_coca.checkpoints.huggingface.unread_keys import NEVER_READ, keys_of_class
 from megatron_coca.checkpoints.load import open_checkpoint
-from megatron_coca.commands import export, generate, import_checkpoint, train
-from megatron_coca.evaluation import cli as evaluate
+from megatron_coca.commands import evaluate, export, generate, import_checkpoint, train
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.support.arguments import ignoring
 

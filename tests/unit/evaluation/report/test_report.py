@@ -386,7 +386,7 @@ def test_a_report_needs_no_pytorch(tmp_path: Path) -> None:
     write(tmp_path / "results", {"one": perplexity("RoFormer", {512: 2.0, 1024: 2.5}), "two": speed()})
     given = ["report", str(tmp_path / "results"), "--output", str(tmp_path / "report")]
     program = (
-        f"import sys; from megatron_coca.evaluation.cli import main; main({given}); sys.exit('torch' in sys.modules)"
+        f"import sys; from megatron_coca.commands.evaluate import main; main({given}); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     assert (tmp_path / "report/report.html").is_file()

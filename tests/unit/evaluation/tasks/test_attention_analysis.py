@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Segment
+from megatron_coca.commands.evaluate import main
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.distance_sweep import SweptScores
 from megatron_coca.evaluation.results import read_costs, read_record
 from megatron_coca.evaluation.tasks.analysis import measure as length_analysis

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import load_model
-from megatron_coca.evaluation.cli import main
+from megatron_coca.commands.evaluate import main
 from megatron_coca.evaluation.tasks.longppl.key_tokens import ContextContrast, key_tokens, tokens_within, window_lengths
 from megatron_coca.evaluation.tasks.longppl.measure import Prepared, long_perplexity, through_text
 from megatron_coca.evaluation.tasks.longppl.task import LongPerplexityResult

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_coca.commands.evaluate import main
 from megatron_coca.config import load_config
 from megatron_coca.data import TaskSettings
 from megatron_coca.data.shards import ShardWriter
 from megatron_coca.data.synthetic import Draws, recall_question
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.attention_maps import observed, row_scores
-from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.tasks.recall.measure import synthetic_questions
 from megatron_coca.model import build_model

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_coca.commands.evaluate import main
 from megatron_coca.config import Config, load_config
 from megatron_coca.evaluation import subject
-from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.options import Variant
 from megatron_coca.evaluation.results import EvaluationError, Missing, Store, read_record
 from megatron_coca.evaluation.tasks.speed import measure as speed
