@@ -16,7 +16,7 @@ from megatron_coca.evaluation.contrasts import (
     power_of,
     verdict_of,
 )
-from megatron_coca.evaluation.options import in_sentence
+from megatron_coca.evaluation.labels import in_sentence
 from megatron_coca.evaluation.statistics import Estimate, equal, exponential
 
 

@@ -13,7 +13,7 @@ from megatron_coca.ablation.declared import outcome, plan, steps_of
 from megatron_coca.ablation.grid import AblationFile, Cell, DeclaredContrast
 from megatron_coca.data.synthetic import chances_without_order
 from megatron_coca.evaluation.contrasts import LEVEL, Declared, Step, p_value, together
-from megatron_coca.evaluation.options import full_label, slug
+from megatron_coca.evaluation.labels import full_label, slug
 from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.looks import Member, members
 from megatron_coca.evaluation.results import EvaluationError, read_record

@@ -19,8 +19,9 @@ from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_c
 from megatron_coca.config.schema import default_of
 from megatron_coca.data import DataError, Tokenizer
 from megatron_coca.evaluation.documents import find_sources
+from megatron_coca.evaluation.labels import full_label, slug
 from megatron_coca.evaluation.multiples import changes_in_tokens
-from megatron_coca.evaluation.options import full_label, slug, subject_options
+from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import EvaluationError, Record, read_yaml_file, validated
 from megatron_coca.evaluation.suite import (
     CheckpointEntry,

@@ -14,7 +14,7 @@ from megatron_coca.ablation.correction import entries_of, entries_of_stretch, po
 from megatron_coca.ablation.figures import Figures
 from megatron_coca.ablation.grid import AblationFile, Cell, expand, read_ablation
 from megatron_coca.evaluation.contrasts import corrected_once, holm, level_text, p_text
-from megatron_coca.evaluation.options import slug
+from megatron_coca.evaluation.labels import slug
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.charts import svg
 from megatron_coca.evaluation.report.curves import Curve

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_coca.commands import command_parser
 from megatron_coca.commands.configs import shipped
-from megatron_coca.evaluation.options import slug
+from megatron_coca.evaluation.labels import slug
 from megatron_coca.work import processes
 from megatron_coca.work.processes import PROGRAM, run_to_its_end
 from megatron_coca.work.statuses import exit_status

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_coca.commands import command_parser
-from megatron_coca.evaluation.options import AUTO, DTYPES, positive_int, slug
+from megatron_coca.evaluation.labels import slug
+from megatron_coca.evaluation.options import AUTO, DTYPES, positive_int
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.stretch.choices import CHOICES, DEFAULT, MOST
 from megatron_coca.support.arguments import add_ignore_option, expanded, local_path

@@ -15,7 +15,8 @@ from contextlib import redirect_stdout
 from multiprocessing import get_context
 from typing import Any
 
-from megatron_coca.evaluation.options import full_label, resolve_device
+from megatron_coca.evaluation.labels import full_label
+from megatron_coca.evaluation.options import resolve_device
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.tasks import TASKS
 from megatron_coca.work.workers import begin_worker

@@ -3,11 +3,11 @@
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
 from megatron_coca.config import split_inputs
+from megatron_coca.evaluation.labels import full_label, slug
 from megatron_coca.evaluation.multiples import is_multiple
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.support.arguments import (
@@ -39,8 +39,6 @@ DYNAMIC_LENGTHS = {
 MOST_TOKENS = 2**27
 """Largest number of input tokens or of new tokens. A mistyped number would otherwise run for days."""
 MOST_JOBS = 1024
-MAX_SLUG_BYTES = 120
-"""File systems limit names to 255 bytes, and file names add a task and a suffix to the slug."""
 
 
 @dataclass(frozen=True)
@@ -138,30 +136,6 @@ def label_and_path(text: str) -> tuple[str, str]:
         raise ArgumentTypeError(f"{text!r} is neither DIR nor LABEL=DIR")
     path = expanded(path)
     return label or Path(path).resolve().name, path
-
-
-def slug(label: str) -> str:
-    """Turn a label into a part of a file name, in lower case.
-
-    Each run of characters other than letters, digits, `.` and `-` becomes one `_`. A long label is truncated and gets
-    a hash.
-    """
-    kept = "".join(character if character.isalnum() or character in ".-" else " " for character in label.lower())
-    name = "_".join(kept.split()) or "unnamed"
-    if len(name.encode()) <= MAX_SLUG_BYTES:
-        return name
-    return name.encode()[: MAX_SLUG_BYTES - 9].decode(errors="ignore") + "_" + sha256(label.encode()).hexdigest()[:8]
-
-
-def plot_text(label: str) -> str:
-    """Escape a label for matplotlib, where `$` starts a formula and a leading `_` hides a line from the legend."""
-    escaped = label.replace("$", r"\$")
-    return f" {escaped}" if escaped.startswith("_") else escaped
-
-
-def in_sentence(label: str) -> str:
-    """Return a label for a sentence, in quotation marks if it contains a comma or a semicolon."""
-    return f"“{label}”" if "," in label or ";" in label else label
 
 
 def dynamic_length_text(name: str) -> str:
@@ -286,10 +260,6 @@ def read_variants(args: Namespace) -> tuple[Variant, ...]:
         overrides = (*args.overrides, *ignoring(args), *keys)
         variants.append(Variant(full_label(args.label, label), tuple(files), overrides))
     return tuple(variants)
-
-
-def full_label(label: str | None, variant: str) -> str:
-    return " ".join(filter(None, [label, variant]))
 
 
 def resolve_device(name: str) -> str:

@@ -21,8 +21,8 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import ScaledTranslation
 
+from megatron_coca.evaluation.labels import plot_text
 from megatron_coca.evaluation.numbers import Number
-from megatron_coca.evaluation.options import plot_text
 from megatron_coca.evaluation.report.fonts import set_fonts
 from megatron_coca.evaluation.report.labels import Box, Covered, place_name
 from megatron_coca.evaluation.report.log_axes import label_log_axis, spread_apart

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_coca.evaluation.contrasts import level_text, simultaneous
-from megatron_coca.evaluation.options import in_sentence
+from megatron_coca.evaluation.labels import in_sentence
 from megatron_coca.evaluation.report.document import Headline, Measure, Section, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import MARK, decimal

@@ -19,7 +19,7 @@ from megatron_coca.config import Config, ConfigError, PositionConfig
 from megatron_coca.config.data import window_tokens
 from megatron_coca.config.model import GAU
 from megatron_coca.evaluation.distance_sweep import DistanceSweep, rotary_frequencies, rotated_distances
-from megatron_coca.evaluation.options import plot_text
+from megatron_coca.evaluation.labels import plot_text
 from megatron_coca.evaluation.report.charts import COLUMN, SHARES, Figure, Layout, Line, Panel, panels, svg
 from megatron_coca.evaluation.report.document import (
     ReportBlock,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_coca.evaluation.options import in_sentence
+from megatron_coca.evaluation.labels import in_sentence
 from megatron_coca.evaluation.report.looks import Member
 
 MEANINGS: dict[str, dict[str, str]] = {

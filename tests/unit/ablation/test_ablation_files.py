@@ -12,8 +12,8 @@ from megatron_coca.ablation import grid
 from megatron_coca.ablation.grid import AblationFile, Cell, ModelEntry, configured, expand, read_ablation
 from megatron_coca.commands.evaluate import parser
 from megatron_coca.config import Config, load_config
+from megatron_coca.evaluation.labels import full_label
 from megatron_coca.evaluation.multiples import changes_in_tokens
-from megatron_coca.evaluation.options import full_label
 from megatron_coca.evaluation.suite import option_arguments, read_suite, task_variants
 from megatron_coca.model.build import empty_model
 from megatron_coca.support.safe_yaml import read_yaml
