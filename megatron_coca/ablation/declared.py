@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from megatron_coca.ablation.grid import AblationFile, DeclaredContrast
+from megatron_coca.ablation.file import AblationFile, DeclaredContrast
 from megatron_coca.evaluation.contrasts import (
     LEVEL,
     Declared,

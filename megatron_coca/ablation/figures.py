@@ -10,7 +10,8 @@ import numpy as np
 
 from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
 from megatron_coca.ablation.declared import outcome, plan, steps_of
-from megatron_coca.ablation.grid import AblationFile, Cell, DeclaredContrast
+from megatron_coca.ablation.file import AblationFile, DeclaredContrast
+from megatron_coca.ablation.grid import Cell
 from megatron_coca.data.synthetic import chances_without_order
 from megatron_coca.evaluation.contrasts import LEVEL, Declared, Step, p_value, together
 from megatron_coca.evaluation.labels import full_label, slug

@@ -1,16 +1,17 @@
-"""The ablation file and its cells. A cell is one training run with its evaluations."""
+"""The cells of an ablation. A cell is one training run with its evaluations."""
 
 import json
-from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Any
 
-from pydantic import AfterValidator, Field, FiniteFloat, JsonValue, field_validator, model_validator
+from pydantic import JsonValue
 
+from megatron_coca.ablation.evaluations import RESULTS, Measurements, Plan, changed_config, check_tasks, commands_of
+from megatron_coca.ablation.file import AblationFile, ModelEntry, unknown_names
 from megatron_coca.ablation.inputs import InputDigests
 from megatron_coca.ablation.prompt_lengths import PromptLengths
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
@@ -18,57 +19,23 @@ from megatron_coca.checkpoints.compare import check_same_model
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
 from megatron_coca.config.schema import default_of
 from megatron_coca.data import DataError, Tokenizer
-from megatron_coca.evaluation.documents import find_sources
-from megatron_coca.evaluation.labels import full_label, slug
-from megatron_coca.evaluation.multiples import changes_in_tokens
-from megatron_coca.evaluation.options import subject_options
-from megatron_coca.evaluation.results import EvaluationError, Record, read_yaml_file, validated
+from megatron_coca.evaluation.labels import slug
+from megatron_coca.evaluation.results import EvaluationError, Record
 from megatron_coca.evaluation.suite import (
-    CheckpointEntry,
     Command,
-    SuiteFile,
-    TextList,
-    check_variants,
-    option_arguments,
-    plan_commands,
-    task_parser,
-    task_variants,
 )
 from megatron_coca.model.cost import ParameterCount, parameter_count
-from megatron_coca.support.plain_text import masked
-from megatron_coca.support.remote_files import is_url
 from megatron_coca.training.corpus import data_not_here, open_corpus
 from megatron_coca.training.launch.start import configured_ranks
 from megatron_coca.training.sinks import metric_folders
 from megatron_coca.training.starting_rate import with_starting_rate
 from megatron_coca.training.topology import Topology
 
-Plan = Callable[[Mapping[str, dict[str, Any] | None], Path, Path], list[Command]]
-"""A function that returns a model's evaluation commands for given tasks, a run folder and a results folder."""
-
 RUN_GROUPS = frozenset({"data", "batch", "precision", "parallel", "checkpoint", "logging", "launch"})
 RUN_KEYS = COMPUTE_KEYS | {"watchdog_timeout"}
 """Groups and keys that are not part of a cell's name, because they only decide how and where a run is executed. The
 name does cover the content of the data, the batch size and the dtype.
 """
-HomePath = Annotated[Path, AfterValidator(Path.expanduser)]
-"""A path in which a leading `~` means the home folder."""
-RESULTS = Path("results")
-
-
-class ModelEntry(Record):
-    """A model in the file.
-
-    Attributes:
-        set: YAML files and keys that are applied after those of `base`.
-        variants: the variants to evaluate.
-        after: another model of the file, above this one. Training starts with the weights that it has with the same
-            seed, as `finetune` does.
-    """
-
-    set: TextList = []
-    variants: dict[str, TextList | None] = {"": None}
-    after: str | None = None
 
 
 class DataRecord(Record):
@@ -83,100 +50,6 @@ class DataRecord(Record):
     chosen_by: str
     vocab_size: int | None
     identity: dict[str, JsonValue]
-
-
-class DeclaredContrast(Record):
-    """A comparison that a file declares before its runs: of two labels, or a weighted sum over labels.
-
-    Attributes:
-        label, other: the two labels; the difference is the first minus the second.
-        weights: instead of the two, a weight for each label, such as 1, -1, -1, 1 for a difference of differences.
-            Their sum is 0, so that equal labels give 0.
-        title: the words for a weighted sum, as in "CoCA minus RoFormer, per factor of e in parameters".
-        at: the length as a multiple of the training length.
-        quantity: "recall" (accuracy, compared by differences), "recall PART" for a part of the questions (see
-            `Figures.accuracies`), or a quantity of perplexity (compared by ratios).
-        expected: the mean difference for which the power is computed; for perplexities, of logarithms.
-        deviation: the standard deviation of the difference over seeds, known from earlier runs.
-    """
-
-    label: str = ""
-    other: str = ""
-    weights: dict[str, FiniteFloat] = {}
-    title: str = ""
-    at: float = 1
-    quantity: str = "recall"
-    expected: float | None = None
-    deviation: float | None = Field(default=None, gt=0)
-
-    @model_validator(mode="after")
-    def _two_labels_or_weights(self) -> Self:
-        pair, weighted = (bool(self.label), bool(self.other)), (bool(self.weights), bool(self.title))
-        if (pair, weighted) not in (((True, True), (False, False)), ((False, False), (True, True))):
-            raise ValueError("label and other, or weights and title: set one of these pairs, and all of it")
-        size = sum(map(abs, self.weights.values()))
-        if self.weights and (not size or abs(sum(self.weights.values())) > 1e-6 * size):
-            raise ValueError("weights: a contrast needs weights that are not all 0 and whose sum is 0; change them")
-        return self
-
-    @model_validator(mode="after")
-    def _both_or_none(self) -> Self:
-        if (self.expected is None) != (self.deviation is None):
-            raise ValueError("expected and deviation: only one of them is set; set both, or neither")
-        return self
-
-    @property
-    def is_recall(self) -> bool:
-        """True for accuracies, which are compared by differences; False for perplexities."""
-        return self.quantity.partition(" ")[0] == "recall"
-
-    @property
-    def terms(self) -> dict[str, float]:
-        """The weight of each label. The difference is the sum of weights times values."""
-        return {**self.weights} or {self.label: 1.0, self.other: -1.0}
-
-    @property
-    def sides(self) -> str:
-        """What is compared, without quantity and length."""
-        return self.title or f"{self.label} against {self.other}"
-
-    @property
-    def name(self) -> str:
-        return f"{self.sides}, {self.quantity} at {self.at:g}L"
-
-
-class AblationFile(Record):
-    """An ablation; see docs/ablations.md. `tasks` are written as in a suite.
-
-    Attributes:
-        testing: how `contrasts` are tested. "together" corrects all p-values and intervals for the number of contrasts
-            (Holm). In a "sequence", the first contrast is the primary one, and each is tested at 5% only if all before
-            it hold.
-    """
-
-    title: str
-    base: TextList = Field(min_length=1)
-    seeds: list[int] = Field(min_length=1)
-    baseline: str | None = None
-    results: HomePath
-    runs: HomePath
-    models: dict[str, ModelEntry] = Field(min_length=1)
-    tasks: dict[str, dict[str, Any] | None] = Field(min_length=1)
-    contrasts: list[DeclaredContrast] = []
-    testing: Literal["together", "sequence"] = "together"
-
-    @model_validator(mode="after")
-    def _testable(self) -> Self:
-        if self.testing == "sequence" and (not self.contrasts or len(self.seeds) < 2):
-            raise ValueError("testing: a sequence needs contrasts and at least two seeds; declare them")
-        return self
-
-    @field_validator("models", mode="before")
-    @classmethod
-    def _lists(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        return {name: {"set": entry} if isinstance(entry, list | str) else entry or {} for name, entry in given.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,36 +106,6 @@ class Cell:
         return parameter_count(self.trained)
 
 
-def read_ablation(
-    path: Path, scale: str | None = None, results: Path | None = None, runs: Path | None = None
-) -> AblationFile:
-    """Read and validate a file at one of its scales (None: the first); `results` and `runs` override its folders.
-
-    Raises EvaluationError.
-    """
-    content = read_yaml_file(path)
-    if isinstance(content, Mapping):
-        scales = content.get("scales") or {}
-        if not isinstance(scales, Mapping) or (scale is not None and scale not in scales):
-            known = ", ".join(map(str, scales)) or "none"
-            raise EvaluationError(f"{path}: --scale {scale}: unknown; known scales: {known}")
-        name = scale or next(iter(scales), None)
-        chosen = scales[name] if name is not None else {}
-        if not isinstance(chosen, Mapping):
-            raise EvaluationError(f"{path}: scales.{name}: must be a mapping of keys to values")
-        folders = {"results": results, "runs": runs}
-        content = _merged({key: value for key, value in content.items() if key != "scales"}, chosen)
-        content |= {key: folder for key, folder in folders.items() if folder is not None}
-    return validated(path, content, AblationFile, "an ablation")
-
-
-def _merged(first: Any, second: Any) -> Any:
-    """Merge two mappings key by key; for values that are not mappings, return the second."""
-    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
-        return second
-    return {**first, **{key: _merged(first.get(key), value) for key, value in second.items()}}
-
-
 def expand(
     file: AblationFile,
     device: str = "auto",
@@ -281,7 +124,7 @@ def expand(
     each is added to the list. The data of such a cell are those of `recorded`; if it has none, the cell's name has no
     hash.
     """
-    problems = _unknown_names(file)
+    problems = unknown_names(file)
     try:
         base = load_config(*split_inputs(file.base))
     except ConfigError as error:
@@ -295,8 +138,8 @@ def expand(
         try:
             config = configured(base, entry)
             model = trained(config)
-            plan = partial(_commands, label, entry, model, device, dtype)
-            measured, faults = _check_tasks(file, entry, model, dtype, plan, inputs, absent)
+            plan = partial(commands_of, label, entry, model, device, dtype)
+            measured, faults = check_tasks(file, entry, model, dtype, plan, inputs, absent)
             problems += faults
             weights = None if faults else _initial_weights(config)
             if absent is not None and (lines := data_not_here(config)):
@@ -328,37 +171,9 @@ def expand(
     return cells
 
 
-def _unknown_names(file: AblationFile) -> list[str]:
-    """Return a line for every model, label and variant that the file names but does not define."""
-    problems = []
-    if file.baseline is not None and file.baseline not in file.models:
-        problems.append(f"baseline: {file.baseline}: unknown; known models: {' | '.join(file.models)}")
-    elif file.baseline is not None and "" not in file.models[file.baseline].variants:
-        problems.append(f'baseline: {file.baseline}: has no variant "", the reference for comparisons; add it')
-    above: list[str] = []
-    for model, entry in file.models.items():
-        if entry.after is not None and entry.after not in above:
-            problems.append(
-                f"models.{model}: after: {entry.after}: no model above it; known: {' | '.join(above) or 'none'}"
-            )
-        above.append(model)
-    labels = {full_label(model, variant) for model, entry in file.models.items() for variant in entry.variants}
-    for contrast in file.contrasts:
-        problems += [
-            f"contrasts: {name}: unknown; known labels: {' | '.join(labels)}"
-            for name in contrast.terms
-            if name not in labels
-        ]
-    try:
-        check_variants(file.tasks, (entry.variants for entry in file.models.values()))
-    except EvaluationError as error:
-        problems.append(str(error))
-    return problems
-
-
 def configured(base: Config, entry: ModelEntry) -> Config:
     """Return a model's configuration without its seed and folders. Raises ConfigError, EvaluationError."""
-    config, _ = with_starting_rate(_changed(base, entry.set))
+    config, _ = with_starting_rate(changed_config(base, entry.set))
     problems = [f"{key}: all cells would write into this folder; remove it" for key in metric_folders(config)]
     set_here = {text.partition("=")[0].strip() for text in entry.set if "=" in text}
     problems += [f"{key}: set separately for every cell; remove it" for key in ("seed", "save") if key in set_here]
@@ -371,7 +186,7 @@ def configured(base: Config, entry: ModelEntry) -> Config:
     model = trained(config) if config.schedule.train_iters is not None else config
     for variant, changes in entry.variants.items():
         try:
-            check_same_model(Path("the model"), model, _changed(model, changes))
+            check_same_model(Path("the model"), model, changed_config(model, changes))
         except ConfigError as error:
             problems += [f"variants.{variant}: {line}" for line in error.problems]
         except CheckpointError as error:
@@ -468,101 +283,6 @@ def _data_of(config: Config, known: dict[str, DataRecord], tokenizers: dict[str,
     return known[chosen_by]
 
 
-def _changed(config: Config, changes: Sequence[str] | None) -> Config:
-    files, keys = split_inputs(changes_in_tokens(changes or [], config.model.seq_length))
-    return config.override(keys, files)
-
-
-class Measurements(NamedTuple):
-    """Digests by result file, as in `Cell`."""
-
-    options: dict[Path, str]
-    inputs: dict[Path, str]
-
-
-def _check_tasks(
-    file: AblationFile,
-    entry: ModelEntry,
-    config: Config,
-    dtype: str,
-    plan: Plan,
-    inputs: InputDigests | None,
-    absent: list[str] | None,
-) -> tuple[Measurements, list[str]]:
-    """Return the digests of all result files, and a line for each task that `megatron-coca evaluate` would not accept.
-
-    If `inputs` is None, the data is not read. A line for data that cannot be read is added to the list `absent`, if
-    there is one.
-    """
-    problems, found, own = [], Measurements({}, {}), config.flat()
-    flat = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
-    changed = {name: {key: now for key, now in keys.items() if now != own[key]} for name, keys in flat.items()}
-    for name, options in file.tasks.items():
-        try:
-            only, others = task_variants(options)
-            measured = [changes for variant, changes in changed.items() if only is None or variant in only]
-            if not measured:
-                continue
-            (command,) = plan({name: options}, Path("run"), RESULTS)
-            read = _check_arguments(command, config, inputs, absent)
-            common = [name, dtype, option_arguments(name, others, config.model.seq_length)]
-            for result, changes in zip(command.files, measured, strict=True):
-                text = json.dumps([*common, changes], sort_keys=True)
-                path = result.relative_to(RESULTS)
-                found.options[path] = sha256(text.encode()).hexdigest()[:16]
-                found.inputs.update({path: read} if read is not None else {})
-        except (EvaluationError, DataError) as error:
-            problems.append(str(error) if str(error).startswith("tasks.") else f"tasks.{name}: {error}")
-    return found, problems
-
-
-def _check_arguments(
-    command: Command, config: Config, inputs: InputDigests | None, absent: list[str] | None
-) -> str | None:
-    """Return a digest of the files that a `megatron-coca evaluate` command reads; None without files or `inputs`.
-
-    Raises EvaluationError or DataError for the errors that the command would raise before it loads a model. If there is
-    a list `absent`, those of its data are added to it instead, and nothing is fetched from a store.
-    """
-    args: Namespace = task_parser(command.arguments[0]).parse_args(command.arguments[1:])
-    subject_options(args)
-    if inputs is None:
-        return None
-    data = getattr(args, "data", None) or []
-    try:
-        if absent is not None and (remote := [name for name in (*data, *_test_data(config)) if is_url(name)]):
-            raise DataError(f"{', '.join(map(masked, remote))}: on a store, from which a plan fetches nothing")
-        return inputs.digest(args, find_sources(data) if data else [], config)
-    except (EvaluationError, DataError) as error:
-        if absent is None:
-            raise
-        absent.append(f"tasks.{command.arguments[0]}: {error}")
-        return None
-
-
-def _test_data(config: Config) -> Sequence[str]:
-    return config.data.test_data_paths or ()
-
-
-def _commands(
-    label: str,
-    entry: ModelEntry,
-    config: Config,
-    device: str,
-    dtype: str,
-    tasks: Mapping[str, dict[str, Any] | None],
-    run: Path,
-    results: Path,
-) -> list[Command]:
-    imports = config.position.imports  # passed explicitly, because evaluation ignores the imports named by a checkpoint
-    own = [f"imports={json.dumps(imports)}"] if imports else []
-    paths = config.data.test_data_paths or []
-    own += [f"test_data_paths={json.dumps(paths)}"] if any(map(is_url, paths)) else []  # likewise for addresses
-    checkpoint = CheckpointEntry(path=str(run), variants=entry.variants, set=own)
-    suite = SuiteFile(title="", checkpoints={label: checkpoint}, tasks=dict(tasks))
-    return plan_commands(suite, {label: config.model.seq_length}, results, device, dtype)
-
-
 def _initial_weights(config: Config) -> str | None:
     """Return the identity of the initial weights of a run with `finetune`; None if the weights are drawn."""
     given = config.checkpoint.load if config.checkpoint.finetune else None
@@ -598,5 +318,5 @@ def _cell(
 
 
 def _start(cells: Sequence[Cell], model: str | None, seed: int) -> Cell | None:
-    """Return the cell of a model with this seed; None if there is none, for which `_unknown_names` has a line."""
+    """Return the cell of a model with this seed; None if there is none, for which `unknown_names` has a line."""
     return next((cell for cell in cells if (cell.model, cell.seed) == (model, seed)), None)

@@ -12,7 +12,8 @@ from megatron_coca.ablation import declared
 from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, recorded_data, state_of, unpack
 from megatron_coca.ablation.correction import entries_of, entries_of_stretch, pooled
 from megatron_coca.ablation.figures import Figures
-from megatron_coca.ablation.grid import AblationFile, Cell, expand, read_ablation
+from megatron_coca.ablation.file import AblationFile, read_ablation
+from megatron_coca.ablation.grid import Cell, expand
 from megatron_coca.evaluation.contrasts import corrected_once, holm, level_text, p_text
 from megatron_coca.evaluation.labels import slug
 from megatron_coca.evaluation.report import build_report

@@ -92,8 +92,9 @@ def run_on(engine: EngineSettings, options: Namespace, given: Sequence[str]) -> 
     """
     from megatron_coca.ablation import cells as files
     from megatron_coca.ablation import grid
+    from megatron_coca.ablation.file import read_ablation
 
-    file = grid.read_ablation(options.file, options.scale, options.output, options.runs)
+    file = read_ablation(options.file, options.scale, options.output, options.runs)
     files.unpack(file.results)
     cells = grid.select(grid.expand(file, options.device, options.dtype), options.only)
     parts = min(engine.tasks or len(cells), len(cells))
@@ -116,10 +117,11 @@ def run(options: Namespace) -> int:
     """Run the command with these options. Raises EvaluationError, Stopped, KeyboardInterrupt."""
     from megatron_coca.ablation import cells as files
     from megatron_coca.ablation import declared, grid, reporting, running
+    from megatron_coca.ablation.file import read_ablation
     from megatron_coca.evaluation.options import resolve_device
     from megatron_coca.evaluation.results import EvaluationError
 
-    file = grid.read_ablation(options.file, options.scale, options.output, options.runs)
+    file = read_ablation(options.file, options.scale, options.output, options.runs)
     files.unpack(file.results)
     if options.pack:
         print(f"wrote {files.pack(file.results)}")

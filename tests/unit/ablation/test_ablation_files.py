@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_coca import methods
-from megatron_coca.ablation import grid
-from megatron_coca.ablation.grid import AblationFile, Cell, ModelEntry, configured, expand, read_ablation
+from megatron_coca.ablation import evaluations, grid
+from megatron_coca.ablation.file import AblationFile, ModelEntry, read_ablation
+from megatron_coca.ablation.grid import Cell, configured, expand
 from megatron_coca.commands.evaluate import parser
 from megatron_coca.config import Config, load_config
 from megatron_coca.evaluation.labels import full_label
@@ -63,7 +64,7 @@ def _without_data(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = {"identity": {}, "tokenizer": None}
     monkeypatch.setattr(grid, "open_corpus", lambda config: SimpleNamespace(config=config, **opened))
     monkeypatch.setattr(grid.PromptLengths, "faults", lambda *of_corpus: [])  # needs the corpus's tokenizer
-    monkeypatch.setattr(grid, "find_sources", lambda names: [])
+    monkeypatch.setattr(evaluations, "find_sources", lambda names: [])
 
 
 @pytest.mark.parametrize(("file", "scale"), GRID)

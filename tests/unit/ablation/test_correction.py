@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from megatron_coca.ablation.correction import entries_of, entries_of_stretch, pooled
-from megatron_coca.ablation.grid import DeclaredContrast
+from megatron_coca.ablation.file import DeclaredContrast
 from megatron_coca.evaluation.contrasts import ContrastEntry, corrected_once
 
 ROOT = Path(__file__).parents[3]

@@ -10,7 +10,7 @@ from scipy import stats
 
 from megatron_coca.ablation.declared import claim, level_of, outcome, plan, steps_of
 from megatron_coca.ablation.figures import Figures
-from megatron_coca.ablation.grid import DeclaredContrast, read_ablation
+from megatron_coca.ablation.file import DeclaredContrast, read_ablation
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.contrasts import power, power_of, together
 from megatron_coca.support.safe_yaml import read_yaml

@@ -12,7 +12,7 @@ from scipy import stats
 from megatron_coca.ablation import declared, reporting
 from megatron_coca.ablation.cells import CellRecord, read_cell
 from megatron_coca.ablation.figures import Figures
-from megatron_coca.ablation.grid import DeclaredContrast
+from megatron_coca.ablation.file import DeclaredContrast
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.results import write_record

@@ -1,6 +1,5 @@
-"""An ablation's file, the cells that it stands for, their names, and the errors before anything runs."""
+"""The cells that an ablation stands for, their names, and the errors before anything runs."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_coca.ablation.cells import read_cell, recorded_data, write_cell
-from megatron_coca.ablation.grid import RUN_KEYS, Cell, cell_hash, expand, read_ablation, select
+from megatron_coca.ablation.file import read_ablation
+from megatron_coca.ablation.grid import RUN_KEYS, Cell, cell_hash, expand, select
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.training import corpus as training_corpus
@@ -23,53 +23,8 @@ DATA = {"tokens": [100], "sha256": ["ab"]}
 Write = Callable[..., Path]
 
 
-@pytest.fixture
-def write(small: dict[str, Any], corpus: Path, tmp_path: Path) -> Write:
-    """write(keys={}, **changes): an ablation of two models and two seeds."""
-
-    def file(keys: dict[str, Any] | None = None, /, **changes: Any) -> Path:
-        (tmp_path / "base.json").write_text(json.dumps(small | (keys or {})))
-        (tmp_path / "ntk.yml").write_text("rope_scaling: {rope_type: dynamic, factor: 2.0}\n")
-        content = {
-            "title": "Two",
-            "base": [str(tmp_path / "base.json"), "train_iters=6"],
-            "seeds": [1, 2],
-            "baseline": "RoFormer",
-            "results": str(tmp_path / "results"),
-            "runs": str(tmp_path / "runs"),
-            "models": {
-                "RoFormer": {"set": ["pos_emb=rotary"], "variants": {"": [], "+ NTK": [str(tmp_path / "ntk.yml")]}},
-                "NoPE": ["pos_emb=none", "rotary_pct=1.0", "max_position_embeddings=2L"],
-            },
-            "tasks": {"perplexity": {"data": [f"{corpus}/words_test"], "windows": ["1L", "2L"], "stride": "1L"}},
-        }
-        (tmp_path / "ablation.yml").write_text(yaml.dump(content | changes, sort_keys=False))
-        return tmp_path / "ablation.yml"
-
-    return file
-
-
 def cells_of(file: Path) -> list[Cell]:
     return expand(read_ablation(file), "cpu")
-
-
-def test_one_text_stands_for_a_list(write: Write, tmp_path: Path) -> None:
-    base, ntk = str(tmp_path / "base.json"), str(tmp_path / "ntk.yml")
-    lists = {"A": {"set": ["train_iters=6"], "variants": {"": [], "+ NTK": [ntk]}}, "B": ["train_iters=6"]}
-    texts = {"A": {"set": "train_iters=6", "variants": {"": None, "+ NTK": ntk}}, "B": "train_iters=6"}
-    first = cells_of(write(base=[base], models=lists, baseline="A"))
-    assert [cell.name for cell in cells_of(write(base=base, models=texts, baseline="A"))] == [c.name for c in first]
-
-
-@pytest.mark.parametrize("task", ["passkey", "needle", "ruler"])
-def test_a_length_without_room_for_a_prompt_is_found_before_training(task: str, write: Write) -> None:
-    tokenizer = {"tokenizer_type": "CharLevelTokenizer"}
-    others = {"needle": {"depths": [50]}, "ruler": {"tasks": ["multi_key"]}}.get(task, {})
-    tasks = {task: {"lengths": [1024, "1L"], "cases": 2, **others}}
-    with pytest.raises(EvaluationError, match=rf"^tasks\.{task}: length 32: the prompt has \d+ tokens even without"):
-        cells_of(write(tokenizer, tasks=tasks))
-    tasks[task]["lengths"] = [1024]
-    assert len(cells_of(write(tokenizer, tasks=tasks))) == 4
 
 
 def test_a_cell_for_each_model_and_seed(write: Write, tmp_path: Path) -> None:
@@ -97,17 +52,6 @@ def test_the_model_follows_the_base_and_its_keys_win(write: Write, tmp_path: Pat
     assert [cell.steps for cell in cells_of(write(models=models, seeds=[1], baseline=None))] == [3, 4]
 
 
-def test_scales_change_the_file(write: Write, tmp_path: Path) -> None:
-    scales = {"tiny": {"seeds": [7]}, "large": {"tasks": {"perplexity": {"stride": 8}}}}
-    file = write(scales=scales)
-    assert read_ablation(file).seeds == [7]
-    large = read_ablation(file, "large", tmp_path / "elsewhere")
-    assert large.seeds == [1, 2] and large.results == tmp_path / "elsewhere"
-    assert large.tasks["perplexity"] is not None and large.tasks["perplexity"].keys() == {"data", "windows", "stride"}
-    with pytest.raises(EvaluationError, match="--scale huge: unknown; known scales: tiny"):
-        read_ablation(file, "huge")
-
-
 def test_names_change_with_the_inputs_of_the_weights(write: Write, tmp_path: Path) -> None:
     def name(keys: dict[str, Any] | None = None, **changes: Any) -> str:
         return cells_of(write(keys, **changes))[0].name
@@ -124,18 +68,6 @@ def test_names_change_with_the_inputs_of_the_weights(write: Write, tmp_path: Pat
     assert set(same) == {plain}
     others = [name({"train_batch_size": 8}), name({"weight_decay": 0.2}), name({"seq_length": 16}), name(seeds=[3])]
     assert len({*others, plain}) == 5
-
-
-def test_a_variant_or_an_option_changes_its_own_results_only(write: Write, tmp_path: Path) -> None:
-    plain = cells_of(write())[0].measurements
-    (tmp_path / "more.yml").write_text("rope_scaling: {rope_type: dynamic, factor: 4.0}\n")
-    variants = {"": [], "+ NTK": [str(tmp_path / "more.yml")], "+ PI": ["rope_scaling={rope_type: linear, factor: 2}"]}
-    models = {"RoFormer": {"set": ["pos_emb=rotary"], "variants": variants}}
-    other = cells_of(write(models=models))[0].measurements
-    same = {path for path in plain if plain[path] == other[path]}
-    assert same == {Path("perplexity_roformer.json")} and len(other) == 3
-    tasks = {"perplexity": {"windows": ["1L"], "stride": "1L"}}
-    assert not set(cells_of(write(tasks=tasks))[0].measurements.values()) & set(plain.values())
 
 
 def test_a_cell_drops_its_positions(write: Write, tmp_path: Path) -> None:
@@ -158,21 +90,6 @@ def test_a_cell_drops_its_positions(write: Write, tmp_path: Path) -> None:
     wrong = dropped | {"variants": {"": [], "+ NTK": [str(tmp_path / "ntk.yml")]}}
     with pytest.raises(EvaluationError, match=r"models.DroPE: variants.\+ NTK: .*not supported with pos_emb none"):
         cells_of(write(models={"RoFormer": ["pos_emb=rotary"], "DroPE": wrong}))
-
-
-def test_a_task_may_measure_some_variants(write: Write) -> None:
-    plain = cells_of(write())
-    arguments = plain[0].commands[0].arguments
-    options = {"data": [arguments[arguments.index("--data") + 1]], "windows": ["1L"], "stride": "1L"}
-    tasks = {"perplexity": options, "perplexity more": {**options, "variants": ["+ NTK"]}}
-    roformer, *_, nope = cells_of(write(tasks=tasks))
-    assert [len(command.files) for command in roformer.commands] == [2, 1]
-    assert [str(path) for path in roformer.measurements] == [
-        *("perplexity_roformer.json", "perplexity_roformer_ntk.json", "more/perplexity_roformer_ntk.json"),
-    ]
-    assert [command.task for command in nope.commands] == ["perplexity"], "it has no such variant"
-    with pytest.raises(EvaluationError, match='tasks.perplexity.variants: .*known: "", "\\+ NTK"'):
-        cells_of(write(tasks={"perplexity": {**options, "variants": ["NTK"]}}))
 
 
 def test_a_name_covers_data_dtype_and_initial_weights_but_no_run_key(small: dict[str, Any]) -> None:
@@ -316,17 +233,6 @@ def test_keys_of_the_runner_are_errors(write: Write, keys: list[str], message: s
         cells_of(write(models={"One": keys}, baseline=None))
 
 
-def test_the_baseline_needs_its_plain_variant(write: Write, tmp_path: Path) -> None:
-    models = {"RoFormer": {"set": ["pos_emb=rotary"], "variants": {"+ NTK": [str(tmp_path / "ntk.yml")]}}}
-    with pytest.raises(EvaluationError, match='baseline: RoFormer: has no variant ""'):
-        cells_of(write(models=models))
-
-
-def test_a_scale_is_a_mapping(write: Write) -> None:
-    with pytest.raises(EvaluationError, match="scales.tiny: must be a mapping"):
-        read_ablation(write(scales={"tiny": None}))
-
-
 def test_a_model_that_starts_from_weights_has_a_default_learning_rate(write: Write) -> None:
     models = {"m": [f"load={LLAMA}", "finetune=true", "optimizer.params.lr=null"]}
     assert {cell.config.optimizer.lr for cell in cells_of(write(models=models, baseline=None))} == {1e-4}
@@ -377,32 +283,3 @@ def test_a_model_after_another_starts_with_its_weights_by_seed(write: Write) -> 
 def test_a_start_that_cannot_be_is_an_error(write: Write, models: dict[str, Any], message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
         cells_of(write(models=models, baseline=None))
-
-
-def test_changed_data_of_evaluations_make_results_incomplete(write: Write, corpus: Path, tmp_path: Path) -> None:
-    """Named by the task, or by the run; tasks without files have no digest."""
-    for suffix in (".bin", ".idx"):
-        shutil.copy(f"{corpus}/words_test{suffix}", tmp_path / f"test{suffix}")
-    text, prefix = tmp_path / "haystack.txt", str(tmp_path / "test")
-    text.write_text("A sentence. Another one.")
-    perplexity = {"windows": ["1L"], "stride": "1L"}
-    tasks = {
-        "perplexity": perplexity | {"data": [prefix]},
-        "perplexity default": perplexity,
-        "needle": {"lengths": ["32L"], "haystack": [str(text)]},
-        "passkey": {"lengths": ["32L"]},
-    }
-
-    def inputs() -> dict[str, str]:
-        file = write({"test_data_paths": [prefix]}, tasks=tasks, models={"m": ["pos_emb=rotary"]}, baseline=None)
-        (first, _) = cells_of(file)
-        return {str(path): digest for path, digest in first.inputs.items()}
-
-    before = inputs()
-    assert before.keys() == {"perplexity_m.json", "default/perplexity_m.json", "needle_m.json"}
-    assert inputs() == before
-    data = bytearray((tmp_path / "test.bin").read_bytes())
-    data[10] ^= 1
-    (tmp_path / "test.bin").write_bytes(data)
-    text.write_text("A sentence. Another two.")
-    assert all(digest != before[name] for name, digest in inputs().items())

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_coca.ablation import grid
 from megatron_coca.ablation.cells import recorded_data, unpack
+from megatron_coca.ablation.file import read_ablation
 from megatron_coca.ablation.reporting import figures_of_scale, render, write_page
 from megatron_coca.cli import main
 from megatron_coca.evaluation.report.charts import Figure
@@ -106,7 +107,7 @@ def test_a_page_of_a_study_follows_from_its_results(
     Path("configs").symlink_to(ROOT / "configs")
     copied(ROOT / "studies")
     path = Path(plan)
-    file = grid.read_ablation(path, scale)
+    file = read_ablation(path, scale)
     unpack(file.results)
     cells = grid.expand(file, recorded=recorded_data(file.results))
     written = Path("written", page)

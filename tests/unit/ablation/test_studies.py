@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_coca.ablation.cells import _lines, archive_of
-from megatron_coca.ablation.grid import AblationFile, configured, read_ablation
+from megatron_coca.ablation.file import AblationFile, read_ablation
+from megatron_coca.ablation.grid import configured
 from megatron_coca.config import load_config, split_inputs
 from megatron_coca.support.safe_yaml import read_yaml
 

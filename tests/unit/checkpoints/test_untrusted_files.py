@@ -23,7 +23,7 @@ import torch
 from pyarrow import parquet
 
 from megatron_coca import cli
-from megatron_coca.ablation.grid import read_ablation
+from megatron_coca.ablation.file import read_ablation
 from megatron_coca.checkpoints import CheckpointError, load_model
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.neox.optimizer import TYPES

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from megatron_coca import cli, load_model, methods
-from megatron_coca.ablation.grid import expand, read_ablation
+from megatron_coca.ablation.file import read_ablation
+from megatron_coca.ablation.grid import expand
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.config import ConfigError, load_config

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_coca.ablation.grid import AblationFile, read_ablation
+from megatron_coca.ablation.file import AblationFile, read_ablation
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.suite import read_suite
 from tests.documents import FENCED, LANGUAGES, NAMES, ROOT, blocks, commands, everywhere, indented, languages, words
