@@ -56,9 +56,19 @@ def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where transformers copies modelling files to, in place of the user's own folder."""
     from transformers import dynamic_module_utils
 
-    folder = tmp_path_factory.mktemp("modules")
+    folder, look = tmp_path_factory.mktemp("modules"), dynamic_module_utils.get_imports
+    known: dict[bytes, list[str]] = {}
+
+    def get_imports(filename: str) -> list[str]:
+        """As transformers', which parses the same file for every model, and takes longer than the model itself."""
+        text = Path(filename).read_bytes()
+        if text not in known:
+            known[text] = look(filename)
+        return known[text]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+        patch.setattr(dynamic_module_utils, "get_imports", get_imports)
         patch.syspath_prepend(str(folder))
         yield folder
 

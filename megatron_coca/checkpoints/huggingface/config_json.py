@@ -128,6 +128,25 @@ def parse_config(
     generation_config.json, and `weights` returns the names of the weights. Raises CheckpointError if the model is not
     supported.
     """
+    keys, theirs = read_config(values, source, generation, weights)
+    try:
+        return load_config([], keys)
+    except ConfigError as error:
+        problems = []
+        for line in error.problems:
+            key, problem = line.removeprefix(f"{OVERRIDES}: ").removeprefix(f"{COMMAND_LINE}: ").split(": ", 1)
+            name = f"{theirs[key]} (here {key})" if key in theirs else key
+            problems.append(f"{name}: {problem}")
+        raise CheckpointError(f"{source}: does not describe a supported model: {'; '.join(problems)}") from error
+
+
+def read_config(
+    values: Json, source: Path, generation: Json | None = None, weights: Callable[[], Collection[str]] = tuple
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return our keys of the model that a config.json describes, without validation, and their names in config.json.
+
+    The arguments and errors are those of `parse_config`.
+    """
     family = families.FAMILIES.get(str(values.get("model_type")))
     first = family.first if family is not None else {}
     values = {name: value for name, value in values.items() if name not in first} | {
@@ -166,17 +185,9 @@ def parse_config(
     unread = sorted(name for name, value in config.items() if value is not None and name not in known)
     if unread:
         _ignore(str(config["model_type"]), unread, source)
-    try:
-        return load_config([], keys)
-    except ConfigError as error:
-        theirs = {ours: names.get(common) or common for ours, common in THEIR_NAMES.items()}
-        theirs |= {"seq_length": TRAINING_LENGTH} if config.get(TRAINING_LENGTH) else {}
-        problems = []
-        for line in error.problems:
-            key, problem = line.removeprefix(f"{OVERRIDES}: ").removeprefix(f"{COMMAND_LINE}: ").split(": ", 1)
-            name = f"{theirs[key]} (here {key})" if key in theirs else key
-            problems.append(f"{name}: {problem}")
-        raise CheckpointError(f"{source}: does not describe a supported model: {'; '.join(problems)}") from error
+    theirs = {ours: names.get(common) or common for ours, common in THEIR_NAMES.items()}
+    theirs |= {"seq_length": TRAINING_LENGTH} if config.get(TRAINING_LENGTH) else {}
+    return keys, theirs
 
 
 def _ignore(kind: str, unread: Collection[str], source: Path) -> None:

@@ -23,6 +23,13 @@ CARD = "README.md"
 TRIED = ("5.23.0", "4.57.6")
 """The transformers 5 and 4 versions that exports were tested with; docs/checkpoints.md describes the test."""
 SHAPES = {"llama": "LLaMA", "gpt_neox": "GPT-NeoX"}
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+)
 
 
 @dataclass(frozen=True)
@@ -60,14 +67,7 @@ def model_card(
     facts = _facts(opened, config, kind, weights)
     scaling, distance_map = facts["extension"], facts["relative positions"]
     tags = [kind, position.pos_emb.replace("_", "-"), *["custom_code"] * remote, *["coca"] * coca]
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    return environment.get_template("model_card.md.j2").render(
+    return TEMPLATES.get_template("model_card.md.j2").render(
         tags=list(dict.fromkeys(tags)),
         name=name,
         notes=notes,

@@ -157,14 +157,25 @@ def modelling_file(choices: Iterable[methods.Choice] = ()) -> str:
 
     Raises NotCarriedError if a user's formula cannot be copied into the file.
     """
+    own = [choice for choice in choices if choice.compute is not None]
+    return _assembled(own) if own else _file_without_own_formulas()
+
+
+@cache
+def _file_without_own_formulas() -> str:
+    return _assembled(())
+
+
+def _assembled(own: Iterable[methods.Choice]) -> str:
+    """Return the source code for a model with these choices of a user, whose formulas the package does not have."""
     text = TEMPLATE.read_text(encoding="utf-8")
     template = _Module(TEMPLATE.name, text)
     assembly, declared, rows = _Assembly(template), {key: dict(named) for key, named in CHOICES.items()}, []
     for node in (node for node in template.body if isinstance(node, ast.ImportFrom) and _is_ours(str(node.module))):
-        text = text.replace(f"{ast.get_source_segment(template.text, node)}\n", "")
+        text = text.replace(f"{template.statements[node.names[0].name][0][1]}\n", "")
         for alias in node.names if node.module != __name__ else ():
             assembly.add(_module(str(node.module)), alias.name)
-    for choice in (choice for choice in choices if choice.compute is not None):
+    for choice in own:
         try:
             place, name = _home(choice.compute)
             assembly.add(_module(place), name)

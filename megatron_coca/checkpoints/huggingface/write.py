@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_coca.attention.positions.clex import Clex
-from megatron_coca.checkpoints.compare import comparable
+from megatron_coca.checkpoints.compare import comparable, contradicts
 from megatron_coca.checkpoints.export_check import LONG, check_folder, excerpt
 from megatron_coca.checkpoints.files import CheckpointError, json_bytes
 from megatron_coca.checkpoints.huggingface import weight_map
@@ -30,6 +30,7 @@ from megatron_coca.checkpoints.huggingface.config_json import (
     POSITION_KEYS,
     dense_rows,
     parse_config,
+    read_config,
 )
 from megatron_coca.checkpoints.huggingface.families import FAMILIES, gpt_neox, llama
 from megatron_coca.checkpoints.huggingface.families.keys import Exporter, write_keys
@@ -99,11 +100,16 @@ EXPORTERS: dict[str, Exporter] = {
 """
 
 
-def _fits(kind: str, config: Config) -> bool:
-    """Return whether an architecture can represent a model: the import of its config.json gives the same model."""
+def _fits(kind: str, config: Config, described: Mapping[str, Any]) -> bool:
+    """Return whether an architecture can represent a model: the import of its config.json gives the same model.
+
+    `described` is `comparable(config)`.
+    """
     written = {"model_type": kind} | EXPORTERS[kind].keys(config, _shared_keys(config, kind))
     try:
-        return comparable(parse_config(written, Path(CONFIG))) == comparable(config)
+        # Most architectures differ in a key that needs no validation, which takes most of the time.
+        keys, _ = read_config(written, Path(CONFIG))
+        return not contradicts(described, keys) and comparable(parse_config(written, Path(CONFIG))) == described
     except CheckpointError:
         return False
 
@@ -376,7 +382,8 @@ def _kind(opened: OpenedCheckpoint, config: Config) -> str:
     stock = [name for name in EXPORTERS if name != OURS] if not positions else []
     origin = opened.settings if opened.settings is not None else opened.imported
     named = [name for name in stock if name == origin.get("model_type")]
-    found = next((name for name in (*named, *stock) if _fits(name, config)), None)
+    described = comparable(config)
+    found = next((name for name in (*named, *stock) if _fits(name, config, described)), None)
     if found is not None:
         return found
     reasons = [*lost_keys(config, WRITTEN), *positions]

@@ -10,15 +10,18 @@ import torch
 
 from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.compare import comparable, contradicts
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface import tokenizer_files as export_tokenizer
 from megatron_coca.checkpoints.huggingface import transformers_check, weight_map
+from megatron_coca.checkpoints.huggingface.config_json import parse_config, read_config
 from megatron_coca.checkpoints.huggingface.model_source import modelling_file
 from megatron_coca.checkpoints.huggingface.transformers_check import Written
-from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE
+from megatron_coca.checkpoints.huggingface.write import EXPORTERS, MODELLING_FILE, _shared_keys
 from megatron_coca.commands.export import main
+from megatron_coca.config import load_config
 from megatron_coca.data import train_sentencepiece
-from tests.parity.exported import LLAMA, NEOX, random_checkpoint
+from tests.parity.exported import LLAMA, NEOX, SHAPE, random_checkpoint
 
 WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
     "neox": (NEOX, "gpt_neox"),
@@ -50,6 +53,21 @@ def test_the_written_architecture(name: str, tmp_path: Path) -> None:
     assert done.remote == (done.folder / MODELLING_FILE).is_file() == ("position" in config)
     if done.remote:
         assert (done.folder / MODELLING_FILE).read_text() == modelling_file()
+
+
+@pytest.mark.parametrize("name", ["dynamic", "ALiBi", "one norm"])
+def test_an_architecture_that_is_passed_over_describes_another_model(name: str) -> None:
+    config = load_config([], SHAPE | WRITTEN[name][0])
+    described, passed = comparable(config), 0
+    for kind in EXPORTERS:
+        written = {"model_type": kind} | EXPORTERS[kind].keys(config, _shared_keys(config, kind))
+        try:
+            if contradicts(described, read_config(written, Path("config.json"))[0]):
+                passed += 1
+                assert comparable(parse_config(written, Path("config.json"))) != described, kind
+        except CheckpointError:
+            continue
+    assert passed > 9
 
 
 def test_an_extension_can_be_left_out(tmp_path: Path) -> None:
