@@ -21,7 +21,7 @@ import megatron_coca
 from megatron_coca import methods
 from megatron_coca.attention.build import AUTOMATIC, BACKENDS, automatic, build_method
 from megatron_coca.attention.inputs import Band, Needs
-from megatron_coca.config import load_config
+from megatron_coca.config import backends, load_config
 from megatron_coca.config.base import ConfigGroup
 from megatron_coca.config.load import literal_values
 from megatron_coca.config.metric_sinks import selectable
@@ -301,21 +301,13 @@ All backends support grouped queries, packed documents, and queries that are the
 `pip install triton`. [speed.md](speed.md#on-an-h100) has times on a GPU.
 """
 
-SUMMARIES = {
-    "sdpa": "PyTorch's scaled_dot_product_attention, with cuDNN from Hopper on; biases on the CPU need no N x N tensor",
-    "merge": "several PyTorch flash calls, merged by log-sum-exp; in half precision, on the CPU in any precision",
-    "flex": "PyTorch's FlexAttention, compiled",
-    "triton": "the kernels of megatron_coca.kernels",
-    "reference": "dense, with O(N^2) memory, in any precision; the tests compare the other backends with it",
-}
-
 
 def backends_page() -> str:
     """Return the text of docs/backends.md, which describes the features that each attention backend supports."""
     candidates = "; ".join(
         f"on {device_type} {', '.join(f'`{name}`' for name in names)}" for device_type, names in AUTOMATIC.items()
     )
-    summaries = "\n".join(f"| `{name}` | {SUMMARIES[name]} |" for name in BACKENDS)
+    summaries = "\n".join(f"| `{name}` | {declared.summary} |" for name, declared in backends.BACKENDS.items())
     parts = [
         BACKENDS_INTRODUCTION.format(automatic=candidates, summaries=summaries),
         "## On CUDA\n",

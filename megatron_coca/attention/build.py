@@ -3,13 +3,11 @@
 import logging
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import NamedTuple
 
-from megatron_coca.attention.backends.flex import FlexBackend
-from megatron_coca.attention.backends.merge import MergeBackend
-from megatron_coca.attention.backends.reference import ReferenceBackend
-from megatron_coca.attention.backends.sdpa import SdpaBackend
-from megatron_coca.attention.backends.triton import FORMULAS, TritonBackend
+from megatron_coca.attention import backends
+from megatron_coca.attention.backends.triton import FORMULAS
 from megatron_coca.attention.inputs import Backend, BackendError, Needs
 from megatron_coca.attention.method import OperandMaker, PositionMethod, operand_maker
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, HeadWeights, LearnedBias
@@ -21,6 +19,8 @@ from megatron_coca.attention.positions.gates import GATES, HeadGates
 from megatron_coca.attention.positions.logit_scalings import LOGIT_SCALINGS
 from megatron_coca.attention.positions.offsets import HeadOffsets, layer_offsets
 from megatron_coca.config import Config, ModelConfig, PositionConfig
+from megatron_coca.config.backends import AUTOMATIC, DeclaredBackend
+from megatron_coca.config.backends import BACKENDS as DECLARED
 
 LEARNED_MODULES = (LearnedBias, HeadWeights, HeadGates, HeadOffsets, Clex)
 """Learned modules of position methods. Each module initialises its own parameters."""
@@ -120,18 +120,15 @@ def _clex(position: PositionConfig, model: ModelConfig) -> Callable[[], Clex]:
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Backend] = {
-    "sdpa": SdpaBackend(),
-    "merge": MergeBackend(),
-    "flex": FlexBackend(),
-    "triton": TritonBackend(),
-    "reference": ReferenceBackend(),
-}
-AUTOMATIC = {"cuda": ("sdpa", "triton", "flex", "merge"), "cpu": ("sdpa", "merge")}
-"""Candidates for `auto` by device type, in order of preference; `PREFERRED` has exceptions. `triton` comes before
-`merge` because it needs 5 kernel launches instead of 178 (docs/attention.md). On the CPU, `triton` would run in
-Triton's slow interpreter. `reference` is never chosen automatically, because it needs O(N^2) memory.
-"""
+
+def _loaded(declared: DeclaredBackend) -> Backend:
+    module, _, name = declared.place.rpartition(".")
+    backend: Backend = getattr(import_module(f"{backends.__name__}.{module}"), name)()
+    return backend
+
+
+BACKENDS = {name: _loaded(declared) for name, declared in DECLARED.items()}
+"""An instance of every backend that `config/backends.py` declares."""
 
 
 class Preference(NamedTuple):
@@ -164,10 +161,6 @@ bias nor `flex` with slopes in its kernel has been timed. Packed documents and o
 FlexAttention until our kernels are measured: part `attention` of the GPU report (benchmarks/gpu_report.md) times
 `triton`, `flex` and PyTorch's varlen kernel side by side. Then set the faster backend and `measured` here.
 """
-CAPPED = frozenset({"sdpa", "flex", "reference"})
-"""Backends that support soft-capping of scores."""
-WITH_SINKS = frozenset({"merge", "reference"})
-"""Backends that support sink logits. `merge` does because it computes the log-sum-exp of every row."""
 
 
 def automatic(needs: Needs) -> list[str]:
@@ -219,12 +212,12 @@ def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
 
 def uncapped(name: str, needs: Needs) -> str | None:
     """Return None, or the reason why the backend cannot cap the model's scores."""
-    return None if needs.softcap is None or name in CAPPED else "its kernels have no attn_logit_softcapping"
+    return None if needs.softcap is None or DECLARED[name].caps else "its kernels have no attn_logit_softcapping"
 
 
 def without_sinks(name: str, needs: Needs) -> str | None:
     """Return None, or the reason why the backend does not support the model's sink logits."""
-    return None if not needs.sinks or name in WITH_SINKS else "its kernels have no sink_logits"
+    return None if not needs.sinks or DECLARED[name].sinks else "its kernels have no sink_logits"
 
 
 def varies(name: str, needs: Needs) -> str | None:

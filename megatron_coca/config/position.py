@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from megatron_coca import methods
+from megatron_coca.config.backends import BACKENDS
 from megatron_coca.config.base import MAX_COUNT, ConfigGroup, Count, PathName, Positive, WholeNumber, key
 
 ORIGINAL = "original_max_position_embeddings"
@@ -148,6 +149,10 @@ def _options(value: Any, info: ValidationInfo) -> Any:
 
 
 Optional = SerializeAsAny[Selected] | None
+if TYPE_CHECKING:
+    BackendName = str
+else:
+    BackendName = Literal[("auto", *BACKENDS)]
 
 
 class PositionKeys(ConfigGroup):
@@ -195,9 +200,7 @@ class PositionKeys(ConfigGroup):
         "Every head computes a gate between 0 and 1 from the hidden state of every token. The score of a query and a"
         " key gets a bias: the sum of the gate logarithms of the tokens after the key, up to the query.",
     )
-    attention_backend: Literal["auto", "sdpa", "merge", "flex", "triton", "reference"] = key(
-        "auto", "Attention backend."
-    )
+    attention_backend: BackendName = key("auto", "Attention backend.")
 
 
 class LayerType(PositionKeys):

@@ -6,6 +6,7 @@ import torch.nn as nn
 
 from megatron_coca.attention.backends.gated import QUERY_ROWS
 from megatron_coca.config import Config
+from megatron_coca.config.backends import BACKENDS
 from megatron_coca.config.checks.parallelism import reason_against_compiling
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,7 @@ COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
 """If this option is not set, PyTorch fuses the gradients of norms but launches 41 kernels per CoCA layer instead of 37.
 """
 
-UNCOMPILED = {
-    "reference": "this backend is the reference for the other backends and runs one operation at a time",
-    "flex": "its kernel is compiled separately, and a compiled block would compute the mask again in every layer",
-}
+UNCOMPILED = {name: declared.uncompiled for name, declared in BACKENDS.items() if declared.uncompiled is not None}
 """The attention backends with which blocks are not compiled, each with the reason."""
 
 

@@ -401,6 +401,7 @@ RUNNING: dict[str, tuple[str, ...]] = {
     "run_path": ("neox_plugin/__main__.py",),
     "import_module": (
         "__init__.py",
+        "attention/build.py",  # the backends that config/backends.py declares
         "checkpoints/__init__.py",
         "cli.py",
         "commands/evaluate.py",

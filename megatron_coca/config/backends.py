@@ -1,0 +1,56 @@
+"""Declarations of the attention backends, readable without PyTorch. `attention/build.py` loads their classes."""
+
+from typing import NamedTuple
+
+
+class DeclaredBackend(NamedTuple):
+    """What other code knows of an attention backend.
+
+    Attributes:
+        place: its module in `attention/backends` and its class, as `module.Class`.
+        summary: its description in docs/backends.md.
+        caps: whether it supports soft-capping of scores.
+        sinks: whether it supports sink logits.
+        uncompiled: why blocks with this backend are not compiled, or None if they are.
+    """
+
+    place: str
+    summary: str
+    caps: bool = False
+    sinks: bool = False
+    uncompiled: str | None = None
+
+
+BACKENDS: dict[str, DeclaredBackend] = {
+    "sdpa": DeclaredBackend(
+        "sdpa.SdpaBackend",
+        "PyTorch's scaled_dot_product_attention, with cuDNN from Hopper on; biases on the CPU need no N x N tensor",
+        caps=True,
+    ),
+    "merge": DeclaredBackend(
+        "merge.MergeBackend",
+        "several PyTorch flash calls, merged by log-sum-exp; in half precision, on the CPU in any precision",
+        sinks=True,  # it computes the log-sum-exp of every row
+    ),
+    "flex": DeclaredBackend(
+        "flex.FlexBackend",
+        "PyTorch's FlexAttention, compiled",
+        caps=True,
+        uncompiled="its kernel is compiled separately, and a compiled block would compute the mask again in every"
+        " layer",
+    ),
+    "triton": DeclaredBackend("triton.TritonBackend", "the kernels of megatron_coca.kernels"),
+    "reference": DeclaredBackend(
+        "reference.ReferenceBackend",
+        "dense, with O(N^2) memory, in any precision; the tests compare the other backends with it",
+        caps=True,
+        sinks=True,
+        uncompiled="this backend is the reference for the other backends and runs one operation at a time",
+    ),
+}
+AUTOMATIC = {"cuda": ("sdpa", "triton", "flex", "merge"), "cpu": ("sdpa", "merge")}
+"""Candidates for `auto` by device type, in order of preference; `PREFERRED` in attention/build.py has exceptions.
+`triton` comes before `merge` because it needs 5 kernel launches instead of 178 (docs/attention.md). On the CPU,
+`triton` would run in Triton's slow interpreter. `reference` is never chosen automatically, because it needs O(N^2)
+memory.
+"""
