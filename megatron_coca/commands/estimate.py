@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_coca.commands import command_parser
-from megatron_coca.config import Config, ConfigError, load_config, split_inputs
+from megatron_coca.config import BatchSizes, Config, ConfigError, load_config, split_inputs
 from megatron_coca.support.arguments import add_configurations
 from megatron_coca.support.plain_text import plain
 
 if TYPE_CHECKING:
-    from megatron_coca.training.estimate import RunEstimate
+    from megatron_coca.training.estimate import Memory, RunEstimate
 
 # PyTorch takes seconds to import, so it is imported after the configuration is validated.
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = options.gpus or _configured_gpus(config)
     from megatron_coca.model.cost import peak_flops
     from megatron_coca.training.corpus import with_vocabulary
-    from megatron_coca.training.estimate import estimate, fits
+    from megatron_coca.training.estimate import estimate, fits, larger_micro_batch
 
     config, note = with_vocabulary(config)
     if note is not None:
@@ -80,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = estimate(own, gpus, peak_flops(gpu.device) or 0.0, DEFAULT_MFU if options.mfu is None else options.mfu)
         fit = fits(result.memory, gpu.memory)
         print("\n".join((*_lines(own, result, options), *_verdict(result, gpu.memory, fit))))
+        if fit and (larger := larger_micro_batch(own, gpus, gpu.memory)) is not None:
+            print(_advice(*larger))
         if config.schedule.stages:
             print()
         tokens, seconds = tokens + (result.total_tokens or 0), seconds + (result.seconds or 0.0)
@@ -195,3 +197,11 @@ def _verdict(result: "RunEstimate", gib: float, fitting: bool) -> Iterator[str]:
         yield "  try a higher zero_optimization.stage, a smaller train_micro_batch_size_per_gpu,"
         yield "  checkpoint_activations=true, zero_optimization.offload_optimizer.device=cpu, more GPUs,"
         yield "  or pipe_parallel_size, model_parallel_size or sequence_parallel_size"
+
+
+def _advice(sizes: BatchSizes, memory: "Memory") -> str:
+    """Return the advice to divide a step into fewer micro-batches."""
+    return (
+        f"  train_micro_batch_size_per_gpu={sizes.micro} gradient_accumulation_steps={sizes.accumulation} also fits: "
+        f"{_gib(memory.total)}; larger micro-batches use more of a GPU"
+    )

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_coca.kernels.launch_constants import AttentionCall, Operands, padded
 from megatron_coca.kernels.tiles import (
@@ -88,10 +89,19 @@ def _launch(
     )
 
 
+_STOPS = WeakIdKeyDictionary()
+"""Results of `_stops` by their argument. All layers of a micro-batch have the same tensor."""
+
+
 def _stops(starts: Tensor) -> Tensor:
-    """Return the index of the first token after each token's document, int64 [batch, key_length]."""
-    tokens = torch.arange(starts.shape[1], device=starts.device).repeat(starts.shape[0], 1)
-    return torch.searchsorted(starts, tokens, right=True)
+    """Return the index of the first token after each token's document, int64 [batch, key_length]. The result is
+    computed once for each tensor, whose values must not change.
+    """
+    if starts not in _STOPS:
+        tokens = torch.arange(starts.shape[1], device=starts.device).repeat(starts.shape[0], 1)
+        _STOPS[starts] = torch.searchsorted(starts, tokens, right=True)
+    stops: Tensor = _STOPS[starts]
+    return stops
 
 
 @triton.jit

@@ -13,6 +13,8 @@ from megatron_coca.model.layers import soft_capped
 
 IGNORED = -100
 """The label of tokens that do not count in the loss, as in PyTorch."""
+CHUNK_MULTIPLE = 128
+"""Tokens per chunk are a multiple of this, because the tiles of matrix products have at most as many rows."""
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
@@ -46,8 +48,8 @@ def linear_cross_entropy(
     Labels with the value `IGNORED` do not count; if no label counts, the loss is 0. Logits have the dtype of `hidden`.
     The softmax, the losses, their sum, and the weight gradient summed over chunks are in float32, or in float64 if
     `hidden` is float64. `kernel` is a value of `loss_kernel`. The chunk size "auto" is 1,024 tokens; with the Triton
-    kernel it is larger if more tokens fit into 1 GiB of logits. `cap` is passed to `soft_capped`; it requires the
-    kernel "torch". `bias` [vocabulary] is added to the logits.
+    kernel it is larger if more tokens fit into 1 GiB of logits, and chunks are about equal. `cap` is passed to
+    `soft_capped`; it requires the kernel "torch". `bias` [vocabulary] is added to the logits.
     """
     count = (labels != IGNORED).sum().clamp(min=1)
     trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -57,13 +59,22 @@ def linear_cross_entropy(
         kernel = "triton" if fused else "torch"
     if chunk == "auto":
         fitting = LOSS_CHUNK_BYTES // (len(weight) * weight.element_size())
-        chunk = max(fitting, LOSS_CHUNK_TOKENS) if kernel == "triton" else LOSS_CHUNK_TOKENS
+        chunk = _even_chunk(len(labels), max(fitting, LOSS_CHUNK_TOKENS)) if kernel == "triton" else LOSS_CHUNK_TOKENS
     size = min(chunk or len(labels), len(labels))
     if trained:
         return _SummedLoss.apply(hidden, weight, labels, size, kernel, cap, bias) / count
     chunks = zip(hidden.split(size), labels.split(size), strict=True)
     logits = ((_logits(states, weight, bias), targets) for states, targets in chunks)
     return sum(_losses(soft_capped(part, cap), targets)[0].sum() for part, targets in logits) / count
+
+
+def _even_chunk(tokens: int, most: int) -> int:
+    """Return the size of as many chunks as chunks of `most` tokens would be, without a small rest: the matrix products
+    of few tokens use a small part of a GPU, but read and write the head's gradient as a whole chunk does.
+    """
+    chunks = max(1, -(-tokens // most))
+    each = -(-tokens // chunks)
+    return min(most, -(-each // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

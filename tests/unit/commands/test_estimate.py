@@ -206,3 +206,25 @@ def test_the_tool_needs_hosts_or_a_number(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["estimate", str(MODEL), str(ROOT / "configs/cluster/a100x32.yml")]) == 2
     error = capsys.readouterr().err
     assert "hostfile" in error and "--gpus" in error
+
+
+@pytest.mark.parametrize(
+    ("gpu", "keys", "advice"),
+    [
+        ("H100", [], "train_micro_batch_size_per_gpu=64 gradient_accumulation_steps=4 also fits: 40.41 GiB"),
+        ("A100-40", [], "train_micro_batch_size_per_gpu=32 gradient_accumulation_steps=8 also fits: 25.09 GiB"),
+        ("4090", [], None),
+        ("H100", ["train_micro_batch_size_per_gpu=64"], None),
+        ("H100", ["train_micro_batch_size_per_gpu=256"], None),
+        ("H100", ["seq_length=2048", "max_position_embeddings=2048"], "size_per_gpu=16 gradient_accumulation_steps=16"),
+    ],
+)
+def test_a_larger_micro_batch_that_fits_is_told(
+    gpu: str, keys: list[str], advice: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Up to 32,768 tokens, with the same samples per step."""
+    small = ["train_micro_batch_size_per_gpu=2"] if "seq_length=2048" in keys else []
+    inputs = [str(MODEL), str(ROOT / "configs/cluster/gpu1.yml"), "--gpu", gpu, *keys, *small]
+    assert main(inputs) == (keys == ["train_micro_batch_size_per_gpu=256"])
+    shown = capsys.readouterr().out
+    assert ("also fits" in shown) == (advice is not None) and (advice or "") in shown

@@ -336,3 +336,18 @@ def test_every_operand_has_a_row_of_block_sizes(dtype: torch.dtype, head_dim: in
         for segments in (1, 2):
             for launch in CONFIGS[architecture(capability)][segments, row]:
                 assert row < 2048 or launch.rows * launch.keys <= 512
+
+
+def test_the_ends_of_documents_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers, and both segments of each, have one tensor of starts; another micro-batch has its own."""
+    found: list[int] = []
+    search = torch.searchsorted
+    monkeypatch.setattr(torch, "searchsorted", lambda *args, **kwargs: found.append(1) or search(*args, **kwargs))
+    for batch in (1, 2):
+        starts = torch.tensor([[0, 0, 2, 2, 2]], device=DEVICE)
+        x = torch.randn(1, 2, 5, 16, device=DEVICE, requires_grad=True)
+        y = x
+        for _ in range(2):
+            y = flash_attention(y, y, y, 0.5, far_query=y, far_key=y, window=2, starts=starts)
+        y.sum().backward()
+        assert len(found) == batch and attention_backward._stops(starts).tolist() == [[2, 2, 5, 5, 5]]

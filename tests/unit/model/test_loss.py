@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_coca.config import load_config
 from megatron_coca.model import LanguageModelLoss, build_model, next_token_loss
-from megatron_coca.model.loss import IGNORED, linear_cross_entropy
+from megatron_coca.model.loss import IGNORED, _even_chunk, linear_cross_entropy
 
 TOKENS, WIDTH, WORDS = 70, 24, 130
 CHUNKS = (1, 16, 64, 70, 1000)
@@ -199,3 +199,21 @@ def test_the_fused_kernel_errs_no_more_than_all_logits_at_once(chunk: int, facto
     for name, truth, there, here in zip(("loss", "hidden", "weight"), exact, whole, fused, strict=True):
         allowed = 2 * (there - truth).norm() + 8 * torch.finfo(torch.float32).eps * truth.norm()
         assert (here - truth).norm() <= allowed, name
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "chunks"),
+    [
+        (8192, 8192, 1),
+        (32768, 8192, 4),
+        (16384, 8192, 2),
+        (10672, 10672, 1),
+        (10673, 5376, 2),
+        (40000, 10112, 4),
+        (5, 128, 1),
+    ],
+)
+def test_chunks_of_the_fused_kernel_leave_no_small_rest(tokens: int, size: int, chunks: int) -> None:
+    """10,672 tokens with a vocabulary of 50,304 are 1 GiB of logits; the number of chunks does not grow."""
+    most = 10672
+    assert _even_chunk(tokens, most) == size <= most and -(-tokens // size) == chunks == -(-tokens // most)
