@@ -175,7 +175,7 @@ class ModelConfig(ConfigGroup):
     )
     qk_norm: Literal["head", "projection", "layernorm", "layernorm_by_head"] | None = key(
         None,
-        "Norm on queries and on keys before rotation. With CoCA, the norm of keys is applied to T, before u is computed."
+        "Norm on queries and on keys before rotation. With CoCA, the norm of keys applies to T, before u is computed."
         " head: RMSNorm of every head, with one weight per feature, as in Qwen 3; projection: RMSNorm of all heads"
         " together, as in OLMo 2; layernorm: LayerNorm of every head, with one weight and bias per feature, as in Phi;"
         " layernorm_by_head: LayerNorm of every head, with a weight for every head and feature, as in StableLM.",
@@ -216,7 +216,7 @@ class ModelConfig(ConfigGroup):
     final_logit_scale: Positive = key(1.0, "Factor on the logits of the output head, as in Cohere's models.")
     use_qk_layernorm: bool = key(
         False,
-        "Apply the norm selected by `norm` to queries and keys before rotation, as in GPT-NeoX. With CoCA, it is applied"
+        "Apply the norm selected by `norm` to queries and keys before rotation, as in GPT-NeoX. With CoCA, it applies"
         " to T instead of the keys, before u is computed.",
     )
     layernorm_epsilon: Positive = key(1.0e-5, "Epsilon of layernorm.")
