@@ -202,7 +202,7 @@ def _other_keys() -> Iterator[str]:
     yield "## GPT-NeoX keys with a different meaning\n"
     yield "The comparison is with the code of GPT-NeoX commit ea7aefd8.\n"
     yield _table(("key", "difference"), ((f"`{key}`", _escaped(words)) for key, words in sorted(DIFFERENT.items())))
-    yield f"These keys have the same meaning: {', '.join(f'`{key}`' for key in sorted(SAME))}.\n"
+    yield f"The other {len(SAME)} keys that both projects have, such as `hidden_size`, have the same meaning.\n"
     yield "## GPT-NeoX keys without effect\n"
     yield _grouped("reason", "keys", ((reason, f"`{key}`") for key, reason in INERT.items()))
     yield "## Unsupported values of GPT-NeoX keys\n"
