@@ -29,9 +29,7 @@ from megatron_coca.kernels.custom_op import operation
 
 aten = torch.ops.aten
 QUERY_BLOCK = 512
-"""Query rows per kernel call. Larger blocks compute more masked pairs; smaller blocks need more calls
-(docs/attention.md).
-"""
+"""Query rows per kernel call. Larger blocks compute more masked pairs; smaller blocks need more calls."""
 TILE_ROWS, KEY_BLOCK = 256, 1024
 """Query rows and key columns of a tile of score gradients: 1 MiB, which fits in a core's cache. With fewer rows per
 tile, more masked keys are skipped.
