@@ -1,6 +1,9 @@
 """Constants for a call of the attention kernels: scale, bands, formula and block sizes."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -77,8 +80,29 @@ CONFIGS: dict[int, dict[tuple[int, int], Launches]] = {
 """Block sizes on CUDA, by architecture and then by (number of segments, `row_class` of the operands).
 
 They have not been timed on a GPU yet. They were chosen from the compiler's reports (recorded in
-benchmarks/kernels/budgets.json) so that registers do not spill and loads are pipelined.
+benchmarks/kernels/budgets.json) so that registers do not spill and loads are pipelined. `with_measured` replaces those
+that a GPU has timed.
 """
+MEASURED = Path(__file__).with_name("measured_blocks.json")
+"""Block sizes that tools/gpu/sweep.py found to be faster on a GPU: architecture -> "SEGMENTS ROW_CLASS" -> kernel ->
+{"launch": [rows, keys, warps, stages, registers or null], and what was measured}.
+"""
+
+
+def with_measured(
+    configs: dict[int, dict[tuple[int, int], Launches]], measured: Mapping[str, Mapping[str, Mapping[str, Any]]]
+) -> dict[int, dict[tuple[int, int], Launches]]:
+    """Return `configs` with the launches in the table `measured`, which has the layout of `MEASURED`."""
+    result = {number: dict(rows) for number, rows in configs.items()}
+    for number, rows in measured.items():
+        for row, kernels in rows.items():
+            segments, size = map(int, row.split())
+            launches = {kernel: Launch(*found["launch"]) for kernel, found in kernels.items()}
+            result[int(number)][segments, size] = result[int(number)][segments, size]._replace(**launches)
+    return result
+
+
+CONFIGS = with_measured(CONFIGS, json.loads(MEASURED.read_text()))
 
 
 _MAGNITUDES_80 = Launches(Launch(128, 64, 8, 2), Launch(32, 32, 8, 1), Launch(64, 32, 8, 2))
