@@ -102,7 +102,7 @@ def with_measured(
     return result
 
 
-CONFIGS = with_measured(CONFIGS, json.loads(MEASURED.read_text()))
+CONFIGS = with_measured(CONFIGS, json.loads(MEASURED.read_text(encoding="utf-8")))
 
 
 _MAGNITUDES_80 = Launches(Launch(128, 64, 8, 2), Launch(32, 32, 8, 1), Launch(64, 32, 8, 2))
