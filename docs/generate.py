@@ -319,17 +319,19 @@ def backends_page() -> str:
 
 
 def _support(device_type: str, columns: tuple[str, ...]) -> str:
-    """Return a table with one row per entry of `needs`, and numbered reasons below it."""
+    """Return a table of the entries of `needs`, and numbered reasons below it. Entries with equal cells share a row."""
     numbers: dict[str, int] = {}
-    rows = [("needed feature", "auto", *columns), ("---",) * (len(columns) + 2)]
+    rows: dict[tuple[str, ...], list[str]] = {}
     for label, wanted in needs().items():
         asked = replace(wanted, device_type=device_type)
         said = {name: BACKENDS[name].supports(asked) for name in columns}
         cells = [_cell(name, reason, numbers) for name, reason in said.items()]
         chosen = next((f"`{name}`" for name in automatic(asked) if said[name] is None), "an error")
-        rows.append((label, chosen, *cells))
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", *_notes(numbers)]) + "\n"
+        rows.setdefault((chosen, *cells), []).append(label)
+    table = _table(
+        ("needed feature", "auto", *columns), (("; ".join(labels), *cells) for cells, labels in rows.items())
+    )
+    return "\n".join([table, *_notes(numbers)]) + "\n"
 
 
 def _cell(name: str, reason: str | None, numbers: dict[str, int]) -> str:
