@@ -15,8 +15,9 @@ from megatron_coca.ablation.grid import Cell
 from megatron_coca.data.synthetic import chances_without_order
 from megatron_coca.evaluation.contrasts import LEVEL, Declared, Step, p_value, together
 from megatron_coca.evaluation.labels import full_label, slug
-from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, arranged, panels
-from megatron_coca.evaluation.report.looks import Member, members
+from megatron_coca.evaluation.report.plots.figures import Figure
+from megatron_coca.evaluation.report.plots.looks import Member, members
+from megatron_coca.evaluation.report.plots.panels import SHARES, Line, Panel, arranged, panels
 from megatron_coca.evaluation.results import EvaluationError, read_record
 from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate
 from megatron_coca.evaluation.tasks import TASKS

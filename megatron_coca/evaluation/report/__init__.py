@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import notebook
-from megatron_coca.evaluation.report.charts import FILES, images
 from megatron_coca.evaluation.report.curves import Curve, find_curves
 from megatron_coca.evaluation.report.document import ReportDocument, console_text, csv_table, html_page, markdown
+from megatron_coca.evaluation.report.plots.figures import FILES, images
 from megatron_coca.evaluation.report.reading import LoadedResult, read_results
 from megatron_coca.evaluation.report.records import json_text
 from megatron_coca.evaluation.report.result_tables import ReportOptions

@@ -8,9 +8,9 @@ from dataclasses import replace
 from megatron_coca.evaluation.contrasts import level_text, simultaneous
 from megatron_coca.evaluation.labels import in_sentence
 from megatron_coca.evaluation.report.document import Headline, Measure, Section, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import MARK, decimal
 from megatron_coca.evaluation.report.names import explained
+from megatron_coca.evaluation.report.plots.looks import Member
 from megatron_coca.evaluation.report.result_tables import ReportOptions, differ_significantly, mark_best, testable
 from megatron_coca.evaluation.statistics import FEWEST_DOCUMENTS
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 
 from megatron_coca.evaluation.declaration import LAST
-from megatron_coca.evaluation.report.charts import COLUMN, PAGE, Figure
+from megatron_coca.evaluation.report.plots.figures import COLUMN, PAGE, Figure
 from megatron_coca.support.markdown_tables import escaped, format_table, in_cell
 from megatron_coca.support.plain_text import plain
 

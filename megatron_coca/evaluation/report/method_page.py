@@ -20,7 +20,6 @@ from megatron_coca.config.data import window_tokens
 from megatron_coca.config.model import GAU
 from megatron_coca.evaluation.distance_sweep import DistanceSweep, rotary_frequencies, rotated_distances
 from megatron_coca.evaluation.labels import plot_text
-from megatron_coca.evaluation.report.charts import COLUMN, SHARES, Figure, Layout, Line, Panel, panels, svg
 from megatron_coca.evaluation.report.document import (
     ReportBlock,
     ReportDocument,
@@ -30,7 +29,9 @@ from megatron_coca.evaluation.report.document import (
     TableRow,
     html_page,
 )
-from megatron_coca.evaluation.report.looks import look_of, numbered
+from megatron_coca.evaluation.report.plots.figures import COLUMN, Figure, Layout, svg
+from megatron_coca.evaluation.report.plots.looks import look_of, numbered
+from megatron_coca.evaluation.report.plots.panels import SHARES, Line, Panel, panels
 
 POINTS = 400
 """Number of distances at which scores and biases are drawn."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from megatron_coca.evaluation.labels import in_sentence
-from megatron_coca.evaluation.report.looks import Member
+from megatron_coca.evaluation.report.plots.looks import Member
 
 MEANINGS: dict[str, dict[str, str]] = {
     "pos_emb": {

@@ -5,9 +5,9 @@ from typing import Any
 from megatron_coca.evaluation.declaration import Task, TaskSection
 from megatron_coca.evaluation.numbers import Number
 from megatron_coca.evaluation.report import result_tables as shared
-from megatron_coca.evaluation.report.charts import axis_of
 from megatron_coca.evaluation.report.document import ReportBlock
 from megatron_coca.evaluation.report.metrics import measure_of, metric_of
+from megatron_coca.evaluation.report.plots.panels import axis_of
 from megatron_coca.evaluation.report.reading import ResultGroup
 from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
 

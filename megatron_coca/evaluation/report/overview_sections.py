@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from megatron_coca.evaluation.report import result_tables as shared
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.log_axes import widened
-from megatron_coca.evaluation.report.looks import Member, numbered
 from megatron_coca.evaluation.report.metrics import mean_cell, missing_cell, value_cell
+from megatron_coca.evaluation.report.plots.figures import Figure
+from megatron_coca.evaluation.report.plots.log_axes import widened
+from megatron_coca.evaluation.report.plots.looks import Member, numbered
+from megatron_coca.evaluation.report.plots.panels import Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.reading import LoadedResult, Replicate, ResultGroup, Series, group_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.statistics import estimate

@@ -14,11 +14,12 @@ from pathlib import Path
 import pandas as pd
 
 from megatron_coca.evaluation.numbers import Number
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, arranged, axis_of, panels
 from megatron_coca.evaluation.report.document import EMPTY, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.latex import latex_table
-from megatron_coca.evaluation.report.looks import Member, apart, look_of
 from megatron_coca.evaluation.report.metrics import mean_cell
+from megatron_coca.evaluation.report.plots.figures import Figure
+from megatron_coca.evaluation.report.plots.looks import Member, apart, look_of
+from megatron_coca.evaluation.report.plots.panels import Line, Panel, arranged, axis_of, panels
 from megatron_coca.evaluation.report.result_tables import mark_best
 from megatron_coca.evaluation.report.tidy import COLUMNS, TidyRow, read_rows
 from megatron_coca.evaluation.results import EvaluationError

@@ -8,11 +8,12 @@ from typing import Any
 
 from megatron_coca.evaluation.contrasts import simultaneous
 from megatron_coca.evaluation.options import dynamic_length_text
-from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, Measure, ReportBlock, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import MARK, Metric
+from megatron_coca.evaluation.report.plots.figures import Figure
+from megatron_coca.evaluation.report.plots.looks import Member
+from megatron_coca.evaluation.report.plots.panels import MOST_BEYOND, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.published import PublishedTable, comparable_tables, tables_of
 from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, ResultGroup, Series, group_results
 from megatron_coca.evaluation.results import Result

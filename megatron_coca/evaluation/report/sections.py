@@ -9,8 +9,8 @@ from megatron_coca.evaluation.report import overview_sections as overview
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.claim import headline
 from megatron_coca.evaluation.report.document import ReportDocument, Section
-from megatron_coca.evaluation.report.looks import members
 from megatron_coca.evaluation.report.number_section import number_blocks
+from megatron_coca.evaluation.report.plots.looks import members
 from megatron_coca.evaluation.report.reading import LoadedResult, group_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.tidy import TidyRow, speed_rows, tidy_rows

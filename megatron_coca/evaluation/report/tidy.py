@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.evaluation.report.document import csv_lines, from_spreadsheet
-from megatron_coca.evaluation.report.looks import Member
+from megatron_coca.evaluation.report.plots.looks import Member
 from megatron_coca.evaluation.report.reading import LoadedResult, ResultGroup
 from megatron_coca.evaluation.tasks import TASKS
 from megatron_coca.evaluation.tasks.speed.task import SPEED

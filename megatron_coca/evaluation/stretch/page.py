@@ -9,7 +9,6 @@ from megatron_coca import methods
 from megatron_coca.checkpoints.huggingface.rope import rope_parameters
 from megatron_coca.config import Config
 from megatron_coca.config.source import dump
-from megatron_coca.evaluation.report.charts import images
 from megatron_coca.evaluation.report.document import (
     Headline,
     ReportBlock,
@@ -19,6 +18,7 @@ from megatron_coca.evaluation.report.document import (
     html_page,
     markdown_table,
 )
+from megatron_coca.evaluation.report.plots.figures import images
 from megatron_coca.evaluation.results import write_atomically
 from megatron_coca.evaluation.stretch import tables
 from megatron_coca.evaluation.stretch.decision import FEWEST, MOST_NEEDED, POWER, Decision, decide

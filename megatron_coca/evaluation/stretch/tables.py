@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_coca.evaluation.contrasts import Step, level_text, power_of, simultaneous
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels
 from megatron_coca.evaluation.report.document import EMPTY, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.looks import Member, look_of, recoloured
+from megatron_coca.evaluation.report.plots.figures import Figure
+from megatron_coca.evaluation.report.plots.looks import Member, look_of, recoloured
+from megatron_coca.evaluation.report.plots.panels import Line, Panel, panels
 from megatron_coca.evaluation.statistics import (
     Estimate,
     estimate,

@@ -11,8 +11,8 @@ from megatron_coca.ablation.cells import recorded_data, unpack
 from megatron_coca.ablation.file import read_ablation
 from megatron_coca.ablation.reporting import figures_of_scale, render, write_page
 from megatron_coca.cli import main
-from megatron_coca.evaluation.report.charts import Figure
 from megatron_coca.evaluation.report.document import ReportBlock, ReportDocument, Section, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.plots.figures import Figure
 from megatron_coca.evaluation.results import EvaluationError
 
 ROOT = Path(__file__).parents[3]

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 from megatron_coca.evaluation.report import result_tables as shared
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.metrics import Metric
+from megatron_coca.evaluation.report.plots.figures import Figure
+from megatron_coca.evaluation.report.plots.panels import Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.reading import ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.tasks.analysis.task import ANALYSE, LengthAnalysis

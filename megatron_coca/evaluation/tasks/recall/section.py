@@ -7,10 +7,11 @@ from statistics import fmean
 
 from megatron_coca.data.synthetic import QUESTIONS
 from megatron_coca.evaluation.report import result_tables as shared
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableRow
-from megatron_coca.evaluation.report.looks import Member
 from megatron_coca.evaluation.report.metrics import Metric, measure_of, metric_of
+from megatron_coca.evaluation.report.plots.figures import Figure
+from megatron_coca.evaluation.report.plots.looks import Member
+from megatron_coca.evaluation.report.plots.panels import Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.reading import ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
 from megatron_coca.evaluation.tasks.recall.task import RECALL, HeadScores, RecallEntry, part_of

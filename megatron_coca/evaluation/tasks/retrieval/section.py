@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_coca.evaluation.report import result_tables as shared
-from megatron_coca.evaluation.report.charts import SHARES, Figure, heat_maps, short_length
 from megatron_coca.evaluation.report.document import Measure, ReportBlock
 from megatron_coca.evaluation.report.metrics import Metric, measure_of, metric_of
+from megatron_coca.evaluation.report.plots.figures import Figure
+from megatron_coca.evaluation.report.plots.heat_maps import heat_maps
+from megatron_coca.evaluation.report.plots.panels import SHARES, short_length
 from megatron_coca.evaluation.report.reading import Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
 from megatron_coca.evaluation.tasks.retrieval.task import LEARNED, NEEDLE, PASSKEY, RULER, RetrievalProtocol, whole

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.evaluation.report.charts import COLUMN, drawn, style
 from megatron_coca.evaluation.report.document import Headline
-from megatron_coca.evaluation.report.looks import NO_CHANGE
 from megatron_coca.evaluation.report.names import MEANINGS
+from megatron_coca.evaluation.report.plots.figures import COLUMN, drawn, style
+from megatron_coca.evaluation.report.plots.looks import NO_CHANGE
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowResult, build_report
-from megatron_coca.evaluation.report import charts
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import ReportDocument, console_text
+from megatron_coca.evaluation.report.plots import figures
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.sections import section_builders
 from megatron_coca.evaluation.results import read_record, write_atomically
@@ -264,10 +264,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     points = [CurvePoint(step=1, tokens=512, train_loss=3.0, validation_loss=None)]
     curves = {"RoFormer": [Curve(seed=1, points=points)]}
     drawing = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>'
-    kinds = [end for ends in charts.FILES.values() for end in ends.values()]
-    with pytest.MonkeyPatch.context() as patch:  # the plots themselves take seconds, and are tested in test_charts.py
+    kinds = [end for ends in figures.FILES.values() for end in ends.values()]
+    with pytest.MonkeyPatch.context() as patch:  # the plots themselves take seconds, and are tested in plots/
         patch.setattr("megatron_coca.evaluation.report.images", lambda figure: dict.fromkeys(kinds, drawing))
-        patch.setattr(charts, "png", lambda figure: drawing)
+        patch.setattr(figures, "png", lambda figure: drawing)
         build_report([folder / "results"], folder / "out", "<Everything>", papers=True, curves=curves)
     return folder / "out"
 

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.cbook import is_math_text
 
 from megatron_coca.evaluation import PerplexityResult
-from megatron_coca.evaluation.report.charts import PAGE, Figure, drawn, svg
 from megatron_coca.evaluation.report.document import ReportBlock
+from megatron_coca.evaluation.report.plots.figures import PAGE, Figure, drawn, svg
 from megatron_coca.evaluation.results import Result
 from tests.unit.evaluation.report_cases import (
     DOCUMENTS,

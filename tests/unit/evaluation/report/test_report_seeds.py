@@ -12,10 +12,10 @@ import pytest
 from scipy import stats
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, build_report
-from megatron_coca.evaluation.report.charts import PAGE, drawn
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint, TrainedStage, run_curve, trained_stages
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow, csv_table
 from megatron_coca.evaluation.report.overview_sections import span
+from megatron_coca.evaluation.report.plots.figures import PAGE, drawn
 from megatron_coca.evaluation.results import Result
 from tests.unit.evaluation.report_cases import (
     DOCUMENTS,

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from megatron_coca.evaluation.report.fonts import BOX, OWN, families, set_fonts
+from megatron_coca.evaluation.report.plots.fonts import BOX, OWN, families, set_fonts
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_letters_without_a_font_are_named(canvas: Figure, caplog: pytest.LogCapt
 
 
 def test_an_installed_font_with_the_letter_is_used(canvas: Figure, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = "megatron_coca.evaluation.report.fonts.families"
+    known = "megatron_coca.evaluation.report.plots.fonts.families"
     monkeypatch.setattr(known, lambda letters: ([OWN, "Han"] if len(letters) == 3 else [OWN], ""))
     set_fonts(canvas)
     texts = [each for each in canvas.findobj(Text) if isinstance(each, Text) and each.get_text()]

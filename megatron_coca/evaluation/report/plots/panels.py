@@ -1,11 +1,7 @@
-"""Plots of a report: small multiples of lines with labels at their ends and intervals as bands, and heat maps.
+"""Small multiples of lines by length, with labels at their ends and intervals as bands."""
 
-Every plot is drawn in two layouts: `COLUMN`, for a column of a paper and for phones, and `PAGE`.
-"""
-
-import io
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import fill
 from typing import Any, cast
@@ -13,9 +9,6 @@ from typing import Any, cast
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_pdf import FigureCanvasPdf
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import NullLocator
@@ -23,12 +16,11 @@ from matplotlib.transforms import ScaledTranslation
 
 from megatron_coca.evaluation.labels import plot_text
 from megatron_coca.evaluation.numbers import Number
-from megatron_coca.evaluation.report.fonts import set_fonts
-from megatron_coca.evaluation.report.labels import Box, Covered, place_name
-from megatron_coca.evaluation.report.log_axes import label_log_axis, spread_apart
-from megatron_coca.evaluation.report.looks import Look, Member, apart, numbered
+from megatron_coca.evaluation.report.plots.figures import COLUMN, FAINT, FOREGROUND, QUIET, Drawing, Layout
+from megatron_coca.evaluation.report.plots.labels import Box, Covered, place_name
+from megatron_coca.evaluation.report.plots.log_axes import label_log_axis, spread_apart
+from megatron_coca.evaluation.report.plots.looks import Look, Member, apart, numbered
 
-FOREGROUND, QUIET, FAINT = "#1b1f24", "#59626e", "#9aa3ad"
 FEW_POINTS = 30
 """Largest number of points for which a line has markers."""
 MOST_BEYOND = 3.0
@@ -48,129 +40,9 @@ DARKER = 0.72
 """Factor on the colour of a line for the text beside it, which needs more contrast."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Width in inches, size of the text in points, panels in a row, and characters in a line of a label."""
-
-    width: float
-    points: float
-    columns: int
-    label: int
-
-
-COLUMN = Layout(3.33, 8.0, 1, 16)
-"""The column of a two-column paper. On a phone of 320 pixels, letters have about ten pixels."""
-PAGE = Layout(7.0, 9.0, 2, 18)
-"""The text width of a two-column paper."""
-
-
-def _style(background: str, points: float) -> dict[str, Any]:
-    lines = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
-    faces = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
-    sizes = ("font.size", "axes.labelsize", "axes.titlesize", "legend.fontsize", "xtick.labelsize", "ytick.labelsize")
-    return {
-        **dict.fromkeys(lines, FOREGROUND),
-        **dict.fromkeys(faces, background),
-        **dict.fromkeys(sizes, points),
-        "axes.titlelocation": "left",
-        "axes.titleweight": "bold",
-        "axes.titlepad": 0.6 * points,
-        "axes.linewidth": 0.6,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "grid.color": FOREGROUND,
-        "grid.alpha": 0.12,
-        "grid.linewidth": 0.6,
-        "lines.linewidth": 1.5,
-        "lines.markersize": 0.45 * points,
-        "legend.frameon": False,
-        "figure.dpi": 200,
-        "svg.fonttype": "path",
-        "pdf.fonttype": 42,
-    }
-
-
-BACKGROUNDS = {"print": "white", "light": "none"}
-
-
 def axis_of(number: Number) -> dict[str, Any]:
     """Return the fields of `Panel` that scale the axis of a declared number."""
     return {"y_range": SHARES} if number.share else {"log_y": number.logarithm is not None}
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A plot. `draw` fills an empty canvas of `height(layout)` inches; `alt` describes it for screen readers."""
-
-    name: str
-    caption: str
-    alt: str
-    draw: Callable[[Canvas, Layout], None]
-    height: Callable[[Layout], float] = lambda layout: 2.4
-
-    def _repr_png_(self) -> bytes:
-        """Show the plot in a notebook."""
-        return png(self)
-
-
-def style(layout: Layout, background: str = "print", salt: str = "") -> Any:
-    """Return a context with the style of plots, in which they are drawn and printed."""
-    return matplotlib.rc_context(
-        cast(Any, {**_style(BACKGROUNDS[background], layout.points), "svg.hashsalt": salt or None})
-    )
-
-
-def drawn(figure: Figure, layout: Layout) -> Canvas:
-    """Return the plot on a canvas, in the current style."""
-    canvas = Canvas(figsize=(layout.width, figure.height(layout)), layout="constrained")
-    figure.draw(canvas, layout)
-    set_fonts(canvas)
-    return canvas
-
-
-def svg(figure: Figure, background: str = "print", layout: Layout = PAGE) -> bytes:
-    """Return the plot as SVG, with text as paths. The same figure always gives the same bytes."""
-    with style(layout, background, figure.name):
-        return _printed(drawn(figure, layout), ".svg")
-
-
-def png(figure: Figure) -> bytes:
-    """Return the plot as PNG on white, for slides and notebooks."""
-    with style(PAGE):
-        return _printed(drawn(figure, PAGE), ".png")
-
-
-PRINTERS: dict[str, Callable[[Canvas, io.BytesIO], Any]] = {
-    ".svg": lambda canvas, image: FigureCanvasSVG(canvas).print_svg(image, metadata={"Date": None, "Creator": None}),
-    ".pdf": lambda canvas, image: FigureCanvasPdf(canvas).print_pdf(
-        image, metadata={"CreationDate": None, "Creator": None, "Producer": None}
-    ),
-    ".png": lambda canvas, image: FigureCanvasAgg(canvas).print_png(image, metadata={"Software": None}),
-}
-"""Printing without dates and versions, so that the same plot gives the same bytes. PDF embeds TrueType fonts."""
-
-
-def _printed(canvas: Canvas, kind: str) -> bytes:
-    image = io.BytesIO()
-    PRINTERS[kind](canvas, image)
-    return image.getvalue()
-
-
-FILES = {PAGE: {".svg": ".svg", ".png": ".png", ".pdf": "-wide.pdf"}, COLUMN: {".svg": "-narrow.svg", ".pdf": ".pdf"}}
-"""The ends of the file names of a plot, by layout and kind."""
-
-
-def images(figure: Figure) -> dict[str, bytes]:
-    """Return the plot in all layouts and kinds, by the ends of their file names. SVG has a transparent background."""
-    found = {}
-    for layout, kinds in FILES.items():
-        with style(layout, "light", figure.name):
-            canvas = drawn(figure, layout)
-            for kind, end in kinds.items():
-                found[end] = _printed(canvas, kind)
-                canvas.set_layout_engine("none")  # the places stay as the first printer computed them
-                canvas.set_facecolor("white")
-    return found
 
 
 @dataclass(frozen=True)
@@ -243,10 +115,6 @@ def arranged(lines: Sequence[Line], members: Mapping[str, Member], panel: Panel)
         title = base if len(own) > 1 else own[0].label
         made.append(replace(panel, lines=tuple(own), title=title, context=tuple(others)))
     return made
-
-
-Drawing = tuple[Callable[[Canvas, Layout], None], Callable[[Layout], float]]
-"""The functions `draw` and `height` of a figure."""
 
 
 def _columns(given: Sequence[Panel], layout: Layout) -> int:
@@ -505,48 +373,3 @@ def _name_axes(canvas: Canvas, shown: Sequence[Axes], given: Sequence[Panel], co
 def short_length(length: float) -> str:
     whole = int(length)
     return f"{whole // 1024}k" if whole >= 1024 and whole % 1024 == 0 else f"{length:g}"
-
-
-HeatMap = tuple[str, Sequence[Sequence[float | None]]]
-"""A title, and accuracies by row and column; None leaves a cell empty."""
-
-
-def heat_maps(
-    maps: Sequence[HeatMap], rows: Sequence[str], heads: Sequence[str], x_label: str, y_label: str, name: str
-) -> Drawing:
-    """Return functions that draw heat maps and return the height: accuracies as coloured cells with their numbers.
-
-    `name` is the name of the numbers.
-    """
-
-    def columns_in(layout: Layout) -> int:
-        return min(len(maps), layout.columns)
-
-    def height(layout: Layout) -> float:
-        lines = math.ceil(len(maps) / columns_in(layout))
-        return 0.9 + lines * (0.35 + 1.7 * layout.points / 72 * max(6, len(rows)))
-
-    def draw(canvas: Canvas, layout: Layout) -> None:
-        columns = columns_in(layout)
-        grid = canvas.subplots(math.ceil(len(maps) / columns), columns, squeeze=False, sharey=True)
-        for index, axes in enumerate(grid.flat):
-            if index >= len(maps):
-                axes.set_visible(False)
-                continue
-            title, values = maps[index]
-            numbers = [[math.nan if value is None else value for value in line] for line in values]
-            image = axes.imshow(numbers, cmap="cividis", vmin=0.0, vmax=1.0, aspect="auto")
-            lowest = index + columns >= len(maps)
-            axes.set_xticks(range(len(heads)), heads if lowest else [""] * len(heads))
-            axes.set_yticks(range(len(rows)), list(map(plot_text, rows)))
-            axes.set(xlabel=x_label if lowest else "", ylabel="" if index % columns else y_label)
-            axes.set_title(plot_text(fill(title, int(1.15 * layout.width / columns * 72 / layout.points))))
-            axes.spines[:].set_visible(False)
-            for row, line in enumerate(values):
-                for column, value in enumerate(line):
-                    ink = "grey" if value is None else "white" if value < 0.55 else "black"
-                    text = "–" if value is None else f"{value:.2f}".replace("0.", ".")
-                    axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=layout.points - 1)
-        canvas.colorbar(image, ax=list(grid.flat), label=name, shrink=0.9, aspect=max(20, 10 * len(grid)))
-
-    return draw, height

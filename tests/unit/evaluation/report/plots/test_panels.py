@@ -11,12 +11,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.text import Annotation, Text
 
-from megatron_coca.evaluation.report import charts
-from megatron_coca.evaluation.report.charts import COLUMN, PAGE, Figure, Layout, Line, Panel, images, panels, style
 from megatron_coca.evaluation.report.curves import find_curves
 from megatron_coca.evaluation.report.document import ReportBlock, Section, TableCell, TableRow
-from megatron_coca.evaluation.report.log_axes import LEAST_RATIO, log_ticks, spread_apart, tick_text, widened
-from megatron_coca.evaluation.report.looks import LOOKS, apart, look_of, members
+from megatron_coca.evaluation.report.plots import figures
+from megatron_coca.evaluation.report.plots.figures import COLUMN, PAGE, Figure, Layout, images, style
+from megatron_coca.evaluation.report.plots.log_axes import LEAST_RATIO, log_ticks, spread_apart, tick_text, widened
+from megatron_coca.evaluation.report.plots.looks import LOOKS, apart, look_of, members
+from megatron_coca.evaluation.report.plots.panels import Line, Panel, panels
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import mark_best
 from megatron_coca.evaluation.results import Result
@@ -42,7 +43,7 @@ def sections(folder: Path, results: dict[str, Result], **options: Any) -> dict[s
 
 def drawn(figure: Figure, layout: Layout = PAGE) -> Canvas:
     with style(layout):
-        canvas = charts.drawn(figure, layout)
+        canvas = figures.drawn(figure, layout)
         FigureCanvasAgg(canvas)
         canvas.draw_without_rendering()
     return canvas

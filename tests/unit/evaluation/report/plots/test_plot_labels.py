@@ -11,20 +11,21 @@ from matplotlib.path import Path as Outline
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-from megatron_coca.evaluation.report import charts
-from megatron_coca.evaluation.report.charts import COLUMN, PAGE, SHARES, Figure, Layout, Line, Panel, panels, style
-from megatron_coca.evaluation.report.looks import COLOURS, LOOKS, Member, look_of, recoloured
+from megatron_coca.evaluation.report.plots import figures
+from megatron_coca.evaluation.report.plots.figures import COLUMN, PAGE, Figure, Layout, style
+from megatron_coca.evaluation.report.plots.looks import COLOURS, LOOKS, Member, look_of, recoloured
+from megatron_coca.evaluation.report.plots.panels import SHARES, Line, Panel, panels
 from megatron_coca.evaluation.stretch import tables
 from megatron_coca.evaluation.stretch.records import StretchResult
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 LENGTHS = (64.0, 128.0, 256.0, 512.0, 1024.0)
 MARKS = {64.0: "trained at 64"}
 
 
 def drawn(figure: Figure, layout: Layout) -> Canvas:
     with style(layout):
-        canvas = charts.drawn(figure, layout)
+        canvas = figures.drawn(figure, layout)
         FigureCanvasAgg(canvas)
         canvas.draw_without_rendering()
     return canvas
@@ -33,7 +34,7 @@ def drawn(figure: Figure, layout: Layout) -> Canvas:
 def names(axes: Any, quiet: bool) -> list[Any]:
     """The names of marks and levels if `quiet`, else those of curves."""
     texts = [text for text in axes.texts if isinstance(text, Annotation)]
-    return [text for text in texts if (text.get_color() == charts.QUIET) is quiet]
+    return [text for text in texts if (text.get_color() == figures.QUIET) is quiet]
 
 
 def box(text: Any) -> Bbox:
