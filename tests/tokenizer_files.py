@@ -8,7 +8,7 @@ from pathlib import Path
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from megatron_coca.data.tokenizers.kinds import HFTokenizer
+from megatron_coca.data.tokenizers.huggingface_kind import HFTokenizer
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
 
 SPACES = [" " * count for count in range(24, 1, -1)]

@@ -18,7 +18,7 @@ from megatron_coca.checkpoints.files import CheckpointError, write_json
 from megatron_coca.checkpoints.huggingface import gguf_tokenizer
 from megatron_coca.checkpoints.huggingface.gguf_header import read_header
 from megatron_coca.checkpoints.weights import StoredTensor, WeightEntry, Weights
-from megatron_coca.data.tokenizers.kinds import library_errors_as_data_errors
+from megatron_coca.data.tokenizers.huggingface_kind import library_errors_as_data_errors
 from megatron_coca.support.arguments import GGUF
 from megatron_coca.support.regular_files import open_regular
 

@@ -12,7 +12,8 @@ from megatron_coca.checkpoints.huggingface.read import GENERATION
 from megatron_coca.checkpoints.tokenizer import largest_named_id, read_tokenizer
 from megatron_coca.data import DataError, Tokenizer
 from megatron_coca.data.tokenizers.end_tokens import TOKENIZER_FILES, check_links, with_text_keys
-from megatron_coca.data.tokenizers.kinds import PROBES, GPT2BPETokenizer, HFTokenizer, first_difference
+from megatron_coca.data.tokenizers.huggingface_kind import GPT2BPETokenizer, HFTokenizer
+from megatron_coca.data.tokenizers.kinds import PROBES, first_difference
 from megatron_coca.data.tokenizers.sentencepiece_kind import ModelSettings
 from megatron_coca.data.tokenizers.text_rules import token_ids
 

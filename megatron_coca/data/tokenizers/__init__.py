@@ -10,17 +10,8 @@ from typing import Any
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.chat import find_template, saved_template
 from megatron_coca.data.tokenizers.end_tokens import check_links, named_ends, read_object
-from megatron_coca.data.tokenizers.kinds import (
-    DESCRIPTION,
-    CharLevelTokenizer,
-    Files,
-    GPT2BPETokenizer,
-    HFGPT2Tokenizer,
-    HFTokenizer,
-    LibraryError,
-    Tokenizer,
-    fingerprint_of,
-)
+from megatron_coca.data.tokenizers.huggingface_kind import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer, LibraryError
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, CharLevelTokenizer, Files, Tokenizer, fingerprint_of
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
 from megatron_coca.data.tokenizers.text_rules import find_rules, rules_of
 from megatron_coca.data.tokenizers.training import train_sentencepiece

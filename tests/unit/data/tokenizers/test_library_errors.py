@@ -9,7 +9,7 @@ import pytest
 
 from megatron_coca.commands import prepare
 from megatron_coca.data import DataError, load_tokenizer
-from megatron_coca.data.tokenizers.kinds import LibraryError, library_errors_as_data_errors
+from megatron_coca.data.tokenizers.huggingface_kind import LibraryError, library_errors_as_data_errors
 from tests.tokenizer_files import train_bpe
 
 SLOW = "a" * 40 + "b"
