@@ -40,11 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Run Triton's kernels in its interpreter, on the CPU, unless `-m gpu` asks for the tests that need a GPU; and give
-    each test more time on a slow machine.
+    """Run Triton's kernels in its interpreter, on the CPU, unless `-m gpu` asks for the tests that need a GPU; give
+    each test more time on a slow machine; and do not wait for the disk.
     """
     if config.option.timeout is None:
         config.option.timeout = patience(float(config.getini("timeout")))
+    # No test can see whether a file reached the disk, and a process of tests asks for it tens of thousands of times.
+    os.fsync = lambda file: os.fstat(file if isinstance(file, int) else file.fileno())
     if config.option.markexpr != "gpu" or not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 

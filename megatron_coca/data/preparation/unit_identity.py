@@ -3,13 +3,15 @@
 import hashlib
 import os
 from collections.abc import Mapping
-from importlib.metadata import version
+from functools import cache
+from importlib import metadata
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.source import ReadUnit
 
 END_BYTES = 64 << 10
 """Size in bytes of each end of a file that its digest covers. The digest covers all of a file up to twice this size."""
+version = cache(metadata.version)  # which reads and parses a file at each call, and every block asks for it
 _TOKEN_LIBRARIES = ("sentencepiece", "tokenizers")
 
 

@@ -102,13 +102,6 @@ SCENARIOS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], set[tup
 }
 
 
-@pytest.fixture
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interruptions are simulated inside the process, so that flushing only takes time."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.mark.usefixtures("no_fsync")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_interrupted_anywhere(name: str, tmp_path: Path) -> None:
     before, during, allowed = SCENARIOS[name]
@@ -135,7 +128,6 @@ def test_interrupted_anywhere(name: str, tmp_path: Path) -> None:
     assert limit > 15 and outcome[1] == "new" and outcomes >= {(1, "old"), outcome}
 
 
-@pytest.mark.usefixtures("no_fsync")
 def test_the_first_checkpoint_of_a_run_interrupted_anywhere(tmp_path: Path) -> None:
     limit, complete = 0, False
     while not complete:

@@ -4,7 +4,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from megatron_coca.data.readers.source import SourceSpec
 CHARACTERS = load_tokenizer("CharLevelTokenizer")
 QUIET = Execution(progress=False)
 RULES = Rules(valid_fraction=0.1, test_fraction=0.2)
+BLOCK_BYTES = blocks_module.BLOCK_BYTES
 
 
 def open_blocks(corpus: list[CorpusSource], output: Path, rules: Rules = RULES) -> Blocks:
@@ -45,28 +46,50 @@ def everything(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix in (".bin", ".idx", ".json")}
 
 
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CorpusSource]:
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    """A block is one or two files of `corpus`."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(blocks_module, "BLOCK_BYTES", (60_000, 60_000))
+        yield
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[CorpusSource]:
     """Three sources in seven files, with duplicates within and across blocks, and faults; the second keeps its
-    duplicates. A block is one or two files.
+    duplicates. No test changes them.
     """
-    chosen, sources = random.Random(0), []
+    folder, chosen, sources = tmp_path_factory.mktemp("corpus"), random.Random(0), list[CorpusSource]()
     for name, count in (("books", 3), ("code", 2), ("mail", 2)):
         paths = []
         for number in range(count):
             texts = [f"text {chosen.randrange(150)} " * chosen.randrange(1, 40) for _ in range(120)]
             lines = [json.dumps({"text": text, "key": text[:7]}) for text in [*texts, "the same in all"]]
-            path = tmp_path / f"{name}{number}.jsonl"
+            path = folder / f"{name}{number}.jsonl"
             path.write_text("\n".join([*lines, "{broken", ""]))
             paths.append(path)
         sources.append(CorpusSource(SourceSpec(name, paths), duplicates="keep" if name == "code" else "exact"))
-    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", (60_000, 60_000))
+    return sources
+
+
+def copied(corpus: list[CorpusSource], folder: Path) -> list[CorpusSource]:
+    """The corpus with copies of its files in a folder."""
+    sources = []
+    for source in corpus:
+        paths = [Path(shutil.copyfile(path, folder / Path(path).name)) for path in source.spec.paths]
+        sources.append(replace(source, spec=replace(source.spec, paths=paths)))
     return sources
 
 
 @pytest.fixture
-def whole(tmp_path: Path, corpus: list[CorpusSource]) -> dict[str, bytes]:
-    return everything(prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET).parent)
+def own_corpus(tmp_path: Path, corpus: list[CorpusSource]) -> list[CorpusSource]:
+    """A copy of `corpus` that a test may change."""
+    return copied(corpus, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: list[CorpusSource]) -> dict[str, bytes]:
+    return everything(prepare(corpus, tmp_path_factory.mktemp("whole") / "whole", CHARACTERS, RULES, QUIET).parent)
 
 
 @pytest.mark.parametrize(("parts", "made"), [(1, [0]), (2, [1]), (3, [2, 0]), (9, [4, 3, 8, 0, 1, 2, 5, 6, 7])])
@@ -83,9 +106,11 @@ def test_any_parts_in_any_order(
 
 
 def test_blocks_are_used_and_what_changed_is_not(
-    tmp_path: Path, corpus: list[CorpusSource], whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is tokenized where all blocks are built; after the last file changed, that one."""
+    corpus = own_corpus
+    whole = everything(prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET).parent)
     tokenized: list[int] = []
     tokenize = ChunkTokenizer.tokenize
     monkeypatch.setattr(ChunkTokenizer, "tokenize", lambda self, n, c: (tokenized.append(n), tokenize(self, n, c))[1])
@@ -108,14 +133,11 @@ def test_blocks_are_named_after_content(
     """A copy below another mount point needs no new blocks; another version of the tokenizer's library needs all."""
     prepare_part(corpus, tmp_path / "out", CHARACTERS, 0, 1, RULES, QUIET)
     (tmp_path / "mounted").mkdir()
-    copied = []
-    for source in corpus:
-        paths = [Path(shutil.copyfile(path, tmp_path / "mounted" / Path(path).name)) for path in source.spec.paths]
-        copied.append(replace(source, spec=replace(source.spec, paths=paths)))
-    assert open_blocks(copied, tmp_path / "out").missing() == []
-    content = paths[-1].read_bytes()
-    paths[-1].write_bytes(content.replace(b"text", b"TEXT", 1))
-    assert len(open_blocks(copied, tmp_path / "out").missing()) == 1, "the size is the same, the content is not"
+    mounted = copied(corpus, tmp_path / "mounted")
+    assert open_blocks(mounted, tmp_path / "out").missing() == []
+    last = Path(mounted[-1].spec.paths[-1])
+    last.write_bytes(last.read_bytes().replace(b"text", b"TEXT", 1))
+    assert len(open_blocks(mounted, tmp_path / "out").missing()) == 1, "the size is the same, the content is not"
     monkeypatch.setattr(unit_identity, "version", lambda name: "99.0")
     every = open_blocks(corpus, tmp_path / "out")
     assert len(every.missing()) == len(every)
@@ -142,34 +164,54 @@ def test_a_damaged_block_is_named_and_made_again_where_it_is_removed(
     assert everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole
 
 
-@pytest.fixture
-def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CorpusSource]:
-    """Large files of three formats with a fault in each 100 records, and small ones before, between and behind them."""
-    chosen, records = random.Random(1), []
+@pytest.fixture(scope="module")
+def large_files(tmp_path_factory: pytest.TempPathFactory) -> list[CorpusSource]:
+    """Large files of three formats with a fault in each 100 records, and small ones before, between and behind them.
+    No test changes them.
+    """
+    folder, chosen, records = tmp_path_factory.mktemp("large"), random.Random(1), list[str]()
     for number in range(9000):
         text = f"{number} " + "".join(chosen.choices("abcdefgh ", k=400))
         records.append("{broken" if number % 100 == 50 else json.dumps({"text": text, "key": text[:3]}))
-    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl.zst", "d.parquet", "e.jsonl")]
+    paths = [folder / name for name in ("a.jsonl", "b.jsonl", "c.jsonl.zst", "d.parquet", "e.jsonl")]
     paths[0].write_text("\n".join(records[:5]))
     paths[1].write_text("\n".join(records))
     paths[2].write_bytes(zstandard.compress("\n".join(reversed(records)).encode()))
     rows = [json.loads(record) for record in records if record != "{broken"]
     parquet.write_table(pyarrow.Table.from_pylist(rows), paths[3], row_group_size=500)
     paths[4].write_text("\n".join(records[-5:]))
-    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", (500_000, 500_000))
     return [CorpusSource(SourceSpec("large", paths), duplicates="keep")]
+
+
+LARGE_BLOCKS = (500_000, 500_000)
+"""Sizes of blocks that are pieces of the large files."""
+
+
+@pytest.fixture
+def large(large_files: list[CorpusSource], monkeypatch: pytest.MonkeyPatch) -> list[CorpusSource]:
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", LARGE_BLOCKS)
+    return large_files
+
+
+@pytest.fixture(scope="module")
+def whole_large(tmp_path_factory: pytest.TempPathFactory, large_files: list[CorpusSource]) -> dict[str, bytes]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(blocks_module, "BLOCK_BYTES", LARGE_BLOCKS)
+        folder = tmp_path_factory.mktemp("whole_large") / "whole"
+        return everything(prepare(large_files, folder, CHARACTERS, RULES, QUIET).parent)
 
 
 @pytest.mark.fewest
 @pytest.mark.parametrize(("parts", "made"), [(1, [0]), (3, [1]), (2, [1, 0]), (5, [4, 0, 3])])
-def test_pieces_of_large_files(tmp_path: Path, large: list[CorpusSource], parts: int, made: list[int]) -> None:
-    whole = everything(prepare(large, tmp_path / "whole", CHARACTERS, RULES, QUIET).parent)
+def test_pieces_of_large_files(
+    tmp_path: Path, large: list[CorpusSource], whole_large: dict[str, bytes], parts: int, made: list[int]
+) -> None:
     for part in made:
         prepare_part(large, tmp_path / "out", CHARACTERS, part, parts, RULES, QUIET)
     blocks = open_blocks(large, tmp_path / "out")
     assert len(blocks) > 15
     assert sum(map(blocks.size, range(len(blocks)))) == sum(Path(path).stat().st_size for path in large[0].spec.paths)
-    assert everything(prepare(large, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole
+    assert everything(prepare(large, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole_large
     named = read_manifest(tmp_path / "out/manifest.json")["inputs"][0]["problems_named"]
     assert f"{large[0].spec.paths[1]}:8951: invalid JSON" in " ".join(named), "lines count from the file's beginning"
 
@@ -189,6 +231,7 @@ def test_a_file_is_read_once_for_all_its_pieces(
 @pytest.mark.parametrize("workers", [0, 2])
 def test_damage_within_a_piece(tmp_path: Path, large: list[CorpusSource], workers: int) -> None:
     """Pieces before it are whole; those behind it are absent."""
+    large = copied(large, tmp_path)
     path = Path(large[0].spec.paths[2])
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 255
@@ -232,7 +275,8 @@ def test_a_block_that_is_not_complete_is_not_there(
 
 
 @pytest.mark.parametrize(("size", "mebibytes"), [(0, 8), (10**9, 8), (9 << 30, 64), (10 << 30, 64), (10**12, 256)])
-def test_small_corpora_have_small_blocks(size: int, mebibytes: int) -> None:
+def test_small_corpora_have_small_blocks(size: int, mebibytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", BLOCK_BYTES)
     assert blocks_module.block_bytes(size) == mebibytes << 20
 
 
@@ -274,9 +318,10 @@ CHANGES = [append, rewrite, truncate, replaced, Path.unlink]
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_file_that_changes_while_it_is_read_is_an_error(
-    tmp_path: Path, corpus: list[CorpusSource], change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_corpus: list[CorpusSource], change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its block is not written, the others are, and the same command later reads the current files."""
+    corpus = own_corpus
     path, tokenize = Path(corpus[1].spec.paths[0]), ChunkTokenizer.tokenize
     replacement = path.read_bytes().replace(b"text 1", b"text 3")
 
@@ -328,7 +373,7 @@ def test_files_that_change_are_noticed_by_every_reader_of_a_corpus(tmp_path: Pat
 def test_a_file_in_pieces_that_changes_is_an_error(
     tmp_path: Path, large: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenize, calls = ChunkTokenizer.tokenize, list[int]()
+    tokenize, calls, large = ChunkTokenizer.tokenize, list[int](), copied(large, tmp_path)
 
     def tokenized(self: ChunkTokenizer, number: int, chunk: object) -> object:
         if number == 0:
@@ -344,10 +389,10 @@ def test_a_file_in_pieces_that_changes_is_an_error(
 
 
 def test_a_trained_tokenizer_belongs_to_the_text_that_it_was_trained_on(
-    tmp_path: Path, corpus: list[CorpusSource]
+    tmp_path: Path, own_corpus: list[CorpusSource]
 ) -> None:
     """An interrupted preparation keeps it; if the text has changed, a new one is trained."""
-    trained: list[Path] = []
+    corpus, trained = own_corpus, list[Path]()
 
     def train(folder: Path) -> Tokenizer:
         trained.append(folder)

@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,14 +45,21 @@ def texts_of(prefix: Path) -> list[str]:
     return [CHARACTERS.decode(shard.document(i)) for i in range(shard.documents)]
 
 
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CorpusSource]:
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    """The blocks have 5,000 bytes."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(blocks_module, "open_reader", lambda spec: FileReader(spec, block=2000))
+        patched.setattr(blocks_module, "BLOCK_BYTES", (5000, 5000))
+        yield
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[CorpusSource]:
     """Four sources with duplicates within and across them. The third keeps its duplicates, the second is a small file.
-    The blocks have 5,000 bytes.
+    No test changes them.
     """
-    monkeypatch.setattr(blocks_module, "open_reader", lambda spec: FileReader(spec, block=2000))
-    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", (5000, 5000))
-    chosen, sources = random.Random(0), []
+    folder, chosen, sources = tmp_path_factory.mktemp("corpus"), random.Random(0), list[CorpusSource]()
     for name, files in (("books", 3), ("few", 1), ("code", 2), ("mail", 2)):
         paths = []
         for number in range(files):
@@ -60,7 +67,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CorpusSource
                 f"text {chosen.randrange(150)} " * chosen.randrange(1, 40) for _ in range(9 if files == 1 else 120)
             ]
             lines = [json.dumps({"text": text, "key": text[:7]}) for text in [*texts, "the same in all"]]
-            path = tmp_path / f"{name}{number}.jsonl"
+            path = folder / f"{name}{number}.jsonl"
             path.write_text("\n".join([*lines, "{broken", ""]))
             paths.append(path)
         sources.append(CorpusSource(SourceSpec(name, paths), duplicates="keep" if name == "code" else "exact"))
@@ -74,10 +81,16 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicates, "RUN", 50)
 
 
-@pytest.fixture
-def divided(tmp_path: Path, corpus: list[CorpusSource]) -> dict[str, bytes]:
-    """The bytes of the divided shards, written by one process."""
-    return everything(prepare(corpus, tmp_path / "divided", CHARACTERS, RULES, QUIET).parent)
+@pytest.fixture(scope="module")
+def divided_folder(tmp_path_factory: pytest.TempPathFactory, corpus: list[CorpusSource]) -> Path:
+    """The divided shards, written by one process. No test changes them."""
+    return prepare(corpus, tmp_path_factory.mktemp("shards") / "divided", CHARACTERS, RULES, QUIET).parent
+
+
+@pytest.fixture(scope="module")
+def divided(divided_folder: Path) -> dict[str, bytes]:
+    """The bytes of the divided shards."""
+    return everything(divided_folder)
 
 
 def open_plan(corpus: list[CorpusSource], output: Path, rules: Rules = RULES) -> ShardPlan:
@@ -91,13 +104,13 @@ def open_plan(corpus: list[CorpusSource], output: Path, rules: Rules = RULES) ->
 
 
 def test_divided_shards_have_the_documents_of_one_shard(
-    tmp_path: Path, corpus: list[CorpusSource], divided: dict[str, bytes], small_groups: None
+    tmp_path: Path, corpus: list[CorpusSource], divided_folder: Path, small_groups: None
 ) -> None:
     """In the same order. A small source has one shard with its usual name; the others are numbered."""
     one = replace(RULES, shard_gib=None)
     assert count_tasks(corpus, one, tmp_path / "x")[1] == 1 < count_tasks(corpus, RULES, tmp_path / "x")[1]
     whole = prepare(corpus, tmp_path / "whole", CHARACTERS, one, QUIET).parent
-    record = read_manifest(tmp_path / "divided/manifest.json")
+    record = read_manifest(divided_folder / "manifest.json")
     assert record["settings"]["shard_gib"] == RULES.shard_gib
     assert "shard_gib" not in read_manifest(whole / "manifest.json")["settings"]
     assert record["inputs"] == read_manifest(whole / "manifest.json")["inputs"]
@@ -109,15 +122,15 @@ def test_divided_shards_have_the_documents_of_one_shard(
         assert (len(own) > 1) == (entry["name"] != "few")
         for split in ("train", "valid", "test"):
             prefixes = [each[split]["prefix"] for each in own if each[split]["prefix"]]
-            assert [text for name in prefixes for text in texts_of(tmp_path / "divided" / name)] == texts_of(
+            assert [text for name in prefixes for text in texts_of(divided_folder / name)] == texts_of(
                 whole / entry[split]["prefix"]
             )
             assert sum(each[split]["bytes"] for each in own) == entry[split]["bytes"]
-    assert not any(found.faults for found in verify_shards(find_shards([tmp_path / "divided"])))
+    assert not any(found.faults for found in verify_shards(find_shards([divided_folder])))
     shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
-    paths = load_config(tmp_path / "divided/data.yml", shape).data.train_data_paths
+    paths = load_config(divided_folder / "data.yml", shape).data.train_data_paths
     assert paths is not None and len(paths) > 6
-    assert sum(yaml.safe_load((tmp_path / "divided/data.yml").read_text())["train_data_weights"]) == pytest.approx(1)
+    assert sum(yaml.safe_load((divided_folder / "data.yml").read_text())["train_data_weights"]) == pytest.approx(1)
 
 
 def test_duplicates_are_exact_in_any_division(tmp_path: Path, corpus: list[CorpusSource], small_groups: None) -> None:
