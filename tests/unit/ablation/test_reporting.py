@@ -132,20 +132,40 @@ def rows_of(page: str, header: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in [cells[0], *cells[2:]]}
 
 
+def by_order(model: str) -> dict[str, list[str]]:
+    """The rows of a model's table of ordered recall, by extension. The first is the header."""
+    part = (
+        (ROOT / "studies/order_repairs/README.md").read_text().partition(f"\n| {model} | L |")[2].partition("\n\n")[0]
+    )
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in f"| | L |{part}".splitlines()]
+    return {row[0]: row[1:] for row in [cells[0], *cells[2:]]}
+
+
 def test_the_readme_shows_numbers_of_the_studies() -> None:
-    """The table and the picture, the declared contrast and the price, the correction, and the level of guessing."""
-    readme, books = rows_of("README.md", "at 16L"), rows_of("studies/books_power/README.md", "16L, beyond L only")
+    """The table and the picture, the declared contrasts and the price, the correction, and the levels of guessing."""
+    header = "facts in books, at 16L"
+    readme, books = rows_of("README.md", header), rows_of("studies/books_power/README.md", "16L, beyond L only")
     columns = [books["model"].index(length) for length in ("L", "4L", "16L")]
     assert {"RoFormer", "RoFormer + ReRoPE, log n", "CoCA-Slack, shifted + NTK 4"} <= set(readme), "good and bad rows"
     for name, numbers in list(readme.items())[1:]:
-        assert numbers == [books[name][column] for column in columns], name
-    text, index, power, contrasts, findings = (
+        (model, _, extension), at = name.partition(" + "), by_order(name.partition(" + ")[0])
+        assert at[""] == ["L", "2L", "4L", "8L", "16L"]
+        ordered = at[extension or "none"]
+        assert numbers == [books[name][columns[2]], ordered[0], ordered[4]], (name, model)
+    dynamic, fixed = by_order("RoFormer")["dynamic YaRN"], by_order("RoFormer")["YaRN 16"]
+    text, index, power, contrasts, findings, order = (
         " ".join((ROOT / name).read_text().split())
         for name in (
             *("README.md", "docs/index.md", "studies/books_power/README.md", "studies/contrasts.md"),
-            "docs/findings.md",
+            *("docs/findings.md", "studies/order_repairs/README.md"),
         )
     )
+    assert f"at 4L it recalls {fixed[2].split()[0]}" in text
+    assert f"recalls {dynamic[2].split()[0]} at 4L and {dynamic[4].split()[0]} at 16L with it" in text
+    assert dynamic[0] == by_order("RoFormer")["none"][0], "dynamic YaRN changes nothing up to L"
+    assert "YaRN 16 is ahead by 0.42; p = 1.9e-12, declared" in text
+    assert "16L: a difference of 0.42 (0.40 to 0.43); p = 1.9e-12, holds" in order
+    assert "CoCA-Slack + YaRN 16 against RoFormer + YaRN 16" in order and "p = 0.88, does not hold" in order
     rows = [books[f"RoFormer{added}"] for added in ("", "", " + YaRN 16", " + ReRoPE, log n")]
     at = [columns[0], columns[2], columns[2], columns[2]]
     picture = (
