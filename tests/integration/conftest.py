@@ -17,7 +17,7 @@ KILLS = pytest.StashKey[Counter[tuple[str, str]]]()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Show the number of kills by kind, as docs/cluster.md does."""
+    """Show the number of kills by kind, as benchmarks/cluster.md does."""
     if found := config.stash.get(KILLS, Counter()):
         terminalreporter.section(f"{found.total()} kills")
         for (work, kind), number in found.items():

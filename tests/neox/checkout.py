@@ -119,5 +119,5 @@ def checkout() -> Checkout:
     """The checkout, or a skip."""
     home = os.environ.get(HOME)
     if home is None:
-        pytest.skip(f"set {HOME} to a GPT-NeoX checkout, see docs/neox.md")
+        pytest.skip(f"set {HOME} to a GPT-NeoX checkout, see benchmarks/neox.md")
     return Checkout(Path(home).resolve(), os.environ.get(PYTHON, sys.executable))

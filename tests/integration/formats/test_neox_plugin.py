@@ -1,4 +1,4 @@
-"""The plugin in a real GPT-NeoX checkout on the CPU, if GPT_NEOX_HOME is set (docs/neox.md)."""
+"""The plugin in a real GPT-NeoX checkout on the CPU, if GPT_NEOX_HOME is set (benchmarks/neox.md)."""
 
 import json
 import re
