@@ -1,6 +1,7 @@
 """Run the first measurements on a GPU, and write one page about them.
 
     python tools/gpu_report.py                 # or: make gpu-report
+    python tools/gpu_report.py --first         # what decides most, in one call
     python tools/gpu_report.py --gpus 8        # the plan for one host with 8 GPUs
     python tools/gpu_report.py --dry-run       # print parts, limits and commands; needs no GPU
 
@@ -26,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.gpu.plans import PLANS, STAND_IN, Part
+from tools.gpu.plans import FIRST, PLANS, STAND_IN, Part
 
 NEEDED = ("torch", "triton", "pydantic")
 """Packages without which no part runs."""
@@ -37,7 +38,12 @@ LEFT = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts that are missing and write the page; return the exit status."""
     begin, options = time.monotonic(), parser().parse_args(arguments)
-    whole = {name: _launched(part, options) for name, part in PLANS[options.gpus].items()}
+    if options.first and options.gpus > 1:
+        parser().error(f"--first --gpus {options.gpus}: the first plan is for one GPU; leave out one of the two")
+    if options.output is None:
+        options.output = Path("results/gpu_first" if options.first else "results/gpu")
+    chosen = FIRST if options.first else PLANS[options.gpus]
+    whole = {name: _launched(part, options) for name, part in chosen.items()}
     plan = selected(whole, options)
     if options.dry_run:
         print_plan(plan)
@@ -98,8 +104,10 @@ def run(plan: Mapping[str, Part], whole: Mapping[str, Part], options: argparse.N
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    output = "folder for records, logs, results and the page (default: %(default)s)"
-    parser.add_argument("--output", type=Path, default=Path("results/gpu"), metavar="DIR", help=output)
+    output = "folder for records, logs, results and the page (default: results/gpu, or results/gpu_first)"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=output)
+    first = "the plan of one call for one GPU: what decides most, in less than ten minutes"
+    parser.add_argument("--first", action="store_true", help=first)
     parser.add_argument("--gpus", type=int, choices=PLANS, default=1, help="the plan (default: %(default)s)")
     only = "run only these parts, or runs such as step.coca_16, in this order"
     parser.add_argument("--only", nargs="+", metavar="PART", help=only)
@@ -133,7 +141,8 @@ def selected(plan: Mapping[str, Part], options: argparse.Namespace) -> dict[str,
     known = {**titles, **{title: [title] for each in titles.values() for title in each}}
     if other := [name for name in (*(options.only or ()), *options.skip) if name not in known]:
         names, parts = ", ".join(other), ", ".join(plan)
-        parser().error(f"--only, --skip: {names}: not in the plan --gpus {options.gpus}; its parts are {parts}")
+        chosen_plan = "--first" if options.first else f"--gpus {options.gpus}"
+        parser().error(f"--only, --skip: {names}: not in the plan {chosen_plan}; its parts are {parts}")
     skipped = {title for name in options.skip for title in known[name]}
     wanted = [title for name in (options.only or plan) for title in known[name] if title not in skipped]
     chosen: dict[str, Part] = {}

@@ -50,9 +50,10 @@ def _speed(arguments: str, seconds: int) -> Run:
     return Run(f"tools/gpu/speed.py --output FILE {arguments}", seconds, reads=CONFIGS[:1])
 
 
-def _step(model: str, micro: int, seconds: int) -> Run:
+def _step(model: str, micro: int, seconds: int, keys: str = "") -> Run:
     needs = (*TRAINS, "transformers") if "--peer" in model else TRAINS
-    return Run(f"{STEP} --seconds {seconds // 3} train_micro_batch_size_per_gpu={micro} {model}", seconds, needs=needs)
+    command = f"{STEP} --seconds {seconds // 3} train_micro_batch_size_per_gpu={micro} {keys} {model}"
+    return Run(" ".join(command.split()), seconds, needs=needs)
 
 
 MODELS = {
@@ -118,6 +119,54 @@ ONE_GPU: dict[str, Part] = {
 """One GPU, 28 minutes."""
 
 
+LONGER = "seq_length=2048 max_position_embeddings=2048"
+CHANGED_TESTS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("merge", "head", "operands"))
+OTHER_TESTS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("triton", "attention", "lengths"))
+"""The files of the GPU tests. Those that failed on a GPU and were changed, or are new since, are first."""
+
+FIRST: dict[str, Part] = {
+    "step": Part(
+        "How fast is a training step of the 350M models, beside transformers' LLaMA of the same size?",
+        {
+            "together_16": _step("--methods rotary coca --peer llama", 16, 60),
+            "profile": Run(f"tools/gpu/profile_step.py {MODEL} {ONE} --output FILE", 40, needs=TRAINS),
+            "together_64": _step("--methods coca --peer llama", 64, 45),
+            "coca_2048": _step("--methods coca", 16, 35, LONGER),
+            "gpu1": Run(
+                f"tools/bench_train.py {MODEL} --compile --rounds 8 --output FILE --seconds 15 --methods coca",
+                40,
+                needs=TRAINS,
+            ),
+        },
+    ),
+    "attention": Part(
+        "How fast is attention from 2,048 to 32,768 tokens, and which backends should `auto` choose?",
+        {
+            "backends": _speed("--backends --lengths 2048 8192 32768 --rounds 5 --methods coca rerope pope", 60),
+            "biases": _speed("--backends --lengths 2048 8192 32768 --rounds 5 --methods alibi kerple_log", 60),
+            "packed": _speed("--packed --lengths 2048 8192 --rounds 5", 25),
+        },
+    ),
+    "blocks": Part(
+        "Which block sizes are the fastest in the backward pass?",
+        {"sweep": Run("tools/gpu/sweep.py --output FILE --lengths 8192 --rounds 5", 45)},
+    ),
+    "tests": Part(
+        "Do the GPU tests pass?",
+        {
+            "pytest": Run(
+                f"-m pytest -m gpu {CHANGED_TESTS} {OTHER_TESTS} -n 8 --dist load --maxschedchunk 1 -vv --tb short "
+                "--color no --junitxml FILE",
+                120,
+                reads=("tests/gpu", "tests/conftest.py"),
+                needs=(*TRAINS, "pytest", "xdist", "pytest_timeout"),
+            )
+        },
+    ),
+}
+"""One GPU, one call: what decides most, in less than nine minutes. Models take turns, so that ratios are of one run."""
+
+
 def _ranks(check: str, seconds: int) -> Run:
     return Run(f"{RANKS} --check {check}", seconds, reads=TRAINING, needs=TRAINS)
 
@@ -138,6 +187,8 @@ STAND_IN = {
     "tools/gpu/smoke.py": "--without-values",
     "tools/gpu/parity.py": "--without-values --only rotary coca",
     "tools/gpu/speed.py": "--without-values --rounds 2",
+    "tools/gpu/profile_step.py": "--without-values",
+    "tools/gpu/sweep.py": "--without-values --candidates 2",
     "tools/bench_train.py": "--rounds 3",
     "tools/gpu/ranks.py": "--stand-in --keys num_layers=2 hidden_size=256 num_attention_heads=4 torch_compile=false",
     "-m": "--collect-only",
@@ -147,4 +198,4 @@ values are compared and pytest only collects the tests. The other options save t
 """
 
 PLANS = {1: ONE_GPU, 8: EIGHT_GPUS}
-"""The plan by the number of GPUs."""
+"""The whole plan by the number of GPUs. `FIRST` is a shorter plan for one GPU."""

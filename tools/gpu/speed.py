@@ -187,13 +187,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backends", action="store_true", help="compare backends")
     parser.add_argument("--packed", action="store_true", help="compare kernels for packed documents")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048], help="tokens (default: 512 2048)")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
+    parser.add_argument("--methods", nargs="+", choices=[*{**METHODS, **CANDIDATES}], help="default: all")
     parser.add_argument("--rounds", type=int, default=10, help="counted measurements (default: %(default)s)")
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--keys", nargs="+", default=[], metavar="key=value", help="keys of the model")
     parser.add_argument("--without-values", action="store_true", help="compare no values")
     options = parser.parse_args(arguments)
+    known = CANDIDATES if options.backends else METHODS
+    if other := [name for name in options.methods or () if name not in known]:
+        parser.error(f"--methods: {', '.join(other)}: not measured here; choose from {', '.join(known)}")
     setting, rounds, cases = Setting(options), options.rounds, {}
     base, *_ = METHODS
     for length in options.lengths:
@@ -203,13 +206,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     packed, setting, length, rounds, name, not options.without_values
                 )
         elif options.backends:
-            for name, (_, backends) in CANDIDATES.items():
-                for backend in backends:
+            for name in options.methods or CANDIDATES:
+                for backend in (backends := CANDIDATES[name][1]):
                     cases[f"{name}, {length}, {backend}"] = partial(
                         pair, setting, options.kind, length, rounds, (name, backends[0]), (name, backend)
                     )
         else:
-            for name in options.methods:
+            for name in options.methods or METHODS:
                 if available(METHODS[name]):
                     cases[f"{options.kind}, {length}, {name}"] = partial(
                         pair, setting, options.kind, length, rounds, (base, "auto"), (name, "auto")

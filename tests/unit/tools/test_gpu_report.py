@@ -22,7 +22,7 @@ from tools.gpu import page as pages
 from tools.gpu import runner
 from tools.gpu.cases import read_lines, run_cases, write_line
 from tools.gpu.contents import closure, digest
-from tools.gpu.plans import EIGHT_GPUS, ONE_GPU, PLANS, Part, Run
+from tools.gpu.plans import EIGHT_GPUS, FIRST, ONE_GPU, PLANS, Part, Run
 from tools.gpu.runner import DONE, FAILED, LATE, MISSING, RUNNING, execute, items, read_record, waiting
 
 HERE = {
@@ -275,8 +275,8 @@ def test_parts_read_what_they_run() -> None:
         "only next to modules"
     )
     model = "configs/350M/roformer_coca.yml"
-    for plan in PLANS.values():
-        for name in plan.keys() - {"smoke", "parity", "tests"}:
+    for plan in (*PLANS.values(), FIRST):
+        for name in plan.keys() - {"smoke", "parity", "blocks", "tests"}:
             assert all(model in (*shlex.split(run.command), *run.reads) for run in plan[name].runs.values()), name
 
 
@@ -293,14 +293,32 @@ def test_a_part_without_its_packages_is_named_and_the_others_run(tmp_path: Path)
     assert list(waiting(found, HERE)) == found[1:], "it runs as soon as the package is installed"
 
 
-@pytest.mark.parametrize(("plan", "minutes"), [(ONE_GPU, 28), (EIGHT_GPUS, 15)], ids=["1 GPU", "8 GPUs"])
-def test_limits(plan: dict[str, Part], minutes: int) -> None:
+@pytest.mark.parametrize(
+    ("plan", "minutes"), [(ONE_GPU, 28), (EIGHT_GPUS, 15), (FIRST, 53 / 6)], ids=["1 GPU", "8 GPUs", "first"]
+)
+def test_limits(plan: dict[str, Part], minutes: float) -> None:
     assert sum(part.seconds for part in plan.values()) == 60 * minutes
     for part in plan.values():
         for run in part.runs.values():
             assert run.seconds <= 60 * gpu_report.parser().get_default("minutes") and "FILE" in run.command
             script = run.command.split()[0]
             assert script == "-m" or (ROOT / script).is_file()
+
+
+def test_the_first_plan_is_one_call() -> None:
+    """With half a minute to begin. It names every file of the GPU tests."""
+    assert sum(part.seconds for part in FIRST.values()) <= 60 * gpu_report.parser().get_default("minutes") - 30
+    named = {ROOT / word for word in FIRST["tests"].runs["pytest"].command.split() if word.endswith(".py")}
+    assert named == {*(ROOT / "tests/gpu").glob("test_*.py")}
+
+
+def test_the_first_plan_has_a_folder_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_report.main(["--dry-run", "--first"]) == 0
+    shown = capsys.readouterr().out
+    assert "--methods rotary coca --peer llama" in shown and "blocks: " in shown and "resume: " not in shown
+    with pytest.raises(SystemExit):
+        gpu_report.main(["--dry-run", "--first", "--gpus", "8"])
+    assert "--first --gpus 8: the first plan is for one GPU" in capsys.readouterr().err
 
 
 def test_four_calls_are_enough() -> None:
