@@ -24,7 +24,9 @@ MAY_MISS = {
 }
 TIME_LIMIT = patience(600)
 SINGLE = sorted({command for page, command in everywhere() if page not in IN_ORDER and treatment(command)[0] == "run"})
-PYTHON_PAGES = [page for page in NAMES if "python" in languages(page) and page not in QUICK]
+GUIDES = ("CONTRIBUTING.md",)
+"""Pages with files that a reader adds to the package. Tests of the guides write and run these files."""
+PYTHON_PAGES = [page for page in NAMES if "python" in languages(page) and page not in (*QUICK, *GUIDES)]
 
 
 @pytest.fixture(scope="module")
