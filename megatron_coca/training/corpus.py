@@ -1,9 +1,9 @@
-"""The data of a run: shards, tokenizer, validation data, and the identity by which a resumed run checks its data."""
+"""The data of a run: shards, tokenizer and validation data."""
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
@@ -30,13 +30,14 @@ from megatron_coca.data import (
     load_tokenizer,
 )
 from megatron_coca.data.builtin import VOCAB_SIZE, builtin_folder
+from megatron_coca.data.identity import data_identity
 from megatron_coca.data.inspection import shard_entry
+from megatron_coca.data.mixture import sum_of_shares
 from megatron_coca.data.preparation.preparation_plan import SPLITS
 from megatron_coca.data.remote_shards import local_prefix
-from megatron_coca.data.shards import read_header, sampled_digest, shard_paths
+from megatron_coca.data.shards import read_header, shard_paths
 from megatron_coca.data.tokenizers import needs_files
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
-from megatron_coca.support.markdown_tables import format_table
 from megatron_coca.support.plain_text import masked
 from megatron_coca.support.remote_files import is_url
 
@@ -46,10 +47,6 @@ BUILTIN_WEIGHTS = {"text": 0.75, "code": 0.25}
 """Token shares of the paper's data mixture."""
 PACKING_KEYS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
 """Keys that change how document ends within a sample are handled."""
-REPEATED = 4
-"""Number of epochs up to which repeated text is worth about as much as new text (Muennighoff et al. 2023, "Scaling
-Data-Constrained Language Models").
-"""
 Layout = tuple[int, int, int, int]
 """Global batch size, micro-batch size, data-parallel rank, number of data-parallel ranks."""
 
@@ -438,128 +435,6 @@ def _configured_tokenizer(config: Config) -> Tokenizer | None:
     if not data.vocab_file and needs_files(data.tokenizer_type):
         return None
     return load_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-
-
-def data_identity(blend: Samples) -> dict[str, Any]:
-    """Return the identity of the data for JSON, as lists with one entry per source. A resumed run compares it.
-
-    `sha256` is the manifest's checksum of the token file, or None. It covers every token without reading the file.
-    `sampled` is computed from the shard itself, so it also detects changes in shards without a manifest, and files that
-    were replaced without updating the manifest.
-    """
-    recorded: list[str | None] = []
-    for shard in blend.shards:
-        try:
-            recorded.append(shard_entry(shard.prefix).sha256)
-        except DataError as error:  # another program may have written manifest.json
-            logger.info("%s; the shard is identified by a sample of its tokens instead", error)
-            recorded.append(None)
-    identity: dict[str, list[Any]] = {
-        "tokens": [shard.len_tokens for shard in blend.shards],
-        "document_counts": [shard.documents for shard in blend.shards],
-        "weights": list(blend.weights),
-        "sha256": recorded,
-        "sampled": [sampled_digest(shard) for shard in blend.shards],
-    }
-    labels = [_label_digest(shard) for shard in blend.shards]
-    return identity | ({"labels": labels} if any(labels) else {})
-
-
-def _label_digest(shard: Shard) -> str | None:
-    return None if shard.labels is None else sampled_digest(shard.labels)
-
-
-def _digest(value: str | None) -> str:
-    return "none" if value is None else value[:12]
-
-
-COUNTS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "tokens": ("token count", "{:,}".format),
-    "document_counts": ("document count", "{:,}".format),
-    "weights": ("weight", repr),
-}
-"""Title and format of the identity's entries that have one number per source."""
-
-
-def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Return the differences between two identities, such as `token count of NAME (saved 1,000, now 900)`.
-
-    Entries that are missing on one side are not compared, because a shard may have lost its manifest. `names` are the
-    current names of the sources or, for a synthetic task, of the sources of its filler text.
-    """
-    differences: list[str] = []
-    if "text" in now:
-        differences, names = differing_data(saved["text"], now["text"], names) if "text" in saved else [], ()
-    before = len(saved.get("tokens") or ())
-    if before != len(names):
-        differences.append(f"number of sources (saved {before}, now {len(names)})")
-    for number, name in enumerate(names) if before == len(names) else ():
-        lines: list[str] = []
-        for key in (*COUNTS, "sha256", "sampled"):
-            old, new = (identity[key][number] if identity.get(key) else None for identity in (saved, now))
-            if old is None or new is None or old == new:
-                continue
-            if key in COUNTS or not lines:  # report only one of the two digests
-                title, shown = COUNTS.get(key, ("content", _digest))
-                lines.append(f"{title} of {name} (saved {shown(old)}, now {shown(new)})")
-        differences += lines
-    if saved.get("labels") != now.get("labels"):
-        differences.append("set of label shards, which determines the tokens that count in the loss")
-    old, new = saved.get("tokenizer"), now.get("tokenizer")
-    if old is not None and old != new:  # a run that started without a tokenizer may set one later
-        differences.append(f"tokenizer (saved {_digest(old)}, now {_digest(new)})")
-    if saved.get("documents", []) != now.get("documents", []):
-        old, new = (" and ".join(identity.get("documents", [])) or "as one text" for identity in (saved, now))
-        differences.append(f"treatment of documents (saved {old}, now {new})")
-    if saved.get("task") != now.get("task"):
-        differences.append(f"synthetic task (saved {saved.get('task')}, now {now.get('task')})")
-    return differences
-
-
-def sum_of_shares(earlier: Sequence[SourceShare], later: Sequence[SourceShare]) -> list[SourceShare]:
-    """Add up, for each source, how much two parts of a run read of it. `weight` is the source's weight in the later
-    part.
-    """
-    if not earlier:
-        return list(later)
-    total = sum(share.tokens for share in (*earlier, *later))
-    shares = {share.source: replace(share, weight=0.0) for share in earlier}
-    for share in later:
-        before = shares.get(share.source, SourceShare(share.source, 0.0, 0, 0.0, 0, 0.0))
-        samples, tokens = before.samples + share.samples, before.tokens + share.tokens
-        shares[share.source] = replace(share, samples=samples, tokens=tokens, epochs=before.epochs + share.epochs)
-    return [replace(share, fraction=share.tokens / max(1, total)) for share in shares.values()]
-
-
-def mixture_table(shares: Sequence[SourceShare]) -> str:
-    """Format a table with one row per source: configured weight, actual share, samples, tokens, epochs."""
-    formats = ("{0.source}", "{0.weight:.2%}", "{0.fraction:.2%}", "{0.samples:,}", "{0.tokens:,}", "{0.epochs:.3g}")
-    rows = [tuple(text.format(share) for text in formats) for share in shares]
-    return format_table(("source", "weight", "share", "samples", "tokens", "epochs"), rows)
-
-
-def repeated_sources(shares: Sequence[SourceShare]) -> list[str]:
-    """Return a warning for every source that is read more than `REPEATED` times."""
-    return [
-        f"{share.source}: is read {share.epochs:.1f} times, but after {REPEATED} epochs repeated text is worth less "
-        "and less; lower its weight, shorten the run, or add text"
-        for share in shares
-        if share.epochs > REPEATED
-    ]
-
-
-def source_names(sources: Sequence[str]) -> list[str]:
-    """Return the names of sources for metrics: the shards' file names if these are unique, else their full prefixes."""
-    short = [Path(source).name for source in sources]
-    return short if len(set(short)) == len(short) else list(sources)
-
-
-def mixture_figures(shares: Sequence[SourceShare]) -> dict[str, float]:
-    """Return the share and the epochs of every source as metrics `share/NAME` and `epochs/NAME`."""
-    figures: dict[str, float] = {}
-    for name, share in zip(source_names([share.source for share in shares]), shares, strict=True):
-        figures |= {f"share/{name}": share.fraction, f"epochs/{name}": share.epochs}
-    return figures
 
 
 def validation_note(corpus: Corpus) -> str | None:

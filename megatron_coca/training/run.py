@@ -13,6 +13,7 @@ from megatron_coca.attention.backends.sdpa import cuda_kernel
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.load import find_native
 from megatron_coca.config import Config, stage_at
+from megatron_coca.data.mixture import mixture_table, repeated_sources
 from megatron_coca.model import assemble_model, choose_backends
 from megatron_coca.support.console import set_up_logging
 from megatron_coca.support.errors import InputError
@@ -32,7 +33,7 @@ from megatron_coca.training.checkpointing.resume import (
 )
 from megatron_coca.training.checkpointing.saving import DTYPES, Checkpoints
 from megatron_coca.training.collectives import FolderLock, from_main, require_writable
-from megatron_coca.training.corpus import Corpus, mixture_table, repeated_sources, validation_note, with_train_iters
+from megatron_coca.training.corpus import Corpus, validation_note, with_train_iters
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.engine.state import ADDED_AT

@@ -8,11 +8,12 @@ from typing import NoReturn
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import ServiceError
 from megatron_coca.data import Batch, Loader
+from megatron_coca.data.mixture import mixture_figures
 from megatron_coca.sinks.json_lines import is_validated
 from megatron_coca.training.checkpointing.resume import StageStart
 from megatron_coca.training.checkpointing.saving import Checkpoints, is_due
 from megatron_coca.training.collectives import from_main
-from megatron_coca.training.corpus import mixture_figures, open_loader
+from megatron_coca.training.corpus import open_loader
 from megatron_coca.training.engine import Engine, HeldOutLoss, StepResult
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.loss_guard import LossGuard, Verdict

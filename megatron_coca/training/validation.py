@@ -12,8 +12,9 @@ from megatron_coca.attention.positions.forms import check_range
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.config.data import window_tokens
 from megatron_coca.data import Batch, Blend, DataError, Samples
+from megatron_coca.data.mixture import source_names
 from megatron_coca.training.checkpointing.saving import DTYPES
-from megatron_coca.training.corpus import Corpus, Layout, open_loader, source_names
+from megatron_coca.training.corpus import Corpus, Layout, open_loader
 from megatron_coca.training.engine import HeldOutLoss, label_weights
 from megatron_coca.training.engine import group as dist
 

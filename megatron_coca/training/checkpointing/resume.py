@@ -32,8 +32,9 @@ from megatron_coca.config import (
     stage_at,
     weight_changes,
 )
+from megatron_coca.data.identity import differing_data
 from megatron_coca.training.collectives import attempt, decode_failure, encode_failure, from_main
-from megatron_coca.training.corpus import Corpus, differing_data
+from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.engine.state import ADDED_AT, STEP
 from megatron_coca.training.launch import threads_per_process

@@ -8,9 +8,10 @@ import pytest
 
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data import DataError, Loader, SyntheticSamples, TaskSettings
+from megatron_coca.data.identity import differing_data
 from megatron_coca.data.shards import ShardWriter
 from megatron_coca.data.synthetic import QUESTIONS, TASKS, Draws, chances_without_order, ordered_question
-from megatron_coca.training.corpus import differing_data, open_corpus
+from megatron_coca.training.corpus import open_corpus
 
 MODEL = "configs/recall/model.yml"
 NUMBERS = np.arange(300)

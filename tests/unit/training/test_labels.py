@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data import Batch, Blend, DataError, Loader, Packing, Shard
+from megatron_coca.data.identity import differing_data
 from megatron_coca.data.shards import MASKED, ShardWriter
 from megatron_coca.model import LanguageModelLoss, build_model
-from megatron_coca.training.corpus import differing_data, open_corpus, open_loader
+from megatron_coca.training.corpus import open_corpus, open_loader
 from megatron_coca.training.engine.label_weights import label_weights, step_labels
 from tests.checkpoint_files import run_alone
 

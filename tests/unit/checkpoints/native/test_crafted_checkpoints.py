@@ -18,7 +18,7 @@ from megatron_coca.checkpoints.inspection import describe, describe_text
 from megatron_coca.checkpoints.native.meta import Meta, checked_meta
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, StateReader
 from megatron_coca.config import load_config
-from megatron_coca.training.corpus import differing_data
+from megatron_coca.data.identity import differing_data
 from megatron_coca.training.loss_guard import LossGuard
 from megatron_coca.training.monitor import IntervalMean
 from megatron_coca.training.opened_stages import differing_stages

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_coca.data import Blend, Shard
+from megatron_coca.data.identity import data_identity, differing_data
 from megatron_coca.data.preparation.manifest import FORMAT
 from megatron_coca.data.shards import ShardWriter, sampled_digest
-from megatron_coca.training.corpus import data_identity, differing_data
 
 
 def write(prefix: Path, lengths: list[int], first: int = 0, vocab_size: int = 512) -> Shard:
