@@ -13,6 +13,10 @@ from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.unsupported import WITHOUT_EFFECT
 from megatron_coca.config import KEYS, Config
 from tests.checkpoint_files import write_checkpoint
+from tests.parity.exported import modules_cache
+
+pytestmark = pytest.mark.usefixtures("modules_cache")
+__all__ = ["modules_cache"]
 
 BASE: dict[str, Any] = {
     "num_layers": 2,
