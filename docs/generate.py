@@ -287,10 +287,11 @@ BACKENDS_INTRODUCTION = """\
 <!-- Written by `python docs/generate.py`; change the code, not this page. -->
 
 `attention_backend` names one of these backends, or `auto`. `auto` selects the first backend that supports the model, in
-this order: {automatic}. For packed documents that must not attend to each other, and for the biases `sandwich` and
-`rpe`, `auto` tries `flex` first until our kernels are measured (`PREFERRED` in `attention/build.py`); for other biases
-of the distance it tries `triton`. If a named backend does not support the model, the run stops and shows the reason; it
-does not fall back to another backend. A number in a table refers to a reason below the table.
+this order: {automatic}. For packed documents that must not attend to each other, and for biases without a formula in
+our kernels, such as `rpe`, `auto` tries `flex` first until our kernels are measured (`PREFERRED` in
+`attention/build.py`); for other biases of the distance it tries `triton`. If a named backend does not support the
+model, the run stops and shows the reason; it does not fall back to another backend. A number in a table refers to a
+reason below the table.
 
 | backend | description |
 | --- | --- |

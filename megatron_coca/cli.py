@@ -16,7 +16,6 @@ from pathlib import Path
 from megatron_coca import __version__
 from megatron_coca.support.errors import NO_SPACE, UNUSABLE, InputError, report, why_not_written
 from megatron_coca.support.open_files import TOO_MANY_FILES, allow_open_files
-from megatron_coca.support.openmp import limit_spinning
 from megatron_coca.support.output import drop_closed_streams, drop_output, losses, open_missing_streams, survive
 from megatron_coca.support.plain_text import PlainFormatter, plain
 from megatron_coca.work.workers import safe_path
@@ -103,7 +102,6 @@ def _run(given: Sequence[str]) -> int:
     if name in WRITES_FILES:
         survive("stdout")
     allow_open_files()
-    limit_spinning()
     if logging.lastResort is not None:  # prints warnings of commands that do not set up logging
         logging.lastResort.setFormatter(PlainFormatter())
     try:

@@ -150,6 +150,8 @@ NOT_RUN = {
     "python tools/bench_methods.py": "times two methods side by side, for minutes",
     "python tools/bench_evaluation.py": "times SmolLM2 beside transformers, for minutes",
     "python tools/bench_families.py": "times models of 58 families, for hours",
+    "python tools/bench_spinning.py": "times three kinds of work, for minutes; test_bench_spinning.py runs a short one",
+    "OMP_WAIT_POLICY=passive megatron-coca train configs/quickstart": "the quickstart runs it without the variable",
     "python tools/bench_jobs.py": "times one evaluation twice, for minutes; test_bench_jobs.py runs a small one",
     "apt-get install": "installs packages on the machine",
     "tools/build_cpu_image.sh": "needs root and builds an image of 4 GB",

@@ -10,6 +10,7 @@ from megatron_coca.evaluation.report.metrics import measure_of, metric_of
 from megatron_coca.evaluation.report.plots.panels import axis_of
 from megatron_coca.evaluation.report.reading import ResultGroup
 from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
+from megatron_coca.evaluation.results import Record
 
 
 def number_blocks(task: Task, section: TaskSection) -> shared.Builder:
@@ -26,9 +27,17 @@ def number_blocks(task: Task, section: TaskSection) -> shared.Builder:
             spec = LengthTable(caption, head, {"{}": metric}, suffix, number.published, measure=measure)
             tables += shared.length_tables(name, [spec], group, options)
             figures += shared.length_figure(name + suffix, caption, group, metric, panel, f"{caption}.", options)
-        return ReportBlock((f"Protocol: {group.first.protocol.text}.",), tuple(figures), tuple(tables))
+        return ReportBlock((f"Protocol: {_described(group.first.protocol)}.",), tuple(figures), tuple(tables))
 
     return blocks
+
+
+def _described(protocol: Record) -> str:
+    """Return the field `text` of a protocol, and its other fields with their values."""
+    fields = {name: value for name, value in protocol.model_dump().items() if value is not None}
+    text = fields.pop("text", None)
+    named = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items())
+    return "; ".join(filter(None, (text, named)))
 
 
 def _panel(number: Number) -> dict[str, Any]:
