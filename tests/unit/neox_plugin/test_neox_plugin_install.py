@@ -63,7 +63,7 @@ IN_TORCH_2_3 = {
     *("autograd.Function", "baddbmm", "eye", "maximum", "nn.Linear", "nn.ModuleDict", "nn.functional.linear"),
     *("abs", "neg", "nn.functional.logsigmoid", "nn.functional.softplus"),
     *("autograd.function.FunctionCtx", "autograd.function.once_differentiable", "bfloat16", "bool", "bucketize", "cat"),
-    *("device", "dropout", "ones_like", "utils.checkpoint.checkpoint"),
+    *("device", "dropout", "ones", "ones_like", "utils.checkpoint.checkpoint"),
     *("compiler.is_compiling", "cuda.get_device_capability", "cuda.is_available", "distributed.ReduceOp.MAX"),
     *("distributed.all_reduce", "distributed.get_backend"),
     *("distributed.get_rank", "distributed.get_world_size", "distributed.is_initialized", "dtype", "empty"),
