@@ -321,13 +321,23 @@ def error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / (expected.norm() or math.sqrt(expected.numel())))
 
 
+def times_plain(got: Tensor) -> int:
+    """How many times the error of a plain run is allowed. The errors of a few sums are a few random draws, so that of
+    two equally exact runs one often has more than twice the error, and the processor decides which.
+    """
+    return 2 if got.numel() >= 8 else 4
+
+
 def assert_as_exact_as_plain(case: Case, layout: Layout, dtype: torch.dtype, ours: Result) -> None:
-    """Every error at most twice that of the oracle's formulas run in the same precision, both against float64."""
+    """Every error at most twice that of the oracle's formulas run in the same precision, both against float64; four
+    times that of a few numbers.
+    """
     true, plain = measure(case, layout, dtype)
     floor = (64 if case.pos_emb == "fire" else 16) * torch.finfo(dtype).eps  # gradients that are sums over all pairs
     for name, got in ours.all.items():
         ours_off, allowed = error(got, true.all[name]), error(plain.all[name], true.all[name])
-        assert ours_off <= max(2 * allowed, floor), f"{name}: {ours_off:.2e} against {allowed:.2e} of a plain run"
+        limit = max(times_plain(got) * allowed, floor)
+        assert ours_off <= limit, f"{name}: {ours_off:.2e} against {allowed:.2e} of a plain run"
 
 
 def served(backend: str, case: Case) -> bool:

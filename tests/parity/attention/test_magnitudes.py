@@ -11,6 +11,7 @@ from megatron_coca.attention.layer import cache_bytes
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.attention_maps import attention_maps
 from megatron_coca.model import GPT, build_model
+from tests.parity.attention_cases import times_plain
 
 pytest.importorskip("triton")
 
@@ -145,7 +146,7 @@ def test_the_operand_kernel_computes_what_pytorch_does(name: str) -> None:
     exact = build(**keys, operand_kernel="torch").double()
     found = ([*results(model), decoded(model)] for model in (exact, plain, fused))
     for true, theirs, ours in zip(*found, strict=True):
-        assert (ours - true).norm() <= 2 * (theirs - true).norm() + 1e-7 * true.norm()
+        assert (ours - true).norm() <= times_plain(true) * (theirs - true).norm() + 1e-7 * true.norm()
 
 
 def decoded(model: GPT) -> Tensor:
