@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +145,7 @@ def records(options: Any) -> Iterator[dict[str, Any]]:
             for turn in range(options.rounds + 1):
                 # Half of the rounds go backwards, so that a slow drift of the machine favours no setting.
                 for setting in list(children)[:: 1 if turn % 2 else -1]:
-                    with ExitStack() as stack:
-                        stack.enter_context(busy(number))
+                    with busy(number):
                         measured[setting].append(children[setting](kind, options.seconds))
             speeds = {setting: [speed for speed, _ in turns[1:]] for setting, turns in measured.items()}
             for setting, own in speeds.items():

@@ -325,9 +325,7 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
     for key, value in flat.items():
         choice = value.lower() if isinstance(value, str) else value
         hashable = isinstance(choice, str | bool)
-        if key in MISPLACED:
-            problems.add(key, MISPLACED[key])
-        elif key in UNSUPPORTED:
+        if key in UNSUPPORTED:
             default, feature = UNSUPPORTED[key]
             if not is_inert(value, default):
                 problems.add(key, f"{feature} is not supported; leave the key out")
