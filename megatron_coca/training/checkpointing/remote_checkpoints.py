@@ -85,6 +85,10 @@ class RemoteCheckpoints:
         given, local = self._given.model_dump(), self._local.model_dump()
         return config.override({key: value for key, value in given.items() if value != local[key]})
 
+    def holds(self, folder: Path) -> bool:
+        """Whether `folder` is the local copy of a checkpoint that is in the object store, or will be."""
+        return self._store is not None and folder.parent == self._folder
+
     def prepare(self) -> None:
         """If the checkpoint to resume from is not in the local folder, download it.
 

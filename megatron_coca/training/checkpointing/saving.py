@@ -113,7 +113,7 @@ class Checkpoints:
             CheckpointError: state that this rank needs is missing from the checkpoint or does not match.
         """
         folder, meta = how.folder, native.read_meta(how.folder, resumable=True)
-        self._run, self._origin = str(from_main(lambda: self._own_id(meta))), meta.get("origin")
+        self._run, self._origin = str(from_main(lambda: self._own_id(folder, meta))), meta.get("origin")
         if dist.is_main():
             for line in changes(meta.get("versions") or {}, self._versions):
                 logger.warning("resuming with a different %s: the run may differ in its last bits", line)
@@ -141,12 +141,12 @@ class Checkpoints:
         seed_everything(self._corpus.config.seed + int(meta["step"]), self._topology.random_stream(dist.rank()))
         return meta
 
-    def _own_id(self, meta: Mapping[str, Any]) -> str:
-        """Return the id of the run that continues from a checkpoint. A copy of a run gets a new id, because the metrics
-        of both runs would otherwise be mixed.
+    def _own_id(self, folder: Path, meta: Mapping[str, Any]) -> str:
+        """Return the id of the run that continues from the checkpoint in `folder`. A copy of a run gets a new id,
+        because the metrics of both runs would otherwise be mixed. Local copies of an object store are one run.
         """
         known, save = str(meta.get("run", self._run)), self._keys.save
-        if save is None or (home := home_of_copy(meta, save)) is None:
+        if save is None or self._remotes.holds(folder) or (home := home_of_copy(meta, save)) is None:
             return known
         logger.warning(
             "%s: continues a copy of the run in %s, which still has its checkpoints; it gets its own id, also at "
