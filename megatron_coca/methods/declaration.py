@@ -75,6 +75,7 @@ class Choice:
     Attributes:
         label: the name in tables and figures.
         source: the paper, article or code.
+        meaning: the explanation of the label under a report, in a few words.
         options: all options that the formula reads.
         trained: whether the choice is part of training. Weights are evaluated with it if and only if they were trained
             with it, with the same options.
@@ -94,6 +95,7 @@ class Choice:
     label: str
     source: str
     _: KW_ONLY
+    meaning: str = ""
     options: tuple[Option, ...] = ()
     trained: bool = False
     length_dependent: bool = False

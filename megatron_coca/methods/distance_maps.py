@@ -57,12 +57,18 @@ _TARGET = Option("target_length", "count", "Largest evaluation length L'.", requ
 declare(
     (
         DistanceMap(
-            "rerope", "ReRoPE", "Su 2023", rule="`m' = w`, `n' = 0`: all pairs at distance `w`", options=(_window(2),)
+            "rerope",
+            "ReRoPE",
+            "Su 2023",
+            meaning="all distances beyond a window count as the window",
+            rule="`m' = w`, `n' = 0`: all pairs at distance `w`",
+            options=(_window(2),),
         ),
         DistanceMap(
             "leaky_rerope",
             "Leaky ReRoPE",
             "Su 2023",
+            meaning="distances beyond a window grow more slowly",
             rule="`m' = (m + w(k-1))/k`, `n' = n/k`: distance `(r-w)/k + w`",
             options=(
                 _window(2),
@@ -73,6 +79,7 @@ declare(
             "inv_leaky_rerope",
             "InvLeaky ReRoPE",
             "Su 2023",
+            meaning="trained with stretched distances beyond a window, evaluated without",
             rule="the same with `k = L/(2L')` in training; plain rotation in evaluation",
             options=(_window(4), _TARGET),
             trained=True,
@@ -83,6 +90,7 @@ declare(
             "self_extend",
             "SelfExtend",
             "Jin et al. 2024",
+            meaning="distances beyond a window count in groups of tokens",
             rule="`m' = floor(m/G) + w - floor(w/G)`, `n' = floor(n/G)`",
             options=(
                 _window(4),
@@ -93,6 +101,7 @@ declare(
             "string",
             "STRING",
             "An et al. 2024",
+            meaning="far tokens get distances that are frequent in training",
             rule="`m' = m - w + local`, `n' = n`: distance `r - w + local`",
             options=(
                 _window(3),
@@ -110,6 +119,7 @@ declare(
             "dual_chunk",
             "dual chunk attention",
             "An et al. 2024",
+            meaning="positions start again in every chunk of the input",
             rule="`n' = n mod c`; `m' = m mod c` in the same chunk of c tokens, `min(m mod c + c, C)` for the chunk"
             " before, `min(2c - 1, C)` for older ones",
             options=(
@@ -136,6 +146,7 @@ declare(
             "lm_infinite",
             "LM-Infinite",
             "Han et al. 2023",
+            meaning="tokens beyond a window are hidden, except the first ones",
             rule="only the first `sinks` keys, at distance `w`",
             options=(_window(1), _sinks(10)),
         ),
@@ -143,6 +154,7 @@ declare(
             "streaming",
             "StreamingLLM",
             "Xiao et al. 2023",
+            meaning="tokens beyond a window are hidden, except the first ones, and positions count within the cache",
             rule="only the first `sinks` keys; positions are indices in a cache of the sinks and the last `w` keys",
             options=(
                 Option(

@@ -18,6 +18,7 @@ declare(
             "log_n",
             "log n",
             "Su 2023",
+            meaning="scores grow with the logarithm of the position beyond the training length",
             rule="`max(1, ln(m+1)/ln L)`, at evaluation",
             evaluation_only=True,
             checks=(_logarithm,),
@@ -26,6 +27,7 @@ declare(
             "log_n_trained",
             "log n trained",
             "Su 2021",
+            meaning="scores grow with the logarithm of the position, also in training",
             rule="`ln(m+1)/ln L`, in training and at evaluation",
             trained=True,
             checks=(_logarithm,),
@@ -34,6 +36,7 @@ declare(
             "ssmax",
             "SSMax",
             "Nakanishi 2025",
+            meaning="scores grow with the logarithm of the position, at learned rates",
             rule="`s ln(m+1) + b`; every head of every layer learns `s` and, with `bias`, `b`",
             options=(
                 Option("initial", "positive", "Initial s; 0.43 is 1 / ln 10.", default=0.43),
@@ -48,6 +51,7 @@ declare(
             "temperature",
             "temperature",
             "Llama 4 (period 8,192, positions from 1), Ministral 3 (period L, positions from 0)",
+            meaning="scores grow slowly with the position",
             rule="`1 + a ln(1 + floor(m'/p))`, where `m'` is the position counted from `first`",
             options=(
                 Option("strength", "positive", "Factor a of the logarithm.", default=0.1),

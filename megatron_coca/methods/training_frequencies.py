@@ -28,6 +28,7 @@ declare(
             "rope_id",
             "RoPE-ID",
             "RoPE-ID, Wertheimer et al. 2026",
+            meaning="frequencies that all turn at least twice within the training length",
             rule="geometric, from `2 pi / period` to `2 pi turns / L`",
             options=(
                 Option("turns", "factor", "Rotations of the slowest pair within L.", default=2.0),

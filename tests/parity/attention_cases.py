@@ -20,14 +20,14 @@ from megatron_coca.attention.inputs import AttentionInputs, Backend, documents_f
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.attention.positions.bias import LearnedFire
 from megatron_coca.config import load_config
-from megatron_coca.methods import find
+from megatron_coca.methods import find, names
 from tests.reference.clex import clex_frequencies
 from tests.reference.dense import Polar, RelativeMap, Setting, attention
 from tests.reference.frequencies import frequencies, multiplier
 
 HEADS, HEAD_DIM, TRAINING_LENGTH = 4, 16, 32
 ROTATED = ("rotary", "coca", "coca_strict")
-BIASED = ("alibi", "kerple_log", "kerple_power", "rpe", "sandwich", "fire")
+BIASED = names("pos_emb", biased=True, compute=None)
 CLEX_STEP = 0.004
 """Of the oracle's integration, in t: its own error is then below 1e-10."""
 

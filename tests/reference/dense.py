@@ -389,19 +389,6 @@ def _plain_scores(q: Tensor, k: Tensor, theta: Tensor, pairs: Pairs, multiplier:
     return _dot(q, k)
 
 
-Scores = Callable[[Tensor, Tensor, Tensor, Pairs, float], Tensor]
-SCORES: dict[str, Scores] = {
-    "rotary": _rotary_scores,
-    "xpos": _xpos_scores,
-    "coca": _coca_scores,
-    "coca_strict": _coca_strict_scores,
-    **dict.fromkeys(
-        ("alibi", "kerple_log", "kerple_power", "sandwich", "rpe", "fire", "learned", "sinusoidal", "none"),
-        _plain_scores,
-    ),
-}
-
-
 def _slopes(heads: int) -> list[float]:
     """The ALiBi authors' recursion: a power of two, or the closest smaller one and alternate slopes of twice that."""
     if heads & (heads - 1) == 0:
@@ -479,4 +466,13 @@ BIASES: dict[str, Bias] = {
     "kerple_power": _kerple_power,
     "rpe": _rpe,
     "sandwich": _sandwich,
+}
+
+Scores = Callable[[Tensor, Tensor, Tensor, Pairs, float], Tensor]
+SCORES: dict[str, Scores] = {
+    "rotary": _rotary_scores,
+    "xpos": _xpos_scores,
+    "coca": _coca_scores,
+    "coca_strict": _coca_strict_scores,
+    **dict.fromkeys((*BIASES, "fire", "learned", "sinusoidal", "none"), _plain_scores),
 }

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_coca.checkpoints import CheckpointError, load_model
+from megatron_coca.checkpoints.huggingface.families import FAMILIES
 from megatron_coca.checkpoints.huggingface.read import read_config
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.config import ConfigError
@@ -152,7 +153,7 @@ OLD = {"_use_new_zipfile_serialization": False}
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "architecture": (
         config(model_type="unheard_of"),
-        "config.json: model_type: 'unheard_of' is not supported; supported values: apertus, arcee, biogpt, bloom,",
+        f"config.json: model_type: 'unheard_of' is not supported; supported values: {min(FAMILIES)}, .*llama, ",
     ),
     "state space": (
         config(model_type="mamba"),

@@ -13,6 +13,7 @@ from megatron_coca.attention.backends.sdpa import SdpaBackend
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Segment
 from megatron_coca.attention.positions.bias import FireBias, LearnedFire, bias_of_pairs
 from megatron_coca.config import load_config
+from megatron_coca.methods import names
 from megatron_coca.model import build_model
 from megatron_coca.model.gpt import LanguageModelLoss
 from megatron_coca.model.layers import SinusoidalPositions, soft_capped
@@ -101,7 +102,7 @@ SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_leng
 SHAPE |= {"make_vocab_size_divisible_by": 1, "pos_emb": "coca"}
 DOUBLE: dict[str, dict[str, Any]] = {
     **{name: {"pos_emb": name} for name in ("rotary", "coca", "xpos", "sinusoidal")},
-    **{name: {"pos_emb": name} for name in ("alibi", "sandwich", "kerple_log", "kerple_power", "rpe", "fire")},
+    **{name: {"pos_emb": name} for name in names("pos_emb", biased=True, compute=None)},
     **{name: {"forgetting_gate": name} for name in ("fox", "cable")},
     "ssmax": {"logit_scaling": {"type": "ssmax", "bias": True}},
     "temperature": {"logit_scaling": {"type": "temperature", "period": 4}, "rotary_pct": 0.5},

@@ -16,10 +16,15 @@ from tests.documents import blocks
 from tests.patience import patience
 
 METHODS, FORMULAS = "megatron_coca/methods/frequency_extensions.py", "megatron_coca/attention/positions/frequencies.py"
+EMBEDDINGS, BIASES = "megatron_coca/methods/embeddings.py", "megatron_coca/attention/positions/bias.py"
 BACKEND, DECLARED = "megatron_coca/attention/backends/rows.py", "megatron_coca/config/backends.py"
-CODE = {METHODS, FORMULAS, BACKEND, DECLARED}
-"""The code files that the two guides add or change: two each."""
-ORACLE, CASES = "tests/reference/frequencies.py", "tests/parity/attention/test_attention_extensions.py"
+CODE = {METHODS, FORMULAS, EMBEDDINGS, BIASES, BACKEND, DECLARED}
+"""The code files that an extension, a bias and a backend add or change: two each."""
+DENSE, ORACLE, CASES = (
+    "tests/reference/dense.py",
+    "tests/reference/frequencies.py",
+    "tests/parity/attention/test_attention_extensions.py",
+)
 SERVED = "tests/parity/attention_cases.py"
 
 SOURCE = '''"""Dense attention, one query at a time."""
@@ -69,7 +74,7 @@ torch.testing.assert_close(*found)
 print("same logits")
 cases = ["tests/parity/attention/test_attention_extensions.py::test_extensions"]
 cases += ["tests/parity/attention/test_attention.py::test_float64"]
-sys.exit(pytest.main(["-p", "no:cacheprovider", "--tb=short", "-rA", "-k", "coca-root or rows", *cases]))
+sys.exit(pytest.main(["-p", "no:cacheprovider", "--tb=short", "-rA", "-k", "coca-root or rows or fall-sdpa", *cases]))
 """
 
 
@@ -80,22 +85,26 @@ def add(file: Path, before: str, row: str) -> None:
     file.write_text(text.replace(before, row + before))
 
 
-def rows_of_the_guide() -> tuple[str, str]:
-    (block,) = [block for block in blocks("CONTRIBUTING.md", "text") if block.lstrip().startswith("FrequencyExtension")]
-    declaration, formula = block.strip().splitlines()
-    return declaration.strip(), formula.strip()
+def rows_of_the_guide(declared: str) -> list[str]:
+    """The lines of the block that begins with a declaration."""
+    (block,) = [block for block in blocks("CONTRIBUTING.md", "text") if block.lstrip().startswith(declared)]
+    return [line.strip() for line in block.strip().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository with the extension of the guide, and with a backend, before any page is written."""
+    """The repository with the extension and the bias of the guide, and with a backend, before any page is written."""
     root = tmp_path_factory.mktemp("copy")
     for folder in ("megatron_coca", "tests", "docs", "configs", "studies"):
         shutil.copytree(ROOT / folder, root / folder, symlinks=True)
     for file in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
         shutil.copy2(ROOT / file, root)
-    declaration, formula = rows_of_the_guide()
-    add(root / METHODS, '        FrequencyExtension("ntk_fixed"', f"        {declaration}\n")
+    declaration, formula, oracle = rows_of_the_guide("PositionEmbedding")
+    add(root / EMBEDDINGS, '        PositionEmbedding(\n            "sandwich"', f"        {declaration}\n")
+    add(root / BIASES, '    "sandwich": lambda', f"    {formula}\n")
+    add(root / DENSE, '    "sandwich": _sandwich', f"    {oracle}\n")
+    declaration, formula = rows_of_the_guide("FrequencyExtension")
+    add(root / METHODS, '        FrequencyExtension(\n            "ntk_fixed"', f"        {declaration}\n")
     add(root / FORMULAS, '    "proportional": _proportional,\n}', f"    {formula}\n")
     add(
         root / ORACLE, '    "proportional": _proportional,\n}', '    "root": lambda e, j: e.theta(j) / e.factor**0.5,\n'
@@ -126,17 +135,22 @@ def tested(copy: Path) -> str:
     return done.stdout
 
 
-def test_the_method_and_the_backend_have_the_values_of_the_oracle(tested: str) -> None:
+def test_the_methods_and_the_backend_have_the_values_of_the_oracle(tested: str) -> None:
     assert "same logits" in tested
+    assert re.search(r"PASSED .*test_float64\[fall-sdpa\]", tested)
     assert re.search(r"PASSED .*test_extensions\[coca-root-100\]", tested)
     assert re.search(r"PASSED .*test_float64\[coca-rows\]", tested)
 
 
 @pytest.mark.usefixtures("tested")
-def test_the_pages_know_both(copy: Path) -> None:
-    """No code file changes but the two of each guide."""
+def test_the_pages_know_all_three(copy: Path) -> None:
+    """No code file changes but the two of each."""
     attention, backends = ((copy / "docs" / name).read_text() for name in ("attention.md", "backends.md"))
-    assert "| `root` | `theta_j / sqrt(s)` | `factor`" in attention and "| `rows` | an example |" in backends
+    assert (
+        "| `root` | `theta_j / sqrt(s)` | `factor`" in attention
+        and "`-ln(1 + r)`" in attention
+        and "| `rows` | an example |" in backends
+    )
     assert (
         "root" in (copy / "README.md").read_text()
         and "merge \\| flex \\| rows" in (copy / "docs/config.md").read_text()
