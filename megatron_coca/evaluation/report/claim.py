@@ -30,13 +30,13 @@ def headline(sections: Sequence[Section], options: ReportOptions) -> Headline | 
         return None
     measure, table, block = next((each for each in known if _learned(each[1], each[0])), known[0])
     columns = _measured(table)
-    sentence, basis = _claim(table, columns[-1], measure, options)
+    sentence, basis, told = _claim(table, columns[-1], measure, options)
     if "no significant difference" in sentence.lower():
         basis += " No significant difference: the test cannot tell these numbers apart."
     if block.heading:  # there are other groups of results, such as those on other documents
         basis = f"{block.heading}. {basis}".strip()
-    sentence, basis = (options.claim, "") if options.claim else (sentence, basis)
-    small = _small(table, columns, measure, sentence, options.members)
+    sentence, basis, told = (options.claim, "", measure) if options.claim else (sentence, basis, told)
+    small = _small(_shown(table, measure, told), columns, measure, sentence, options.members)
     names = explained((options.members[row.name] for row in table.rows), sentence)
     return Headline(sentence, basis, small, next(iter(block.figures), None), names)
 
@@ -86,21 +86,28 @@ def _place(table: Table, column: int, measure: Measure) -> str:
     return f"at {length:,} tokens, " + ("the training length" if times == 1 else f"{times:g} times the training length")
 
 
-def _claim(table: Table, column: int, measure: Measure, options: ReportOptions) -> tuple[str, str]:
-    """Return the sentence on one column, and how it was tested."""
+Claim = tuple[str, str, Measure]
+"""A sentence, how it was tested, and the measure with the digits of its numbers."""
+
+
+def _claim(table: Table, column: int, measure: Measure, options: ReportOptions) -> Claim:
+    """Return the sentence on one column."""
     measured = {row.name: row.cells[column] for row in table.rows if row.cells[column].value is not None}
     if len(measured) == 1:
         (label,) = measured
         return _single(table, column, label, measure)
     cells = {label: cell for label, cell in measured.items() if _finite(cell)}
     infinite = [label for label in measured if label not in cells]
-    parts = [_comparison(cells, measure, options.members, options.baseline)] if cells else []
+    parts, told = [], measure
+    if cells:
+        statement, told = _comparison(cells, measure, options.members, options.baseline)
+        parts.append(statement)
     if infinite:
         name = in_sentence(infinite[0]) if len(infinite) == 1 else f"{len(infinite)} labels"
         parts.append(f"{name} {'has' if len(infinite) == 1 else 'have'} no finite {measure.quantity}")
     pairs = _pairs(cells, measure)
     sentence = ", ".join(filter(None, (_place(table, column, measure), "; ".join(parts))))
-    return f"{_capital(sentence)}.", _basis(cells, pairs)
+    return f"{_capital(sentence)}.", _basis(cells, pairs), told
 
 
 def _capital(text: str) -> str:
@@ -132,8 +139,8 @@ def _basis(cells: Mapping[str, TableCell], pairs: Sequence[tuple[TableCell, Tabl
     return f"{basis} The test does not cover other seeds of {names}." if single else basis
 
 
-def _single(table: Table, column: int, label: str, measure: Measure) -> tuple[str, str]:
-    """Return the sentence on a single label, which compares its first and last length, and how it was tested."""
+def _single(table: Table, column: int, label: str, measure: Measure) -> Claim:
+    """Return the sentence on a single label, which compares its first and last length."""
     cells = next(row.cells for row in table.rows if row.name == label)
     first, end = next((at for at, cell in enumerate(cells) if _finite(cell)), column), cells[column]
     start, place = cells[first], _place(table, column, measure)
@@ -141,29 +148,30 @@ def _single(table: Table, column: int, label: str, measure: Measure) -> tuple[st
     known = f"{label} has a {measure.quantity} of {_number(start, measure)} {_place(table, first, measure)}".rstrip()
     if not _finite(end):
         none = f"no finite {measure.quantity} {place}."
-        return (f"{label} has {none}" if first == column else f"{known}, and {none}"), ""
+        return (f"{label} has {none}" if first == column else f"{known}, and {none}"), "", measure
     if first == column:
-        return f"{known}.", ""
+        return f"{known}.", "", measure
     basis = _basis({label: end}, [(start, end)])
     places = f"{_place(table, first, measure)}, and {_number(end, measure)} {place}"
     if not testable(start, end):
-        return f"{label} has a {measure.quantity} of {_number(start, measure)} {places}; this was not tested.", basis
+        text = f"{label} has a {measure.quantity} of {_number(start, measure)} {places}; this was not tested."
+        return text, basis, measure
     if not differ_significantly(start, end):
         text = f"No significant difference in {measure.quantity} of {label} is shown"
-        return f"{text}: {_number(start, measure)} {places}.", basis
+        return f"{text}: {_number(start, measure)} {places}.", basis, measure
     verb, measure = "falls" if (end.value or 0.0) < (start.value or 0.0) else "rises", _exact(measure, start, end)
     first_place, last_place = (
         f"{_number(start, measure)} {_place(table, first, measure)}",
         f"{_number(end, measure)} {place}",
     )
-    return f"The {measure.quantity} of {label} {verb} from {first_place}, to {last_place}.", basis
+    return f"The {measure.quantity} of {label} {verb} from {first_place}, to {last_place}.", basis, measure
 
 
 MOST_DIGITS = 6
 
 
 def _exact(measure: Measure, one: TableCell, other: TableCell) -> Measure:
-    """Return the measure with the fewest digits after the decimal point that show a difference."""
+    """Return the measure with the fewest digits after the decimal point that show a significant difference."""
     found = [replace(measure, digits=digits) for digits in range(measure.digits, MOST_DIGITS + 1)]
     return next((each for each in found if _number(one, each) != _number(other, each)), found[-1])
 
@@ -171,6 +179,19 @@ def _exact(measure: Measure, one: TableCell, other: TableCell) -> Measure:
 def _number(cell: TableCell, measure: Measure) -> str:
     assert cell.value is not None
     return decimal(cell.value, measure.digits) + measure.unit
+
+
+def _shown(table: Table, measure: Measure, told: Measure) -> Table:
+    """Return the table with the digits of the sentence, if these are more than the table's own."""
+    if told.digits == measure.digits:
+        return table
+
+    def again(cell: TableCell) -> TableCell:
+        if not _finite(cell):
+            return cell
+        return replace(cell, text=cell.text.replace(_number(cell, measure), _number(cell, told), 1))
+
+    return replace(table, rows=tuple(replace(row, cells=tuple(map(again, row.cells))) for row in table.rows))
 
 
 def _order(cells: Mapping[str, TableCell], measure: Measure) -> list[str]:
@@ -185,25 +206,26 @@ def _pairs(cells: Mapping[str, TableCell], measure: Measure) -> list[tuple[Table
 
 def _comparison(
     cells: Mapping[str, TableCell], measure: Measure, members: Mapping[str, Member], baseline: str | None
-) -> str:
+) -> tuple[str, Measure]:
     """Return the statement on several labels: the best label, the labels that do not differ from it, and one that
-    does.
+    does. The second value is the measure with the digits of the statement.
     """
     best, *others = order = _order(cells, measure)
     if not others:
-        return f"{in_sentence(best)} has a {measure.quantity} of {_number(cells[best], measure)}"
+        return f"{in_sentence(best)} has a {measure.quantity} of {_number(cells[best], measure)}", measure
     if not any(testable(cells[best], cells[label]) for label in others):
         name, other = _beaten(others, cells, members, best, baseline)
-        measure = _exact(measure, cells[best], cells[other])
-        statement = f"{name} has {_number(cells[other], measure)}; this difference was not tested"
-        return f"{_best(best, cells, measure)}; {statement}"
+        number = _number(cells[other], measure)
+        has = "the same when rounded" if number == _number(cells[best], measure) else number
+        return f"{_best(best, cells, measure)}; {name} has {has}; this difference was not tested", measure
     worse = [label for label in others if differ_significantly(cells[best], cells[label], len(others))]
     tied = [label for label in others if label not in worse]
     if not worse:
         numbers = f"{_number(cells[order[-1]], measure)} to {_number(cells[order[0]], measure)}"
         if measure.lowest:
             numbers = f"{_number(cells[order[0]], measure)} to {_number(cells[order[-1]], measure)}"
-        return f"no significant difference in {measure.quantity} is shown between {len(cells)} labels ({numbers})"
+        text = f"no significant difference in {measure.quantity} is shown between {len(cells)} labels ({numbers})"
+        return text, measure
     measure = _exact(measure, cells[best], cells[worse[0]])
     parts = [_best(best, cells, measure)]
     if tied:
@@ -214,7 +236,7 @@ def _comparison(
         parts.append(f"no significant difference from {' and '.join(names)} is shown")
     name, other = _beaten(worse, cells, members, best, baseline)
     parts.append(f"{name} has {_number(cells[other], measure)}")
-    return "; ".join(parts)
+    return "; ".join(parts), measure
 
 
 def _best(label: str, cells: Mapping[str, TableCell], measure: Measure) -> str:

@@ -1,12 +1,13 @@
 """The top of a report: a sentence that its numbers support, with the plot and a small table of the same numbers."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_coca.evaluation.report.document import Headline
+from megatron_coca.evaluation.report.document import Headline, Table
 from megatron_coca.evaluation.report.plots.figures import COLUMN, drawn, style
 from megatron_coca.evaluation.report.plots.looks import NO_CHANGE
 from megatron_coca.evaluation.report.reading import read_results
@@ -36,7 +37,16 @@ BABILONG = {f"babilong_qa{number}": 0.1 * number for number in range(1, 6)}
 def top(folder: Path, results: dict[str, Result], **options: Any) -> Headline:
     found = report_document(read_results(write(folder, results)), "", ReportOptions(**options)).headline
     assert found is not None
+    if "the full table has all of them" not in " ".join(found.table.notes):
+        check_digits(options.get("claim") or found.sentence, found.table)
     return found
+
+
+def check_digits(sentence: str, table: Table) -> None:
+    """Every number with a decimal point in a sentence has the digits of the small table."""
+    texts = [cell.text for row in table.rows for cell in row.cells]
+    for number in re.findall(r"(?<![\w.])\d+\.\d+(?:e\+\d+)?", sentence):
+        assert any(text.startswith(number) for text in texts), f"{number} is not in {texts}"
 
 
 def of_weights(result: Any, identity: str, seed: int | None = None) -> Any:
@@ -177,6 +187,17 @@ def test_the_basis_says_if_there_was_no_test(tmp_path: Path) -> None:
 def test_the_basis_names_the_documents_of_several_groups(tmp_path: Path) -> None:
     two = {"a": losses("A", 2.0, 2.0), "b": losses("B", 2.5, 3.0), "c": losses("A", 5.0, 5.0, sha256="ff")}
     assert top(tmp_path, two).basis.startswith("Results with documents (sha256) aa11")
+
+
+def test_the_sentence_rounds_as_the_table(tmp_path: Path) -> None:
+    """More digits than the table's show only a difference that is tested, and then the table shows them too."""
+    few = {name: losses(name, 2.0, nll, documents=4) for name, nll in (("A", 2.0), ("B", 2.0000002))}
+    untested = top(tmp_path / "few", few)
+    assert untested.sentence.endswith(
+        "perplexity, 7.39; the next label, B, has the same when rounded; this difference was not tested."
+    )
+    tested = top(tmp_path / "many", {name: losses(name, 2.0, nll) for name, nll in (("A", 2.0), ("B", 2.0001))})
+    assert [row.cells[-1].text for row in tested.table.rows] == ["7.389", "7.390"]
 
 
 @pytest.mark.parametrize(
