@@ -51,6 +51,22 @@ def test_it_receives_the_metrics(guide: Path, monkeypatch: pytest.MonkeyPatch) -
     assert Path("runs/losses/losses.csv").read_text() == "1;2.5\n"
 
 
+def test_a_resumed_run_repeats_no_line(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch is killed while it writes a line; the second one resumes from step 2, and the third is a new run."""
+    monkeypatch.chdir(guide.parent)
+    config, losses = load_config([guide], SHAPE), Path("runs/losses/losses.csv")
+    losses.parent.mkdir(parents=True)
+    for start, steps in ((0, (1, 2, 3)), (2, (3, 4)), (0, (1,))):
+        sinks = open_sinks(config, start)
+        for sink in sinks:
+            for step in steps:
+                sink.report(step, {"loss": step / 2})
+            sink.close()
+        lines = ["1,0.5", "2,1.0", "3,1.5", "4,2.0"][: steps[-1]]
+        assert losses.read_text().splitlines() == lines, f"resumed from step {start}"
+        losses.write_text(losses.read_text() + "1")
+
+
 def test_its_options_are_checked(guide: Path) -> None:
     for keys, message in {
         "metric_sinks.csv.folder=null": "metric_sinks.csv.folder: required, but missing",
