@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from megatron_coca import methods
 from megatron_coca.config.position import ORIGINAL
 from megatron_coca.support.atomic_write import write_file
+from megatron_coca.support.crowded_cores import CrowdedCores
 from megatron_coca.support.errors import InputError, why_not_written
 from megatron_coca.support.regular_files import read_regular
 from megatron_coca.support.safe_yaml import YamlFault, read_yaml
@@ -295,19 +296,26 @@ class Meter:
     peak_memory_bytes: int | None = None
 
 
+@cache
+def _cores(threads: int) -> CrowdedCores:
+    """Return the watch of this process, which says only once that the cores are crowded."""
+    return CrowdedCores(threads)
+
+
 @contextmanager
 def measured(device: "torch.device") -> Iterator[Meter]:
     """Measure the enclosed work on `device`.
 
     On a CUDA device, peak memory is measured by PyTorch. On the CPU, it is the growth of the process's resident memory,
-    or None if the system does not report it.
+    or None if the system does not report it. If the cores were crowded, a warning is logged.
     """
+    import torch
+
     meter, before = Meter(), None
     if device.type == "cuda":
-        import torch
-
         torch.cuda.reset_peak_memory_stats(device)
     else:
+        _cores(torch.get_num_threads()).restart()
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
             before = resident_memory()
@@ -319,6 +327,8 @@ def measured(device: "torch.device") -> Iterator[Meter]:
     finally:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        elif (crowded := _cores(torch.get_num_threads()).look()) is not None:
+            logger.warning(crowded)
         meter.seconds = time.perf_counter() - start
         if device.type == "cuda":
             meter.peak_memory_bytes = torch.cuda.max_memory_allocated(device)

@@ -10,6 +10,7 @@ import torch
 
 from megatron_coca.config import Config
 from megatron_coca.model.cost import flops_per_token, peak_flops
+from megatron_coca.support.crowded_cores import CrowdedCores
 from megatron_coca.support.output import losses
 from megatron_coca.training.profiling import Trace, peak_memory
 from megatron_coca.training.sinks import open_sinks
@@ -88,6 +89,8 @@ class Monitor:
         profiled = config.logging.profile and rank in config.logging.profile_ranks
         self._trace = Trace(config, start, rank) if profiled else None
         self._spent = {"waiting": 0.0, "saving": 0.0, "validating": 0.0}
+        # One rank is enough, and on a GPU the cores hardly compute.
+        self._cores = CrowdedCores(1 if rank > 0 or device is not None else torch.get_num_threads())
         self._begin = self._after_first = self._lap = clock()
 
     @contextmanager
@@ -97,7 +100,8 @@ class Monitor:
         """
         start = self._clock()
         try:
-            yield
+            with self._cores.aside():
+                yield
         finally:
             self._spent[phase] += self._clock() - start
 
@@ -111,6 +115,9 @@ class Monitor:
         self._skipped += skipped
         if step == self._start + 1:
             self._after_first = self._clock()
+            self._cores.restart()
+        elif (crowded := self._cores.look()) is not None:
+            logger.warning(crowded)
         for sink in self._sinks:
             sink.advance()
         if step % self._config.logging.log_interval == 0 or step == self._last:

@@ -2,6 +2,8 @@
 
 import json
 import math
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model.cost import flops_per_token
 from megatron_coca.sinks.json_lines import METRICS
+from megatron_coca.support.crowded_cores import CrowdedCores
 from megatron_coca.training.monitor import IntervalMean, Monitor
 from tests.figures import TIMINGS
 
@@ -272,3 +275,29 @@ def test_other_ranks_trace_when_asked(tmp_path: Path, ranks: list[int], traced: 
 def test_an_empty_window_is_an_error() -> None:
     with pytest.raises(ConfigError, match="profile_step_stop: 5 is not after profile_step_start 5"):
         load_config([], SHAPE | {"profile": True, "profile_step_start": 5, "profile_step_stop": 5})
+
+
+@pytest.mark.parametrize(
+    ("between", "rank", "expected"), [("waiting", 0, 0), ("saving", 0, 0), (None, 0, 1), (None, 1, 0)]
+)
+def test_crowded_cores_are_logged_once(
+    between: Any,
+    rank: int,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Other ranks would say the same. Neither the first step counts nor what is no step."""
+    clock = Clock()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    watch = partial(CrowdedCores, clock=clock, usage=lambda: (clock.now / 2, int(clock.now * 250)), environment={})
+    monkeypatch.setattr("megatron_coca.training.monitor.CrowdedCores", watch)
+    monitor = build(tmp_path, clock=clock, rank=rank)
+    for step in range(1, 15):
+        with monitor.during(between) if between is not None else nullcontext():
+            clock.now += 5.0 if step > 1 else 60.0
+        monitor.stepped(step, step_figures(step), False)
+        assert step > 6 or "busy cores" not in caplog.text
+    monitor.close()
+    assert caplog.text.count("busy cores") == expected
