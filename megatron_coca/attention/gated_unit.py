@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.inputs import Backend, Segment
-from megatron_coca.attention.layer import LayerCache, SelfAttention
+from megatron_coca.attention.layer import CachedTokens, SelfAttention
 from megatron_coca.attention.method import PositionMethod
 
 
@@ -42,7 +42,7 @@ class GatedAttentionUnit(SelfAttention):
         offsets = (nn.Parameter(torch.zeros(self.head_dim)) if bias else None for _ in range(2))
         self.query_offset, self.key_offset = offsets
 
-    def forward(self, hidden: Tensor, context: PositionContext, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, context: PositionContext, cache: CachedTokens | None = None) -> Tensor:
         """See `SelfAttention.forward`. The cache contains one head of K' and all values."""
         widths = self.width, self.width, self.head_dim
         gate, value, base = F.silu(self.gate_value_base(hidden)).split(widths, dim=-1)
@@ -53,7 +53,8 @@ class GatedAttentionUnit(SelfAttention):
         inputs = self._inputs(query[:, None], key[:, None], pieces, context, cache, hidden)
         copies = pieces.shape[1]
         segments = tuple(_copied(each, copies) for each in inputs.segments)
-        out = self.backend.attend(inputs.replace(segments=segments))
+        inputs = inputs.replace(segments=segments)
+        out = self.backend.attend(inputs) if cache is None else cache.attend(self.backend, inputs)
         return self.dense(gate * out.transpose(1, 2).flatten(2))
 
 

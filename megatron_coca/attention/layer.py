@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn as nn
@@ -84,6 +84,18 @@ def _rows_of(packed: nn.Linear, numbers: Tensor) -> nn.Linear:
     return layer
 
 
+class CachedTokens(Protocol):
+    """What a layer needs from its cache; implemented by `LayerCache` and by `StaticLayer`."""
+
+    def append(self, *new: Tensor) -> list[Tensor]:
+        """Add tensors [batch, kv_heads, tokens, width], and return the cached tensors in the same order."""
+        ...
+
+    def attend(self, backend: Backend, inputs: AttentionInputs) -> Tensor:
+        """Compute attention of the new tokens over the cached ones, [batch, heads, tokens, width of V]."""
+        ...
+
+
 class LayerCache:
     """Keys (or K' of every segment) and values of one layer. The buffers have space for `reserved` tokens and double in
     size when full.
@@ -92,29 +104,29 @@ class LayerCache:
     """
 
     def __init__(self, reserved: int = 0, window: int | None = None) -> None:
-        self.length, self._window = 0, window
+        self.length, self.window = 0, window
         self._reserved = reserved if window is None else min(reserved, 2 * window)
-        self._buffers: list[Tensor] = []
-        self._dropped = 0  # tokens before the first one in the buffers
+        self.buffers: list[Tensor] = []
+        self.first = 0  # index of the first token in the buffers
 
     def append(self, *new: Tensor) -> list[Tensor]:
         """Add tensors [batch, kv_heads, tokens, width], and return views of the cached tensors in the same order. The
         views contain all tokens or, with a window, the new tokens and those that the first new token sees.
         """
-        if self._buffers and self._buffers[0].shape[0] != new[0].shape[0]:
+        if self.buffers and self.buffers[0].shape[0] != new[0].shape[0]:
             raise ValueError(
-                f"cache: contains {self._buffers[0].shape[0]} sequences, but the new tokens have {new[0].shape[0]}; "
+                f"cache: contains {self.buffers[0].shape[0]} sequences, but the new tokens have {new[0].shape[0]}; "
                 "use a new cache"
             )
         start, self.length = self.length, self.length + new[0].shape[2]
-        seen = 0 if self._window is None else max(start - self._window + 1, 0)
-        if not self._buffers or self.length - self._dropped > self._capacity():
-            self._buffers = [self._moved(index, x, seen, start) for index, x in enumerate(new)]
-            self._dropped = seen
-        first, begin, end = (token - self._dropped for token in (seen, start, self.length))
-        for buffer, x in zip(self._buffers, new, strict=True):
+        seen = 0 if self.window is None else max(start - self.window + 1, 0)
+        if not self.buffers or self.length - self.first > self._capacity():
+            self.buffers = [self._moved(index, x, seen, start) for index, x in enumerate(new)]
+            self.first = seen
+        first, begin, end = (token - self.first for token in (seen, start, self.length))
+        for buffer, x in zip(self.buffers, new, strict=True):
             buffer[:, :, begin:end] = x
-        return [buffer[:, :, first:end] for buffer in self._buffers]
+        return [buffer[:, :, first:end] for buffer in self.buffers]
 
     def cut(self, length: int) -> None:
         """Drop all tokens from index `length` on.
@@ -122,25 +134,56 @@ class LayerCache:
         Raises:
             ValueError: the window has dropped tokens that the next token would see.
         """
-        if self._window is not None and self._dropped > max(length - self._window + 1, 0):
+        if self.window is not None and self.first > max(length - self.window + 1, 0):
             raise ValueError(
                 f"cache: cannot go back to token {length}, because it keeps only the tokens of the last window; use a "
                 "new cache"
             )
         self.length = min(self.length, length)
 
+    def attend(self, backend: Backend, inputs: AttentionInputs) -> Tensor:
+        """Compute attention of the new tokens over the cached ones."""
+        return backend.attend(inputs)
+
+    def hold(self, total: int) -> None:
+        """Keep the buffers in place for decoding up to `total` tokens with a `StaticLayer`. With a window, the buffers
+        get one slot for each token that a query sees. Slots without a token become 0.
+        """
+        if self.window is not None:
+            seen = max(self.length - self.window + 1, 0)
+            self._resize(seen, min(self.window, total))
+        elif self._capacity() < total:
+            self._resize(0, total)
+        for buffer in self.buffers:
+            buffer[:, :, self.length - self.first :] = 0
+
+    def release(self, length: int) -> None:
+        """Continue with changing shapes after a `StaticLayer` has added tokens up to index `length` - 1."""
+        if self.window is not None and (shift := max(length - self.first - self._capacity(), 0)):
+            self.buffers = [buffer.roll(-(shift % buffer.shape[2]), 2) for buffer in self.buffers]
+            self.first += shift
+        self.length = length
+
+    def _resize(self, seen: int, slots: int) -> None:
+        """Move the tokens from index `seen` on to new buffers with `slots` slots."""
+        kept = slice(seen - self.first, self.length - self.first)
+        moved = [buffer.new_empty(*buffer.shape[:2], slots, buffer.shape[3]) for buffer in self.buffers]
+        for buffer, old in zip(moved, self.buffers, strict=True):
+            buffer[:, :, : self.length - seen] = old[:, :, kept]
+        self.buffers, self.first = moved, seen
+
     def _moved(self, index: int, new: Tensor, seen: int, start: int) -> Tensor:
         """Allocate a new buffer that starts with token `seen`, and copy the old tokens up to `start`."""
         batch, heads, _, width = new.shape
         needed = self.length - seen
-        spare = 2 * self._capacity() if self._window is None else needed + self._window
+        spare = 2 * self._capacity() if self.window is None else needed + self.window
         moved = new.new_empty(batch, heads, max(needed, spare, self._reserved), width)
         if start > seen:
-            moved[:, :, : start - seen] = self._buffers[index][:, :, seen - self._dropped : start - self._dropped]
+            moved[:, :, : start - seen] = self.buffers[index][:, :, seen - self.first : start - self.first]
         return moved
 
     def _capacity(self) -> int:
-        return self._buffers[0].shape[2] if self._buffers else 0
+        return self.buffers[0].shape[2] if self.buffers else 0
 
 
 class Cache:
@@ -153,6 +196,7 @@ class Cache:
             length, cached decoding equals the full forward pass at that length. With None, every step rotates all keys
             with its own frequencies, but the hidden states of earlier tokens were computed with earlier frequencies.
         reached: the largest cached position + 1.
+        decoder: what decodes single tokens in the buffers of this cache, kept for its next use, or None.
     """
 
     def __init__(self, windows: Sequence[int | None], length: int | None = None, capacity: int | None = None) -> None:
@@ -164,6 +208,7 @@ class Cache:
         self.layers = [LayerCache(capacity or length or 0, window) for window in windows]
         self.positions: Tensor | None = None
         self.length, self.reached = length, 0
+        self.decoder: object | None = None
 
     def __len__(self) -> int:
         return self.positions.shape[-1] if self.positions is not None else 0
@@ -178,6 +223,16 @@ class Cache:
             layer.cut(length)
         self.positions = self.positions[..., :length] if self.positions is not None and length else None
         self.reached = int(self.positions.max()) + 1 if self.positions is not None else 0
+
+    def extend(self, past: int, length: int) -> None:
+        """Enter the positions of tokens that a `StaticLayer` has added after `past` tokens, up to index `length` - 1.
+
+        Their positions are their indices.
+        """
+        assert self.positions is not None
+        new = torch.arange(past, length, device=self.positions.device)
+        self.positions = torch.cat((self.positions[..., :past], new))
+        self.reached = max(self.reached, length)
 
     @contextmanager
     def advanced(self, positions: Tensor, reached: int) -> Iterator[Tensor]:
@@ -285,13 +340,14 @@ class SelfAttention(ShardedModule):
         """
         return self.queries_per_key + (1 if self.values_from_keys else 2)
 
-    def forward(self, hidden: Tensor, context: PositionContext, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, context: PositionContext, cache: CachedTokens | None = None) -> Tensor:
         """Map hidden states [batch, length, hidden_size] to the same shape; `context` comes from `PositionEncoding`.
 
         With a cache, the hidden states belong to the tokens after the cached tokens.
         """
         inputs = self._inputs(*self._heads(self.query_key_value(hidden)), context, cache, hidden)
-        out = self.share.scatter(self.backend.attend(inputs).transpose(1, 2))
+        attended = self.backend.attend(inputs) if cache is None else cache.attend(self.backend, inputs)
+        out = self.share.scatter(attended.transpose(1, 2))
         if self.output_gate is not None:
             out = out * self.output_gate(hidden).sigmoid().unflatten(-1, (out.shape[2], -1))
         return self.dense(out.flatten(2))
@@ -302,7 +358,7 @@ class SelfAttention(ShardedModule):
         k: Tensor,
         v: Tensor,
         context: PositionContext,
-        cache: LayerCache | None,
+        cache: CachedTokens | None,
         hidden: Tensor,
     ) -> AttentionInputs:
         of_layer: dict[str, Any] = {}

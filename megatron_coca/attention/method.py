@@ -228,6 +228,21 @@ class PositionMethod:
         by_length = self.clex is not None or (self.rotary is not None and self.rotary.depends_on_length)
         return not self.form.decay and not self.magnitudes and (length is not None or not by_length)
 
+    def moving(self, length: int | None) -> str | None:
+        """Return None if the cached tensors stay the same while the sequence grows and every token can be computed with
+        the same shapes, or the reason why not. `length` is as in `keys_stay`. Decoding with fixed shapes
+        (`attention/static_cache.py`) supports the first case only.
+        """
+        if self.form.decay:
+            return "the factors of all keys change with the number of tokens"
+        if self.magnitudes:
+            return "the attention kernel rotates all keys again for every token"
+        if not self.keys_stay(length):
+            return "the frequencies depend on the number of tokens, so all keys are rotated again for every token"
+        if self.gates is not None and self.window is not None:
+            return "forgetting gates need the order of the tokens, which a window's buffers do not keep"
+        return None
+
     @property
     def switch(self) -> int | None:
         """The length beyond which the frequencies switch once, or None if they never do. All longer lengths use the

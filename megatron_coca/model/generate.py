@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_coca.attention.layer import Cache
+from megatron_coca.model import static_decoding
 from megatron_coca.model.gpt import GPT
+from megatron_coca.model.static_decoding import StaticDecoder
 
 NOT_GENERATED = -1
 """Fills the rest of a row after its last generated token."""
@@ -30,6 +32,12 @@ DYNAMIC_LENGTHS: dict[str, Callable[[int, int], int | None]] = {
     "total": lambda prompt, new: prompt + new,
 }
 """Functions (prompt length, number of new tokens) -> length in tokens. None means the current number of tokens."""
+
+Decoding = Literal["auto", "growing", "static"]
+"""How tokens after the first one are decoded. "growing": the tensors of the cache have one more token after every step.
+"static": every step has the same shapes, and on CUDA its operations are captured in a graph. "auto" is "static" on CUDA
+if the model supports it (`static_decoding.unsupported`), and otherwise "growing". The tokens are the same.
+"""
 
 Finished = Callable[[list[int]], bool]
 """Called after each token with all tokens generated so far for a row. Returns True to end the row."""
@@ -105,9 +113,9 @@ def generate_tokens(
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
     cache: Cache | None = None,
+    decoding: Decoding = "auto",
 ) -> Iterator[Tensor]:
-    """Yield the next token of every row, int64 [batch] in host memory, `max_new_tokens` times. Each step waits for the
-    device once.
+    """Yield the next token of every row, int64 [batch] in host memory, `max_new_tokens` times.
 
     The prompts must have equal lengths and no padding, because some position methods are not shift-invariant.
     Length-dependent methods use the length that `dynamic_length` selects. With "prompt" or "total", the generated
@@ -129,9 +137,10 @@ def generate_tokens(
         dynamic_length: a key of `DYNAMIC_LENGTHS`.
         cache: a cache that contains the first tokens of the prompts, but not all, from `SharedPrefix`. The tokens are
             added to it. By default an empty cache.
+        decoding: how tokens are decoded; see `Decoding`.
 
     Raises:
-        ValueError: an argument is invalid, or the model is in training mode.
+        ValueError: an argument is invalid, the model is in training mode, or it does not support `decoding: static`.
         FloatingPointError: a logit is infinite or NaN, because the computation overflowed its dtype or the weights are
             not finite.
     """
@@ -139,39 +148,92 @@ def generate_tokens(
     limit = vocab_size or model._config.vocab_size
     length = DYNAMIC_LENGTHS[dynamic_length](prompts.shape[1], max_new_tokens)
     new_cache = partial(model.new_cache, length=length, capacity=prompts.shape[1] + max_new_tokens)
-    uniforms = seen = None
+    uniforms = None
     if sampling.temperature > 0:
         uniforms = uniform_draws(seeds or row_seeds(prompts.tolist(), sampling.seed), max_new_tokens).to(prompts.device)
+    choose = TokenChoice(sampling, limit, uniforms)
     cache = new_cache() if cache is None else cache
     new, text = prompts[:, len(cache) :], [prompts]
-    for step in range(max_new_tokens):
+    decoder = None if max_new_tokens == 1 else _decoder(model, cache, prompts, max_new_tokens, choose, decoding)
+    for step in range(max_new_tokens if decoder is None else 1):
         if model.outgrown(cache, new.shape[1]):
             cache, new = new_cache(), torch.cat(text, dim=1)
         logits = model.logits(model.hidden_states(new, cache=cache, last=1)[:, -1])
-        finite = logits[:, :limit].amax(dim=-1, keepdim=True) < torch.inf  # False for NaN
-        if sampling.repetition_penalty != 1:
-            seen = (torch.zeros_like(logits, dtype=torch.bool) if seen is None else seen).scatter(1, new, True)
-            logits = penalized(logits, seen, sampling.repetition_penalty)
-        logits = logits[:, :limit]
-        if uniforms is None:
-            new = logits.argmax(dim=-1, keepdim=True)
-        else:
-            new = draw(sampling.filtered(logits), uniforms[:, step])
+        new, finite = choose(logits, new, step)
         text.append(new)
-        yield _on_host(new, finite, logits.dtype)
+        yield _on_host(torch.cat((new, finite.to(new.dtype)), dim=1).to("cpu"), logits.dtype)
+    if decoder is not None:
+        for found in decoder.tokens(cache, new, 1, max_new_tokens - 1):
+            yield _on_host(found, logits.dtype)
 
 
-def _on_host(new: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy the tokens `new`, int64 [batch, 1], to host memory as [batch]. Raises FloatingPointError unless `finite`,
-    bool [batch, 1], is True for all rows.
+class TokenChoice:
+    """Chooses the next tokens from logits, without waiting for the device.
+
+    Attributes:
+        rule: equal for choices that choose the same tokens from the same logits, or None if the choice also depends on
+            earlier calls or on random numbers.
     """
-    host, whole = torch.cat((new, finite.to(new.dtype)), dim=1).to("cpu").unbind(1)
-    if not whole.all():
+
+    def __init__(self, sampling: Sampling, limit: int | None, uniforms: Tensor | None) -> None:
+        """Ids from `limit` on are never chosen. `uniforms`, float64 [batch, tokens], are random numbers in [0, 1) for
+        sampling; without them, the token with the largest logit is chosen.
+        """
+        self._sampling, self._limit, self._uniforms = sampling, limit, uniforms
+        self._seen: Tensor | None = None
+        self.rule = ("largest", limit) if uniforms is None and sampling.repetition_penalty == 1 else None
+
+    def __call__(self, logits: Tensor, ids: Tensor, number: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next tokens, int64 [batch, 1], and whether the logits of each row are finite, bool [batch, 1].
+
+        `logits` are [batch, vocabulary] after the new input tokens `ids`, int64 [batch, length]. `number` counts the
+        generated tokens from 0; it may be a tensor int64 [1].
+        """
+        finite = logits[:, : self._limit].amax(dim=-1, keepdim=True) < torch.inf  # False for NaN
+        if self._sampling.repetition_penalty != 1:
+            if self._seen is None:
+                self._seen = torch.zeros_like(logits, dtype=torch.bool)
+            self._seen.scatter_(1, ids, True)  # in place, because a CUDA graph keeps the address
+            logits = penalized(logits, self._seen, self._sampling.repetition_penalty)
+        logits = logits[:, : self._limit]
+        if self._uniforms is None:
+            return logits.argmax(dim=-1, keepdim=True), finite
+        if isinstance(number, Tensor):
+            uniform = self._uniforms.index_select(1, number)[:, 0]
+        else:
+            uniform = self._uniforms[:, number]
+        return draw(self._sampling.filtered(logits), uniform), finite
+
+
+def _decoder(
+    model: GPT, cache: Cache, prompts: Tensor, max_new_tokens: int, choose: TokenChoice, decoding: Decoding
+) -> StaticDecoder | None:
+    """Return the decoder with fixed shapes, or None to decode with a growing cache."""
+    if decoding == "growing" or (decoding == "auto" and prompts.device.type != "cuda"):
+        return None
+    (batch, length), decoder = prompts.shape, cache.decoder
+    total = length + max_new_tokens - 1  # no token follows the last one
+    if (reason := static_decoding.unsupported(model, cache, total)) is not None:
+        if decoding == "static":
+            raise ValueError(f"decoding: static does not support this model ({reason}); use growing")
+        return None
+    if not isinstance(decoder, StaticDecoder) or not decoder.fits(model, batch, total, choose.rule):
+        decoder = StaticDecoder(model, cache, batch, total, choose, choose.rule)
+        cache.decoder = None if choose.rule is None else decoder
+    return decoder
+
+
+def _on_host(found: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tokens [batch] from `found`, int64 [batch, 2] in host memory, which also says whether the logits of
+    each row are finite. Raises FloatingPointError if they are not.
+    """
+    new, finite = found.unbind(1)
+    if not finite.all():
         raise FloatingPointError(
             f"logits: infinite or NaN, because {dtype} overflowed or the weights are not finite; use float32 or "
             "bfloat16"
         )
-    return host
+    return new
 
 
 @torch.inference_mode()
@@ -185,6 +247,7 @@ def generate(
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
     cache: Cache | None = None,
+    decoding: Decoding = "auto",
 ) -> Tensor:
     """Return continuations of `prompts`, int64 [batch, max_new_tokens], on the device of `prompts`; see
     `generate_tokens`.
@@ -199,6 +262,7 @@ def generate(
         vocab_size=vocab_size,
         dynamic_length=dynamic_length,
         cache=cache,
+        decoding=decoding,
     )
     answers = torch.full((len(prompts), max(max_new_tokens, 0)), NOT_GENERATED)
     generated: list[list[int]] = [[] for _ in prompts]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from megatron_coca.attention.context import PositionContext, ShardedModule
 from megatron_coca.attention.inputs import Backend, PackedDocuments, documents_from_ids, positions_within
-from megatron_coca.attention.layer import Cache
+from megatron_coca.attention.layer import Cache, CachedTokens
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import ModelConfig
 from megatron_coca.model.layers import (
@@ -186,7 +186,7 @@ class GPT(ShardedModule):
             x = self.embedding(self.share.split(input_ids), self.share.split(positions), reached)
             furthest = reached if cache is None else cache.reached
             contexts = self.contexts(positions, length, x.dtype, seen, packed, furthest, cache, len(input_ids))
-            return self.through_blocks(x, contexts, cache, last)
+            return self.through_blocks(x, contexts, None if cache is None else cache.layers, last)
 
     @property
     def layer_types(self) -> list[str]:
@@ -242,16 +242,20 @@ class GPT(ShardedModule):
             )
 
     def through_blocks(
-        self, x: Tensor, contexts: Contexts, cache: Cache | None = None, last: int | None = None
+        self,
+        x: Tensor,
+        contexts: Contexts,
+        caches: Sequence[CachedTokens] | None = None,
+        last: int | None = None,
     ) -> Tensor:
-        """Pass hidden states [batch, length, hidden_size] through the blocks and the final norm. With `last`, return
-        only the hidden states of the last tokens.
+        """Pass hidden states [batch, length, hidden_size] through the blocks and the final norm. `caches` has the cache
+        of each layer. With `last`, return only the hidden states of the last tokens.
         """
         if self.training:
             for step in trained_steps(self.blocks, self._config):
                 x = step(x, contexts)
             return self.norm(x)
-        layers = cache.layers if cache is not None else [None] * len(self.blocks)
+        layers = [None] * len(self.blocks) if caches is None else caches
         wanted = [None] * (len(self.blocks) - 1) + [last]
         for block, name, layer, tokens in zip(self.blocks, self.layer_types, layers, wanted, strict=True):
             # This bypasses the compiled block, which would be compiled again for every new length.

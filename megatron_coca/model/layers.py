@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.gated_unit import GatedAttentionUnit
 from megatron_coca.attention.inputs import Backend
-from megatron_coca.attention.layer import LayerCache, SelfAttention
+from megatron_coca.attention.layer import CachedTokens, SelfAttention
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.config import ModelConfig
@@ -112,7 +112,7 @@ class Embedding(nn.Module):
         """`positions` is [length] or [batch, length]; `reached` is the largest position + 1, if known."""
         x = self.word_embeddings(input_ids)
         if self.scale != 1.0:
-            x = x * torch.tensor(self.scale, dtype=x.dtype, device=x.device)
+            x = x * torch.full((), self.scale, dtype=x.dtype, device=x.device)  # no copy from the host
         if self.projection is not None:
             x = self.projection(x)
         if self.embedding_layernorm is not None:
@@ -437,7 +437,7 @@ class Block(nn.Module):
         self.mlp_sum_layernorm = build_norm(model) if of_sums else nn.Identity()
 
     def forward(
-        self, x: Tensor, context: PositionContext, cache: LayerCache | None = None, last: int | None = None
+        self, x: Tensor, context: PositionContext, cache: CachedTokens | None = None, last: int | None = None
     ) -> Tensor:
         """Run the block. With `last`, return only the hidden states of the last tokens, [batch, last, hidden_size]."""
         normed = self.input_layernorm(x)

@@ -18,7 +18,8 @@ from torch._dynamo.utils import clear_compilation_metrics, counters, get_compila
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import Batch
-from megatron_coca.model import LanguageModelLoss, build_model
+from megatron_coca.model import LanguageModelLoss, Sampling, build_model, static_decoding
+from megatron_coca.model.generate import TokenChoice
 from megatron_coca.training import launch, run
 from megatron_coca.training.engine import Engine, group, state
 from megatron_coca.training.optimizer import build_optimizer
@@ -160,6 +161,35 @@ def decode(inputs: Sequence[str]) -> Counters:
     return {"launches per token": record.total("launch"), "cuDNN calls": planned, "host ms": round(milliseconds, 2)} | {
         f"{name} per token": value for name, value in waits(record).items()
     }
+
+
+def decode_graph(inputs: Sequence[str]) -> Counters:
+    """One generated token of a row after 64 cached ones, with fixed shapes: the token before the capture of its graph,
+    and a token that the graph computes.
+    """
+    prepare()
+    config = load(inputs)
+    model = build_model(config, "cuda", training=False).to(torch.bfloat16).eval()
+    ids = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
+    total, cache = 96, model.new_cache(capacity=96)
+    with torch.inference_mode():
+        model.hidden_states(ids, cache=cache, last=1)
+        if (reason := static_decoding.unsupported(model, cache, total)) is not None:
+            raise RuntimeError(reason)
+        choose = TokenChoice(Sampling(), config.model.vocab_size, None)
+        decoder = static_decoding.StaticDecoder(model, cache, 1, total, choose)
+        tokens = decoder.tokens(cache, ids[:, :1], 1, total - 64)
+        with recording() as first:
+            next(tokens)
+        replayed, milliseconds = recorded(lambda: next(tokens))
+    print(first.text())
+    print(replayed.text())
+    return {
+        "launches in the graph": first.total("captured"),
+        "launches per token": replayed.total("launch"),
+        "refused": first.total("refused") + replayed.total("refused"),
+        "host ms": round(milliseconds, 2),
+    } | {f"{name} per token": value for name, value in waits(replayed).items()}
 
 
 def second_gpu(inputs: Sequence[str]) -> Counters:

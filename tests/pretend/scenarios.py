@@ -86,6 +86,7 @@ SCENARIOS: dict[str, Scenario] = {
     "layer: packed": Scenario("layers", (*MODEL, "reset_attention_mask=true", "attention_backend=triton")),
     "loss head": Scenario("loss_head", MODEL),
     **{f"decode: {name}": Scenario("decode", (*MODEL, *keys)) for name, keys in METHODS.items()},
+    **{f"decode graph: {name}": Scenario("decode_graph", (*MODEL, *keys)) for name, keys in METHODS.items()},
     **{
         f"second GPU: {name}": Scenario("second_gpu", (*SMALL, "torch_compile=false", "vocab_size=512", *keys))
         for name, keys in (METHODS | {"kerple": ("pos_emb=kerple_log",), "rpe": ("pos_emb=rpe",)}).items()

@@ -120,7 +120,7 @@ ONE_GPU: dict[str, Part] = {
 
 
 LONGER = "seq_length=2048 max_position_embeddings=2048"
-CHANGED_TESTS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("merge", "head", "operands"))
+CHANGED_TESTS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("decoding", "merge", "head", "operands"))
 OTHER_TESTS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("triton", "attention", "lengths"))
 """The files of the GPU tests. Those that failed on a GPU and were changed, or are new since, are first."""
 
@@ -143,9 +143,13 @@ FIRST: dict[str, Part] = {
         "How fast is attention from 2,048 to 32,768 tokens, and which backends should `auto` choose?",
         {
             "backends": _speed("--backends --lengths 2048 8192 32768 --rounds 5 --methods coca rerope pope", 60),
-            "biases": _speed("--backends --lengths 2048 8192 32768 --rounds 5 --methods alibi kerple_log", 60),
+            "biases": _speed("--backends --lengths 2048 8192 32768 --rounds 5 --methods alibi kerple_log", 50),
             "packed": _speed("--packed --lengths 2048 8192 --rounds 5", 25),
         },
+    ),
+    "decoding": Part(
+        "How fast is a decoded token in a CUDA graph, beside a growing cache?",
+        {"graphs": _speed("--graphs --lengths 512 8192 --rounds 5 --methods rotary coca rerope", 20)},
     ),
     "blocks": Part(
         "Which block sizes are the fastest in the backward pass?",

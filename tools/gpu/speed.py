@@ -3,9 +3,11 @@
     python tools/gpu/speed.py --output FILE.jsonl --kind "layer forward+backward" --lengths 512 2048
     python tools/gpu/speed.py --output FILE.jsonl --backends --lengths 2048
     python tools/gpu/speed.py --output FILE.jsonl --packed --lengths 2048
+    python tools/gpu/speed.py --output FILE.jsonl --graphs --lengths 2048 --methods rotary coca rerope
 
-`--kind` compares methods with rotary, `--backends` compares the backends that `auto` could choose for a method, and
-`--packed` compares the kernels for packed documents. In every round each side makes one call. A case that runs out of
+`--kind` compares methods with rotary, `--backends` compares the backends that `auto` could choose for a method,
+`--packed` compares the kernels for packed documents, and `--graphs` compares decoding with fixed shapes, whose
+operations are in a CUDA graph, with a growing cache. In every round each side makes one call. A case that runs out of
 memory is recorded, and the others continue.
 """
 
@@ -28,13 +30,18 @@ from megatron_coca.attention.build import BACKENDS
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Segment, documents_from_ids
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.tasks.speed.measure import (
+    DECODED,
     WORKLOADS,
+    Workload,
     backend_of,
     interleaved,
     measured_peak,
     share_weights,
+    token_ids,
 )
-from megatron_coca.model import GPT, build_model
+from megatron_coca.model import GPT, GREEDY, build_model
+from megatron_coca.model.generate import TokenChoice
+from megatron_coca.model.static_decoding import StaticDecoder
 from tools.gpu.cases import run_cases
 from tools.records import compared
 
@@ -119,6 +126,44 @@ def pair(
     } | compared(times[own], times[base])
 
 
+def static_decode(model: GPT, length: int) -> Workload:
+    """Decode tokens one by one after `length` cached tokens, with fixed shapes. The first call captures the graph."""
+    model.eval()
+    total = length + DECODED
+    cache, ids = model.new_cache(length=total, capacity=total), token_ids(model, length + 1, 1)
+    with torch.inference_mode():
+        model.hidden_states(ids[:, :length], cache=cache, last=1)
+    decoder = StaticDecoder(model, cache, 1, total, TokenChoice(GREEDY, None, None))
+
+    def call() -> None:
+        with torch.inference_mode():
+            for _ in decoder.tokens(cache, ids[:, -1:], 0, DECODED):
+                pass
+            cache.cut(length)
+
+    return Workload(call, 1, DECODED)
+
+
+def graphs(setting: Setting, length: int, rounds: int, name: str) -> dict[str, Any]:
+    """Time decoding with fixed shapes beside decoding with a growing cache."""
+    model, kernel = setting.built(name, "decode", "auto")
+    growing, static = WORKLOADS["decode"](model, length, 1), static_decode(model, length)
+    device = torch.device(setting.device)
+    peak = measured_peak(static.call, device)
+    times = interleaved({"growing": growing.call, "static": static.call}, rounds, device, uncounted=2)
+    seconds = statistics.median(times["static"]) / DECODED
+    return {
+        "kind": "decode with fixed shapes",
+        "length": length,
+        "method": name,
+        "backend": f"token attention; growing: {kernel}",
+        "milliseconds": round(1e3 * seconds, 4),
+        "tokens_per_second": round(1 / seconds),
+        "peak_mib": round(peak / 2**20),
+        "base": "growing",
+    } | compared(times["static"], times["growing"])
+
+
 def varlen(inputs: AttentionInputs) -> Tensor:
     """PyTorch's FlashAttention for documents of any lengths, one after the other, in one call."""
     from torch.nn.attention.varlen import varlen_attn
@@ -186,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", choices=WORKLOADS, default="layer forward+backward", help="default: %(default)s")
     parser.add_argument("--backends", action="store_true", help="compare backends")
     parser.add_argument("--packed", action="store_true", help="compare kernels for packed documents")
+    parser.add_argument("--graphs", action="store_true", help="compare decoding with fixed shapes and a growing cache")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048], help="tokens (default: 512 2048)")
     parser.add_argument("--methods", nargs="+", choices=[*{**METHODS, **CANDIDATES}], help="default: all")
     parser.add_argument("--rounds", type=int, default=10, help="counted measurements (default: %(default)s)")
@@ -205,6 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 cases[f"packed, {length}, {name}"] = partial(
                     packed, setting, length, rounds, name, not options.without_values
                 )
+        elif options.graphs:
+            for name in options.methods or METHODS:
+                cases[f"graphs, {length}, {name}"] = partial(graphs, setting, length, rounds, name)
         elif options.backends:
             for name in options.methods or CANDIDATES:
                 for backend in (backends := CANDIDATES[name][1]):

@@ -75,7 +75,7 @@ def test_the_cache_has_the_size_of_that_of_rope() -> None:
     with torch.no_grad():
         logits = torch.cat([model(part, cache=cache) for part in ids.split([9, 1, 4], dim=1)], dim=1)
         torch.testing.assert_close(logits, model(ids), atol=1e-5, rtol=1e-5)
-    assert [buffer.shape[-1] for buffer in cache.layers[0]._buffers] == [16, 16]
+    assert [buffer.shape[-1] for buffer in cache.layers[0].buffers] == [16, 16]
     models = model, build(pos_emb="rotary"), build("merge", pos_emb="pope")
     own, rope, wide = (cache_bytes(each.methods.values(), 100, torch.float32) for each in models)
     assert own == rope and 2 * wide == 3 * rope, "other backends keep K' twice as wide as V"

@@ -251,7 +251,7 @@ def test_a_cache_is_for_generation() -> None:
 
 
 def _nothing(layer: LayerCache) -> list[Tensor]:
-    return [buffer[:, :, :0] for buffer in layer._buffers]
+    return [buffer[:, :, :0] for buffer in layer.buffers]
 
 
 def test_buffers_grow_and_keep_what_they_hold() -> None:
@@ -278,7 +278,7 @@ def test_room_is_taken_once_whatever_length_extensions_see() -> None:
     for length in (None, PROMPT, LENGTH):
         cache = model.new_cache(length, capacity=LENGTH)
         model(tokens(PROMPT), cache=cache)
-        first = cache.layers[0]._buffers[0]
+        first = cache.layers[0].buffers[0]
         for _ in range(LENGTH - PROMPT):
             model(tokens(1), cache=cache)
-        assert cache.layers[0]._buffers[0] is first and first.shape[2] == LENGTH
+        assert cache.layers[0].buffers[0] is first and first.shape[2] == LENGTH

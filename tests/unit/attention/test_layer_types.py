@@ -172,7 +172,7 @@ def test_the_cache_of_a_window_holds_the_window() -> None:
     with torch.no_grad():
         for token in tokens(1000, 1).split(1, dim=1):
             model(token, cache=cache)
-    held = [layer._buffers[0].shape[2] for layer in cache.layers]
+    held = [layer.buffers[0].shape[2] for layer in cache.layers]
     assert max(held[0], held[3]) <= 3 * (WIDTH + 1) and min(held[1], held[2]) >= 1000
     methods = [model.methods[name] for name in model.layer_types]
     per_token = [2 * method.head_dim * 4 * 4 for method in methods]

@@ -65,6 +65,14 @@ def test_speed_writes_a_line_for_every_method_and_length(tmp_path: Path) -> None
     assert all(line["milliseconds"] > 0 and line["ratio"] > 0 and line["backend"] == "sdpa" for line in lines)
 
 
+def test_decoding_with_fixed_shapes_is_timed_beside_a_growing_cache(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    arguments = ["--output", str(file), "--device", "cpu", "--dtype", "float32", "--rounds", "2", "--lengths", "32"]
+    assert speed.main([*arguments, "--graphs", "--methods", "coca", "--keys", *TINY]) == 0
+    (line,) = (line for line in read_lines(file) if line["status"] == "ok")
+    assert (line["method"], line["length"], line["base"]) == ("coca", 32, "growing") and line["ratio"] > 0
+
+
 def test_methods_of_another_version_are_left_out() -> None:
     """A row of the table of methods is enough for a new method."""
     assert not speed.available({"pos_emb": "no_such_method"}) and speed.available(speed.METHODS["coca"])
