@@ -35,8 +35,12 @@ get_sequence_parallel_group = parallel_state_sp.get_sequence_parallel_group
 
 
 def use_gloo() -> None:
-    """Stop DeepSpeed from compiling a shared-memory all-reduce for the CPU. Gloo works without a compiler."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    """Stop DeepSpeed from compiling a shared-memory all-reduce for the CPU. Gloo works without a compiler.
+
+    DeepSpeed asks this table for no other operation. To read the table would fill it, which runs the compiler for
+    every operation that DeepSpeed knows.
+    """
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
 
 def sequence_grid(size: int) -> Any:

@@ -1,19 +1,21 @@
-"""The functions of ZeRO 1 and 2 that are replaced: norms and clipping give the same bits as DeepSpeed's own."""
+"""What is replaced in DeepSpeed: norms and clipping of ZeRO 1 and 2 give the same bits; no compiler is run."""
 
 import math
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.torch import build_shm_op
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_coca.training.engine.deepspeed_internals import stay_on_device
+from megatron_coca.training.engine.deepspeed_internals import stay_on_device, use_gloo
 
 SHAPES = ((1,), (7, 33), (64, 1021), (5,))
 
@@ -130,3 +132,11 @@ def test_overlapped_reductions_are_awaited_by_a_stream(monkeypatch: pytest.Monke
     assert waited == ["reductions"]
     accelerator.synchronize()
     assert waited == ["reductions", "host"]
+
+
+def test_gloo_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed neither compiles its own all-reduce nor asks the compiler which operations it could compile."""
+    monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
+    monkeypatch.setattr(deepspeed.ops, "_probe_compatible_ops", lambda: pytest.fail("runs the compiler"))
+    use_gloo()
+    assert build_shm_op() is None
