@@ -313,15 +313,6 @@ def train(start: Start) -> Train:
 
 
 @pytest.fixture(scope="session")
-def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run of `small` in one process that never stopped, with a checkpoint at its end only. Not to be changed."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    finished = train({"save": str(folder)})
-    assert finished.status == 0, finished.output
-    return Run(folder)
-
-
-@pytest.fixture(scope="session")
 def open_run() -> type[Run]:
     """Run(folder): what a training run left in its folder."""
     return Run

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Finished, clean_environment
+from tests.conftest import Finished, Run, clean_environment
 from tests.integration.hooks import Hook
 from tests.integration.killing import ForkServer, fork_server
 from tests.slurm_cluster import Cluster, Unavailable, cluster
@@ -66,3 +66,11 @@ def live(server: ForkServer) -> Live:
         return Finished(max(statuses, key=abs), output)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def whole(live: Live, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run of `small` in one process that never stopped, with a checkpoint at its end only. Not to be changed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    live({"save": str(folder)})
+    return Run(folder)

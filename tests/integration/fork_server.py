@@ -1,30 +1,42 @@
 """A process that imports everything once and forks training processes, because imports take seconds.
 
-It reads one request per line from standard input: {"arguments": [...], "environments": [{...}, ...], "hooks": [...],
-"output": "FILE"}. For each environment it forks a process of `train`; all of them share a new process group. The
-answers are the group's number and, when all processes have ended, their exit statuses (minus the signal for a killed
-process). Like a launcher, it kills the others some time after one has failed. Hooks are installed before main
-(hooks.py).
+It reads one request per line from standard input: {"program": "MODULE", "arguments": [...], "environments": [{...},
+...], "hooks": [...], "output": "FILE"}. For each environment it forks a process that calls the module's function `main`
+with the arguments; all of them share a new process group. The answers are the group's number and, when all processes
+have ended, their exit statuses (minus the signal for a killed process). Like a launcher, it kills the others some time
+after one has failed. Hooks are installed before main (hooks.py).
 """
 
+import gc
 import json
 import os
 import signal
 import sys
 import time
 import traceback
+from importlib import import_module
 from typing import Any
 
 from tests.integration.hooks import Hook, install
 
+IMPORTED = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "megatron_coca.commands.train",
+    "megatron_coca.training.run",
+    "numpy.ma",
+    "torch._inductor",
+    "torch.utils.tensorboard",
+)
+"""What every run imports on its way, which costs more than its steps."""
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 SETTLE = 20.0
 """Seconds that the other ranks have to end by themselves."""
 INTERVAL = 0.01
 
 
-def become_training(request: dict[str, Any], environment: dict[str, str], group: int, main: Any) -> None:
-    """The forked process: train, and end without what the parent would do at its end."""
+def become_program(request: dict[str, Any], environment: dict[str, str], group: int) -> None:
+    """The forked process: run the program, and end without what the parent would do at its end."""
     os.setpgid(0, group)
     null, output = os.open(os.devnull, os.O_RDONLY), os.open(request["output"], APPEND)
     for source, target in ((null, 0), (output, 1), (output, 2)):
@@ -34,7 +46,7 @@ def become_training(request: dict[str, Any], environment: dict[str, str], group:
     status = 1
     try:
         install([Hook(*hook) for hook in request["hooks"]], int(environment.get("RANK", "0")))
-        status = main(request["arguments"])
+        status = import_module(request["program"]).main(request["arguments"])
     except BaseException:
         traceback.print_exc()
     finally:
@@ -43,7 +55,7 @@ def become_training(request: dict[str, Any], environment: dict[str, str], group:
         os._exit(status)
 
 
-def serve(main: Any) -> None:
+def serve() -> None:
     """Answer requests until standard input ends."""
     for line in sys.stdin:
         request = json.loads(line)
@@ -51,7 +63,7 @@ def serve(main: Any) -> None:
         for environment in request["environments"]:
             child = os.fork()
             if child == 0:
-                become_training(request, environment, ranks[0] if ranks else 0, main)
+                become_program(request, environment, ranks[0] if ranks else 0)
             ranks.append(child)
             os.setpgid(child, ranks[0])  # here and there: whoever comes first
         print(ranks[0], flush=True)
@@ -75,12 +87,9 @@ def ended(ranks: list[int]) -> list[int]:
 
 
 if __name__ == "__main__":
-    # What every run imports on its way, which costs more than its steps.
-    import torch._inductor
-    import torch.utils.tensorboard  # noqa: F401
-
-    import megatron_coca.training.run  # noqa: F401
-    from megatron_coca.commands.train import main as train_main
-
+    for name in IMPORTED:
+        import_module(name)
+    gc.collect()
+    gc.freeze()  # otherwise each process would look for garbage among all these modules, and copy their memory
     print("ready", flush=True)
-    serve(train_main)
+    serve()

@@ -60,11 +60,23 @@ class ForkServer:
         environment: Mapping[str, str] | None = None,
     ) -> "Launch":
         """Run train.py with `keys` in `ranks` processes, with `hooks` and more environment variables."""
+        arguments = [str(self._file), *(f"{name}={json.dumps(value)}" for name, value in keys.items())]
+        return self.start_program("megatron_coca.commands.train", arguments, ranks, hooks, environment)
+
+    def start_program(
+        self,
+        program: str,
+        arguments: Sequence[Any],
+        ranks: int = 1,
+        hooks: Sequence[Hook] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> "Launch":
+        """Call `main(arguments)` of the module `program` in `ranks` processes; it returns the exit status."""
         self._launches += 1
         output = self._folder / f"launch_{self._launches}.txt"
-        arguments = [str(self._file), *(f"{name}={json.dumps(value)}" for name, value in keys.items())]
         request = {
-            "arguments": arguments,
+            "program": program,
+            "arguments": list(arguments),
             "environments": [variables | dict(environment or {}) for variables in _environments(ranks)],
             "hooks": [list(hook) for hook in hooks],
             "output": str(output),

@@ -45,8 +45,11 @@ def test_a_closed_terminal(small: dict[str, Any], ranks: int, ignored: bool, tmp
 
 
 @pytest.mark.parametrize("output", ["no reader", pytest.param("full disk", marks=pytest.mark.slow)])
-def test_a_log_that_takes_no_more(start: Any, output: str, tmp_path: Path) -> None:
-    """As with `train ... 2>&1 | head` and with a log on a full disk: training ends with its last step, and says so."""
+def test_a_log_that_takes_no_more(start: Any, whole: Any, open_run: Any, output: str, tmp_path: Path) -> None:
+    """As with `train ... 2>&1 | head` and with a log on a full disk: training ends with its last step, and says so.
+
+    The weights are those of a run that was forked from a process with all imports (fork_server.py).
+    """
     if output == "no reader":
         reader, descriptor = os.pipe()
         os.close(reader)
@@ -55,6 +58,7 @@ def test_a_log_that_takes_no_more(start: Any, output: str, tmp_path: Path) -> No
     process = start({"save": str(tmp_path / "run")}, stdout=descriptor)
     os.close(descriptor)
     assert process.wait(300) == 0 and native.steps(tmp_path / "run") == [12]
+    assert open_run(tmp_path / "run").weights(12) == whole.weights(12)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     reason = {"no reader": "Broken pipe", "full disk": "No space left on device"}[output]
     said = [line["event"] for line in lines if "event" in line]

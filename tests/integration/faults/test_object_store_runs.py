@@ -1,6 +1,5 @@
 """Real training processes with checkpoints on an object store: an S3 server on this machine."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,9 +13,9 @@ from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.native import object_store
 from megatron_coca.checkpoints.native.object_store import RemoteFolder
 from megatron_coca.data.readers.remote import DataFiles
-from tests.conftest import Finished, clean_environment
+from tests.conftest import Finished
 from tests.integration.hooks import Hook
-from tests.integration.killing import ForkServer, fork_server
+from tests.integration.killing import ForkServer
 
 moto = pytest.importorskip("moto.server", reason="needs the S3 server of moto, which is in requirements-dev.txt")
 
@@ -40,26 +39,15 @@ def store() -> Iterator[dict[str, str]]:
     server.stop()
 
 
-@pytest.fixture(scope="module")
-def s3_server(
-    store: dict[str, str], small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ForkServer]:
-    folder = tmp_path_factory.mktemp("s3")
-    file = folder / "small.json"
-    file.write_text(json.dumps(small))
-    with fork_server({**clean_environment(), **store}, folder, file) as started:
-        yield started
-
-
 Train = Callable[..., Finished]
 
 
 @pytest.fixture(scope="module")
-def train(s3_server: ForkServer) -> Train:
-    """train(changes, hooks, ranks, expected): as the fixture `live`, with the server at hand."""
+def train(server: ForkServer, store: dict[str, str]) -> Train:
+    """train(changes, hooks, ranks, expected): as the fixture `live`, with the object store at hand."""
 
     def run(changes: Mapping[str, Any], hooks: Sequence[Hook] = (), ranks: int = 1, expected: int = 0) -> Finished:
-        started = s3_server.start(KEYS | changes, ranks, hooks)
+        started = server.start(KEYS | changes, ranks, hooks, store)
         statuses, output = started.end(), started.output()
         assert statuses == [expected] * ranks, f"{statuses}: {output[-3000:]}"
         return Finished(statuses[0], output)

@@ -1,13 +1,11 @@
 """Pipeline stages train like one process.
 
-Many small runs share the processes of one launch. These processes run this file as a program.
+Many small runs share the processes of one launch. These processes call `main` in this file.
 """
 
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -24,14 +22,13 @@ from megatron_coca.model import assemble_model
 from megatron_coca.training import randomness
 from megatron_coca.training.engine import build_engine
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.launch.environment import free_port
+from megatron_coca.training.launch import complete_environment
 from megatron_coca.training.loss_guard import Limits
 from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state
-from tests.patience import patience
+from tests.integration.killing import ForkServer
 
-ROOT = Path(__file__).parents[3]
 STEPS, LENGTH, RATE = 4, 16, 3e-3
 RELATIVE = {"fp32": 1e-6, "bf16": 3e-3}
 """Gradients are summed in another order; in float32 that came to 6e-8 of the losses and 2e-7 of the gradient norms. In
@@ -182,29 +179,33 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 PROGRAMS: dict[str, Callable[[dict[str, Any], Path], dict[str, Any]]] = {"compared": compared, "resumed": resumed}
 
 
-def main(out: str, jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
+def main(arguments: list[Any]) -> int:
+    """The program of a rank: its folder and its jobs, each with a name in PROGRAMS, its own name and its keys."""
+    out, jobs = arguments
     torch.set_num_threads(1)
+    complete_environment(os.environ)
     dist.init_distributed()
     found = {name: PROGRAMS[program](keys, Path(out) / name) for program, name, keys in jobs}
     (Path(out) / f"rank_{dist.rank()}.json").write_text(json.dumps(found))
     dist.shut_down()
+    return 0
 
 
-def launched(folder: Path, world: int, jobs: list[tuple[str, str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What each rank found."""
-    folder.mkdir()
-    common = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world)}
-    common |= {"MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": str(world)}
-    ranks = []
-    for rank in map(str, range(world)):
-        environment = os.environ | common | {"RANK": rank, "LOCAL_RANK": rank}
-        command = [sys.executable, __file__, str(folder), json.dumps(jobs)]
-        with (folder / f"rank_{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    statuses = [process.wait(timeout=patience(300)) for process in ranks]
-    logs = "".join((folder / f"rank_{rank}.log").read_text() for rank in range(world))
-    assert statuses == [0] * world, logs
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world)]
+Launched = Callable[[str, int, list[tuple[str, str, dict[str, Any]]]], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def launched(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """launched(name, world, jobs): what each of `world` ranks found, in a folder of this name."""
+    folder = tmp_path_factory.mktemp("pipeline")
+
+    def run(name: str, world: int, jobs: list[tuple[str, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+        (folder / name).mkdir()
+        launch = server.start_program("tests.integration.runs.test_pipeline", [str(folder / name), jobs], world)
+        assert launch.end() == [0] * world, launch.output()
+        return [json.loads((folder / name / f"rank_{rank}.json").read_text()) for rank in range(world)]
+
+    return run
 
 
 def jobs(pipe: int, names: Iterable[str] = METHODS) -> list[tuple[str, str, dict[str, Any]]]:
@@ -214,18 +215,13 @@ def jobs(pipe: int, names: Iterable[str] = METHODS) -> list[tuple[str, str, dict
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pipeline")
+def alone(launched: Launched) -> dict[str, Any]:
+    return launched("one", 1, jobs(1, OF_TWO))[0]
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, Any]:
-    return launched(folder / "one", 1, jobs(1, OF_TWO))[0]
-
-
-@pytest.fixture(scope="module")
-def two_stages(folder: Path) -> list[dict[str, Any]]:
-    return launched(folder / "two", 2, jobs(2, OF_TWO))
+def two_stages(launched: Launched) -> list[dict[str, Any]]:
+    return launched("two", 2, jobs(2, OF_TWO))
 
 
 def assert_equal_runs(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
@@ -257,10 +253,10 @@ def test_a_run_in_stages_resumes_with_the_same_bits(two_stages: list[dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "stages"), [(4, 4), (4, 2)], ids=["4 stages", "2 stages x 2 copies"])
-def test_four_processes_train_as_one(world: int, stages: int, folder: Path, alone: dict[str, Any]) -> None:
-    ranks = launched(folder / f"{world} {stages}", world, jobs(stages))
+def test_four_processes_train_as_one(world: int, stages: int, launched: Launched, alone: dict[str, Any]) -> None:
+    ranks = launched(f"{world} {stages}", world, jobs(stages))
     assert_resumed(ranks)
-    others = launched(folder / f"one beside {world} {stages}", 1, jobs(1, OF_FOUR))[0]
+    others = launched(f"one beside {world} {stages}", 1, jobs(1, OF_FOUR))[0]
     assert_equal_runs(ranks, alone | others)
     assert (alone | others).keys() == METHODS.keys()
 
@@ -282,7 +278,3 @@ def test_train_in_stages_stop_and_go_on_in_stages_or_without(train: Any, open_ru
     assert open_run(stopped).records == open_run(whole).records
     assert open_run(stopped).weights(6) == open_run(whole).weights(6)
     assert open_run(alone).losses == pytest.approx(open_run(whole).losses[3:], rel=RELATIVE["fp32"])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
