@@ -16,40 +16,41 @@ from megatron_coca.attention.backends.triton import TritonBackend  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [
+    # The interpreter's time grows with the batch: several rows where rows differ, and in one case of each kind.
     # One segment: lengths below, at the edge of and beyond the interpreter's blocks of 32.
-    Case(1, formula="log"),
-    Case(2, formula="power"),
+    Case(1, formula="log", batch=1),
+    Case(2, formula="power", batch=1),
     Case(63),
-    Case(97, formula="linear"),
+    Case(97, formula="linear", batch=1),
     Case(63, formula="log", documents=4),
-    Case(97, queries=1),
+    Case(97, queries=1, batch=1),
     Case(97, queries=40, documents=3),
     # A window without far pairs.
-    Case(63, window=1),
-    Case(97, window=16, queries=33),
-    Case(63, window=300, formula="power"),
+    Case(63, window=1, batch=1),
+    Case(97, window=16, queries=33, batch=1),
+    Case(63, window=300, formula="power", batch=1),
     # Two segments.
-    Case(1, window=20, far=True, formula="power"),
-    Case(63, window=2, far=True, formula="log"),
-    Case(97, window=50, far=True, queries=50),
-    Case(63, window=300, far=True),
+    Case(1, window=20, far=True, formula="power", batch=1),
+    Case(63, window=2, far=True, formula="log", batch=1),
+    Case(97, window=50, far=True, queries=50, batch=1),
+    Case(63, window=300, far=True, batch=1),
     Case(97, window=16, far=True, formula="linear", documents=4),
     # Only the first keys are visible to distant queries.
-    Case(97, window=16, far=True, first_keys=4),
-    Case(111, window=16, far=True, first_keys=40),
+    Case(97, window=16, far=True, first_keys=4, batch=1),
+    Case(111, window=16, far=True, first_keys=40, batch=1),
     Case(97, queries=60, documents=3, window=16, far=True, first_keys=5),
     # Groups of heads and head sizes.
-    Case(40, heads=4, kv_heads=4, head_dim=32),
-    Case(40, heads=4, kv_heads=2, head_dim=64, window=10, far=True),
-    Case(33, head_dim=128),
-    Case(40, head_dim=24, formula="linear"),
+    Case(40, heads=4, kv_heads=4, head_dim=32, batch=1),
+    Case(40, heads=4, kv_heads=2, head_dim=64, window=10, far=True, batch=1),
+    Case(33, head_dim=128, batch=1),
+    Case(40, head_dim=24, formula="linear", batch=1),
     # Values narrower than the operands.
     Case(63, head_dim=64, value_dim=32, formula="log", documents=3),
-    Case(97, head_dim=48, value_dim=24, window=16, far=True, heads=4, kv_heads=2),
+    Case(97, head_dim=48, value_dim=24, window=16, far=True, heads=4, kv_heads=2, batch=1),
     # Operands that the kernels compute from magnitudes.
-    Case(63, rotated=16),
+    Case(63, rotated=16, batch=1),
     Case(97, rotated=16, angles=True, heads=4, kv_heads=2, formula="log", documents=3),
-    Case(97, queries=40, head_dim=24, rotated=12, angles=True, window=16),
+    Case(97, queries=40, head_dim=24, rotated=12, angles=True, window=16, batch=1),
     Case(70, queries=1, head_dim=32, rotated=32, own_tables=True),
     Case(63, head_dim=64, rotated=48, angles=True, own_tables=True, value_dim=32),
     Case(70, head_dim=128, rotated=128, angles=True, documents=3),
