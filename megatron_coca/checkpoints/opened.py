@@ -169,8 +169,7 @@ def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()
     ]
     if problems:
         raise CheckpointError(
-            f"{weights.source}: the weights do not fit the model: {'; '.join(problems)}; correct the configuration, or "
-            "use other weights"
+            f"{weights.source}: the weights do not fit the model: {'; '.join(problems)}; {weights.remedy}"
         )
     for name, tensor in weights:
         own[name].copy_(tensor)

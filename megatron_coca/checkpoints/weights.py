@@ -60,12 +60,14 @@ class Weights:
         read: a function that returns the named weight on the CPU, with the dtype and shape of its entry.
         source: the file or folder, for messages.
         origins: our name -> the name in `source` if they differ, for messages.
+        remedy: the remedy in messages if the weights do not fit a model.
     """
 
     entries: Mapping[str, WeightEntry]
     read: Callable[[str], Tensor]
     source: Path
     origins: Mapping[str, str] = field(default_factory=dict)
+    remedy: str = "correct the configuration, or use other weights"
 
     def origin(self, name: str) -> str:
         """Return the name of a weight in `source`."""

@@ -132,10 +132,12 @@ def parse_config(
     try:
         return load_config([], keys)
     except ConfigError as error:
-        problems = []
+        problems, kind = [], str(values.get("model_type"))
+        fixed = families.FAMILIES[kind].fixed if kind in families.FAMILIES else {}
         for line in error.problems:
             key, problem = line.removeprefix(f"{OVERRIDES}: ").removeprefix(f"{COMMAND_LINE}: ").split(": ", 1)
             name = f"{theirs[key]} (here {key})" if key in theirs else key
+            name += f" (fixed by {families.row_name(kind)})" if key in fixed else ""
             problems.append(f"{name}: {problem}")
         raise CheckpointError(f"{source}: does not describe a supported model: {'; '.join(problems)}") from error
 
@@ -184,20 +186,22 @@ def read_config(
     known = config.read | HARMLESS | (family.harmless if family is not None else frozenset())
     unread = sorted(name for name, value in config.items() if value is not None and name not in known)
     if unread:
-        _ignore(str(config["model_type"]), unread, source)
+        kind = str(config["model_type"])
+        _ignore(kind, unread, source, families.row_name(kind) if family is not None else "")
     theirs = {ours: names.get(common) or common for ours, common in THEIR_NAMES.items()}
     theirs |= {"seq_length": TRAINING_LENGTH} if config.get(TRAINING_LENGTH) else {}
     return keys, theirs
 
 
-def _ignore(kind: str, unread: Collection[str], source: Path) -> None:
+def _ignore(kind: str, unread: Collection[str], source: Path, row: str) -> None:
     """Log the keys that have no effect on the model. Raises CheckpointError for the others."""
     ignored, reason = ignored_keys(kind, unread)
     if others := [name for name in unread if name not in ignored]:
-        options = " ".join(f"--ignore-key {name}" for name in others)
+        options, them = " ".join(f"--ignore-key {name}" for name in others), "it" if len(others) == 1 else "them"
+        own = f"; to support {them}, add {them} to {row}" if row else ""
         raise CheckpointError(
             f"{source}: {', '.join(others)}: not supported and may change the model; use another model, or ignore "
-            f"{'it' if len(others) == 1 else 'them'} with {options}"
+            f"{them} with {options}{own}"
         )
     logger.warning("%s: ignored %s, because %s", source, ", ".join(ignored), reason)
 

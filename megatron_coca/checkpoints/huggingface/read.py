@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -73,6 +73,7 @@ OPTIONAL = re.compile(r".*\.bias|.*position.*")
 """Pattern of our names of weights that only some models of an architecture have."""
 NAMED = 5
 """Maximum number of weights that a message names."""
+BIASES = "biases follow from use_bias_in_norms, use_bias_in_qkv, use_bias_in_attn_linear and use_bias_in_mlp"
 
 
 def find_weights(folder: Path) -> tuple[WeightFormat, dict[str, Path]]:
@@ -342,16 +343,26 @@ def _open_weights(folder: _Folder) -> Weights:
                 )
     order = {path: number for number, path in enumerate(dict.fromkeys(files.values()))}
     wanted.sort(key=lambda row: min((order[files[name]] for name in row.theirs if name in files), default=0))
-    weights = weight_map.our_weights(folder.open(name for row in wanted for name in row.theirs), wanted, heads)
     read = {name for row in rows for name in row.theirs}
     unread = sorted(name for name in files if name not in read and not unneeded.fullmatch(name))
-    if unread:
-        more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
+    missing = [name for row in wanted for name in row.theirs if name not in files]
+    remedy = f"correct {CONFIG}" + (f", or {families.row_name(kind_of_model)}" if family else "")
+    if missing and unread:  # no download lost these weights
         raise CheckpointError(
-            f"{folder.path}: has weights that the model described by {CONFIG} does not have "
-            f"({', '.join(unread[:NAMED])}{more}); correct {CONFIG}"
+            f"{folder.path}: the model described by {CONFIG} has weights with other names ({_some(missing)}) than the "
+            f"folder ({_some(unread)}); {remedy}"
         )
-    return weights
+    weights = weight_map.our_weights(folder.open(name for row in wanted for name in row.theirs), wanted, heads)
+    if unread:
+        raise CheckpointError(
+            f"{folder.path}: has weights that the model described by {CONFIG} does not have ({_some(unread)}); {remedy}"
+        )
+    return replace(weights, remedy=f"{remedy} ({BIASES}), or use other weights") if family else weights
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"
 
 
 def _of_base_class(rows: list[weight_map.Row], folder: _Folder, tied: bool) -> list[weight_map.Row]:

@@ -1,6 +1,27 @@
 """Architectures of transformers, one file for each maker. Each is a row of `FAMILIES` (see `keys.Family`).
 
 Folders of GPT-NeoX and LLaMA can also hold CoCA models. `gpt_neox.py` and `llama.py` read and write these themselves.
+
+These helpers are for rows:
+
+| part of a row | helpers | file |
+|---|---|---|
+| `rows`, LLaMA's names | `like_llama`, `PRE`, `POST`, `SANDWICH`, `QK_HEAD`, `QK_PROJECTION` | `weight_map.py` |
+| other norms | `ONE_NORM`, `QK_LAYERNORM` | `families/tables.py` |
+| its changes | `renamed`, `ungated`, `with_norm_bias`, `with_head_bias`, `norms_of_sums` | `families/tables.py` |
+| `rows`, other names | `transformer`, `modules_of`, `layer_rows`, `Row` | `weight_map.py` |
+| | `separate`, with `EMBEDDING`, `POSITIONS`, `HEAD` | `families/tables.py` |
+| how weights are packed | `SINGLE`, `STACKED`, `BY_HEAD`, `NEIGHBOURS`, `FUSED` | `weight_map.py` |
+| | `TURNED`, `FUSED_TURNED`, `GATE_FIRST` | `weight_map.py` |
+| a table as a function of the model | `rows_of` | `families/defaults.py` |
+| `fixed` | `MODERN` (LLaMA's block), `PLAIN_MLP` (without a gate), `LAYERNORM` (GPT-2's) | `families/defaults.py` |
+| `keys`, norms | `RMS`, `RMS_5`, `EPS`, `EPSILON` | `families/defaults.py` |
+| `keys`, biases | `BIASES`, `QKV_BIAS`, `MLP_BIAS` | `families/defaults.py` |
+| `read` and `write` | `one_bias`, `has_qk_layernorm`, `NotSupported` | `families/defaults.py` |
+| `names`, `harmless` of GPT-2 | `GPT_NAMES`, `SUMMARY` | `families/defaults.py` |
+| `windows` | `every`, `ALL_LAYERS`, `NO_LAYERS`, `LISTED`, `FROM_LAYER`, `FIRST_WITHOUT` | `families/keys.py` |
+| | `FIRST_OF_PERIOD`, `PERIOD_OR_NONE`, `WITHOUT_ROTATION` | `families/keys.py` |
+| `rotating` | `ROPE_INTERVAL`, `WITH_WINDOW`, `WITH_WINDOW_IF_ANY`, `WITH_BASE`, `WITH_SECTION` | `families/keys.py` |
 """
 
 from megatron_coca.checkpoints.huggingface.families import (
@@ -21,6 +42,7 @@ from megatron_coca.checkpoints.huggingface.families import (
     qwen,
 )
 from megatron_coca.checkpoints.huggingface.families.keys import Family
+from megatron_coca.checkpoints.huggingface.families.row_check import check_row
 
 MAKERS = (
     *(bigcode, bloom, cohere, fairseq, gemma, gemma4, glm, gpt, granite, llama_like, mistral, modernbert, olmo, phi),
@@ -38,7 +60,18 @@ ORDER = (
 )
 """The order in which an export tries families. Families that are not in this list come last."""
 _ROWS: dict[str, Family] = {}
+_FILES: dict[str, str] = {}
 for _maker in MAKERS:
     _ROWS |= _maker.FAMILIES
+    _FILES |= dict.fromkeys(_maker.FAMILIES, f"families/{_maker.__name__.rpartition('.')[2]}.py")
 FAMILIES: dict[str, Family] = {name: _ROWS[name] for name in dict.fromkeys((*ORDER, *_ROWS))}
 """`model_type` -> architecture."""
+
+
+def row_name(kind: str) -> str:
+    """Return the name of a family's row for messages."""
+    return f"row {kind!r} of {_FILES.get(kind, 'families')}"
+
+
+for _kind, _family in FAMILIES.items():
+    check_row(row_name(_kind), _family)

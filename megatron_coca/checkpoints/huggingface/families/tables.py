@@ -15,7 +15,13 @@ Rows = tuple[Row, ...]
 
 
 def renamed(rows: Rows, names: Mapping[str, str]) -> Rows:
-    """Replace each key of `names` in the Hugging Face names by its value."""
+    """Replace each key of `names` in the Hugging Face names by its value.
+
+    Raises ValueError if no name contains a key of `names`.
+    """
+    if absent := [old for old in names if not any(old in name for row in rows for name in row.theirs)]:
+        example = rows[-1].theirs[0]
+        raise ValueError(f"renamed: no weight name contains {absent[0]!r}; use a part of a name such as {example}")
     found = []
     for row in rows:
         theirs = row.theirs

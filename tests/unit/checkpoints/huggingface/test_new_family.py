@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, StableLmConfig
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.exporting import export
-from megatron_coca.checkpoints.huggingface import families
+from megatron_coca.checkpoints.huggingface import families, weight_map
 from megatron_coca.checkpoints.huggingface.families import llama_like
 from megatron_coca.checkpoints.huggingface.write import EXPORTERS, family_exporter
 from megatron_coca.checkpoints.importing import import_checkpoint
@@ -28,10 +28,13 @@ SHAPE = {
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 24, "bos_token_id": None, "eos_token_id": None}
 
 
-def row_of_the_guide() -> tuple[str, llama_like.Family]:
+def row_of_the_guide(right: str = "", wrong: str = "") -> tuple[str, llama_like.Family]:
+    """The row in the guide, with a text replaced by a wrong one."""
     section = (ROOT / "CONTRIBUTING.md").read_text().partition("## A model family")[2].partition("\n## ")[0]
     row = section.partition("```text\n")[2].partition("```")[0]
-    ((name, family),) = eval(f"{{{row}}}", vars(llama_like)).items()
+    assert right in row
+    changed = row.replace(right, wrong, 1) if right else row
+    ((name, family),) = eval(f"{{{changed}}}", vars(weight_map) | vars(llama_like)).items()
     return name, family
 
 

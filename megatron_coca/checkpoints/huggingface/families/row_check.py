@@ -1,0 +1,40 @@
+"""Check the rows of `families.FAMILIES` when they are loaded, so that a mistake in a row does not look like one in a
+folder.
+
+`tests/unit/checkpoints/huggingface/test_family_rows.py` compares the rows with the classes of transformers.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_coca.checkpoints.huggingface.families.keys import GATED, PLAIN, Family
+from megatron_coca.config.base import nearest
+from megatron_coca.config.schema import KEYS
+
+
+def check_row(name: str, family: Family) -> None:
+    """Raise ValueError if a row cannot describe any model. `name` is the name of the row for the message."""
+    if problems := list(_problems(family)):
+        raise ValueError("\n".join(f"{name}: {problem}" for problem in problems))
+
+
+def _problems(family: Family) -> Iterator[str]:
+    if not callable(family.rows):
+        yield "rows: expected a function of the model, got a table; put it into rows_of(...)"
+    for theirs, value in family.keys.items():
+        if not (isinstance(value, tuple) and len(value) == 2):
+            yield f'keys: {theirs}: expected ("our key", default of the class), got {value!r}; correct it'
+        else:
+            yield from _unknown("keys", f"{theirs}: ", value[0])
+    for ours in family.fixed:
+        yield from _unknown("fixed", "", ours)
+    gated = family.fixed.get("activation") == "gated"
+    key, default = family.activation
+    if default not in (known := GATED if gated else PLAIN):
+        mlp = "a gated MLP" if gated else "an MLP without a gate"
+        yield f"activation: {key}: {default!r} is not one of {' | '.join(known)} ({mlp}); correct it"
+
+
+def _unknown(field: str, before: str, ours: Any) -> Iterator[str]:
+    if ours not in KEYS:
+        yield f"{field}: {before}{ours} is not a key of docs/config.md{nearest(str(ours), KEYS) or '; correct it'}"
