@@ -397,10 +397,33 @@ def public_table() -> str:
     return _table(("name", "meaning"), rows)
 
 
+# Studies --------------------------------------------------------------------------------------------------------------
+
+
+def seeds_table() -> str:
+    """Return the seeds that plans of studies train, in order, with the plans."""
+    plans: dict[int, list[str]] = {}
+    for path in sorted((ROOT / "studies").glob("*/*.yml")):
+        plan = yaml.safe_load(path.read_text(encoding="utf-8"))
+        given = [plan.get("seeds"), *(scale.get("seeds") for scale in (plan.get("scales") or {}).values())]
+        for seed in {seed for seeds in given for seed in seeds or ()}:
+            plans.setdefault(seed, []).append(f"`{path.parent.name}/{path.name}`")
+    rows: list[tuple[str, str]] = []
+    first = last = -1
+    for seed, named in sorted(plans.items()):
+        text = ", ".join(named)
+        first = first if rows and rows[-1][1] == text and seed == last + 1 else seed
+        rows = rows[:-1] if first != seed else rows
+        rows.append((f"{first} to {seed}" if first != seed else f"{seed}", text))
+        last = seed
+    return _table(("seeds", "plans"), rows)
+
+
 PAGES: dict[str, Callable[[], str]] = {"docs/config.md": config_page, "docs/backends.md": backends_page}
 """Pages that are generated completely."""
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "methods"): readme_table,
+    ("studies/README.md", "seeds"): seeds_table,
     ("docs/python.md", "names"): public_table,
     ("docs/attention.md", "forms"): forms_table,
     ("docs/attention.md", "frequencies"): lambda: choices_table(

@@ -256,6 +256,10 @@ def _identity(x: Tensor) -> Tensor:
 class ScoreForm:
     """One score form: a value of `SCORE_FORMS`.
 
+    `query` and `key` take x and the tables of cosines and sines, and return the operand in the dtype of the tables; the
+    form then rounds it once. They must be linear in the tables, because factors on the scores are multiplied into the
+    tables.
+
     Attributes:
         query: maps q in the rotary block to Q'; linear in the tables. None for non-rotary forms.
         kept: maps k in the rotary block to the values that `key` rotates.
