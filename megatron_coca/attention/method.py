@@ -229,16 +229,16 @@ class PositionMethod:
         return not self.form.decay and not self.magnitudes and (length is not None or not by_length)
 
     def moving(self, length: int | None) -> str | None:
-        """Return None if the cached tensors stay the same while the sequence grows and every token can be computed with
-        the same shapes, or the reason why not. `length` is as in `keys_stay`. Decoding with fixed shapes
-        (`attention/static_cache.py`) supports the first case only.
+        """Return None if every token can be computed with the same shapes from what is cached, or the reason why not.
+        `length` is as in `keys_stay`. Decoding with fixed shapes (`attention/static_cache.py`) supports the first case
+        only.
         """
         if self.form.decay:
             return "the factors of all keys change with the number of tokens"
         if self.magnitudes:
             return "the attention kernel rotates all keys again for every token"
-        if not self.keys_stay(length):
-            return "the frequencies depend on the number of tokens, so all keys are rotated again for every token"
+        if not self.keys_stay(length) and self.window is not None:
+            return "keys that are rotated again need the order of the tokens, which a window's buffers do not keep"
         if self.gates is not None and self.window is not None:
             return "forgetting gates need the order of the tokens, which a window's buffers do not keep"
         return None
@@ -459,6 +459,10 @@ class PositionEncoding(ShardedModule):
             of_new_keys,
             head_factor,
         )
+
+    def frequencies(self, length: int, device: torch.device) -> RotaryFrequencies | None:
+        """Return the rotary frequencies in evaluation for `length` tokens, or None for non-rotary forms."""
+        return self._frequencies(length, 1 if self.clex is None else self.clex.factor_for(length), device)
 
     def _frequencies(self, length: int, extended: int, device: torch.device) -> RotaryFrequencies | None:
         """Return the frequencies for `length` tokens or, for CLEX, for its factor `extended`."""

@@ -213,12 +213,12 @@ def _decoder(
         return None
     (batch, length), decoder = prompts.shape, cache.decoder
     total = length + max_new_tokens - 1  # no token follows the last one
-    if (reason := static_decoding.unsupported(model, cache, total)) is not None:
+    if (reason := static_decoding.unsupported(model, cache, total, length)) is not None:
         if decoding == "static":
             raise ValueError(f"decoding: static does not support this model ({reason}); use growing")
         return None
-    if not isinstance(decoder, StaticDecoder) or not decoder.fits(model, batch, total, choose.rule):
-        decoder = StaticDecoder(model, cache, batch, total, choose, choose.rule)
+    if not isinstance(decoder, StaticDecoder) or not decoder.fits(model, batch, total, choose.rule, length):
+        decoder = StaticDecoder(model, cache, batch, total, choose, choose.rule, length)
         cache.decoder = None if choose.rule is None else decoder
     return decoder
 

@@ -7,16 +7,17 @@ therefore waits for nothing. It reads the tokens of a step only after it has lau
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.context import WHOLE, PositionContext
+from megatron_coca.attention.context import WHOLE, PositionContext, SegmentTables, mapped
 from megatron_coca.attention.layer import Cache
+from megatron_coca.attention.method import PositionEncoding
 from megatron_coca.attention.positions import PositionRangeError
-from megatron_coca.attention.positions.forms import RotaryTables
+from megatron_coca.attention.positions.forms import RotaryTables, rotary_tables
 from megatron_coca.attention.static_cache import StaticLayer, TokenStep
 from megatron_coca.kernels import missing_triton
 from megatron_coca.model.gpt import GPT
@@ -35,14 +36,16 @@ without a graph.
 """
 
 
-def unsupported(model: GPT, cache: Cache, total: int) -> str | None:
-    """Return None, or the reason why a sequence of up to `total` tokens cannot be decoded with fixed shapes.
+def unsupported(model: GPT, cache: Cache, total: int, past: int = 0) -> str | None:
+    """Return None, or the reason why a sequence of `past` to `total` tokens cannot be decoded with fixed shapes.
 
     `PositionMethod.moving` declares this for every position method.
     """
     for name, method in model.methods.items():
         if (reason := method.moving(cache.length)) is not None:
             return f"{name} layers: {reason}"
+        if cache.length is None and method.switch is not None and past <= method.switch < total:
+            return f"{name} layers: all tokens are computed again at {method.switch} tokens"
     if model.share is not WHOLE:
         return "the model is one shard of a model"
     if cache.positions is not None and cache.positions.dim() == 2:
@@ -62,15 +65,28 @@ class StaticDecoder:
     """
 
     def __init__(
-        self, model: GPT, cache: Cache, batch: int, total: int, choose: Choose, rule: Hashable | None = None
+        self,
+        model: GPT,
+        cache: Cache,
+        batch: int,
+        total: int,
+        choose: Choose,
+        rule: Hashable | None = None,
+        past: int = 0,
     ) -> None:
-        """`total` is the largest number of tokens of a sequence, prompt included. `rule` is equal for functions
-        `choose` that always choose the same tokens, or None if another function never does.
+        """`total` is the largest number of tokens of a sequence, prompt included, and `past` the smallest number of
+        cached tokens. `rule` is equal for functions `choose` that always choose the same tokens, or None if another
+        function never does.
         """
         device = next(model.parameters()).device
-        self._choose, self._rule, self._model, self._total = choose, rule, model, total
+        self._choose, self._rule, self._model, self._total, self._past = choose, rule, model, total, past
         with torch.inference_mode():
             self._contexts = _contexts(model, cache, total, device)
+            self._turning = {
+                name: _turning(model.encodings()[name], range(past + 1, total + 1), device)
+                for name in self._contexts
+                if not model.methods[name].keys_stay(cache.length)
+            }
         self._kernel = device.type == "cuda" and missing_triton("cuda") is None
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._index, self._number = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
@@ -87,9 +103,9 @@ class StaticDecoder:
     def _cuda(self) -> bool:
         return self._token.is_cuda
 
-    def fits(self, model: GPT, batch: int, total: int, rule: Hashable | None) -> bool:
+    def fits(self, model: GPT, batch: int, total: int, rule: Hashable | None, past: int) -> bool:
         """Return whether this decoder does the same as a new one with these arguments."""
-        same = (len(self._token), self._total, self._rule) == (batch, total, rule)
+        same = (len(self._token), self._total, self._rule, self._past) == (batch, total, rule, past)
         return same and rule is not None and model is self._model
 
     def tokens(self, cache: Cache, new: Tensor, number: int, count: int) -> Iterator[Tensor]:
@@ -152,6 +168,8 @@ class StaticDecoder:
         for layer in self._layers:
             layer.step = step
         contexts = {name: _at(context, self._index) for name, context in self._contexts.items()}
+        for name, turning in self._turning.items():
+            contexts[name] = turning.context(contexts[name], self._index, extent)
         model = self._model
         hidden = model.through_blocks(model.embedding(self._token, self._index, 1), contexts, self._layers)
         new, finite = self._choose(model.logits(hidden[:, -1]), self._token, self._number)
@@ -175,6 +193,68 @@ class StaticDecoder:
             return place.clone()
 
         return wait
+
+
+@dataclass(frozen=True)
+class _Turning:
+    """Frequencies that depend on the number of tokens, so that all keys are rotated again in every step.
+
+    Attributes:
+        lengths: the numbers of tokens.
+        frequencies, multiplier: as in `RotaryFrequencies` for each length, float64 [lengths, d/2] and [lengths, 1].
+        both: as in `RotaryFrequencies`.
+        places: the positions to which each band rotates queries and keys, float64 [tokens].
+        factor: the logit scaling of each token, float64 [tokens], or None.
+    """
+
+    lengths: range
+    frequencies: Tensor
+    multiplier: Tensor
+    both: bool
+    places: tuple[tuple[Tensor, Tensor], ...]
+    factor: Tensor | None
+
+    def context(self, context: PositionContext, index: Tensor, extent: int) -> PositionContext:
+        """Replace the tables of the token's context by those at its number of tokens, for the first `extent` keys."""
+        row = index + 1 - self.lengths.start
+        theta, multiplier = (x.index_select(0, row) for x in (self.frequencies, self.multiplier))
+        of_query, of_key = (multiplier, multiplier) if self.both else (multiplier**2, torch.ones_like(multiplier))
+        if self.factor is not None:
+            of_query = of_query * self.factor.index_select(0, index)[:, None]
+        segments = []
+        for each, (query, key) in zip(context.segments, self.places, strict=True):
+            assert each.query is not None
+            dtype = each.query.cos.dtype
+            segments.append(
+                SegmentTables(
+                    rotary_tables(query.index_select(0, index), theta[0], dtype, of_query),
+                    rotary_tables(key[:extent], theta[0], dtype, of_key),
+                    each.band,
+                )
+            )
+        return replace(context, segments=tuple(segments), of_new_keys=False)
+
+
+def _turning(encoding: PositionEncoding, lengths: range, device: torch.device) -> _Turning:
+    """Compute the frequencies of all lengths at once."""
+    found = [encoding.frequencies(length, torch.device("cpu")) for length in lengths]
+    rotary = [each for each in found if each is not None]
+    method, positions = encoding.method, torch.arange(lengths.stop - 1, dtype=torch.float64, device=device)
+    scaling = None if method.factor_bias else method.logit_scaling
+    return _Turning(
+        lengths,
+        torch.stack([each.inverse_frequencies.to("cpu", torch.float64) for each in rotary]).to(device),
+        torch.tensor([[each.multiplier] for each in rotary], dtype=torch.float64, device=device),
+        rotary[0].both,
+        tuple(
+            (
+                mapped(positions, positions[:1], band.query_positions),
+                mapped(positions, positions[:1], band.key_positions),
+            )
+            for band in method.bands
+        ),
+        None if scaling is None else scaling(positions, method.training_length),
+    )
 
 
 def _buffers(cache: Cache) -> list[Tensor]:

@@ -23,6 +23,7 @@ SHAPE = {
 METHODS: list[dict[str, Any]] = [
     {"pos_emb": "rotary", "num_kv_heads": 2},
     {"pos_emb": "coca"},
+    {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
     {"pos_emb": "coca", "relative_positions": {"type": "rerope", "window": 20}},
     {"pos_emb": "rotary", "relative_positions": {"type": "dual_chunk", "chunk_size": 20, "max_position": 40}},
     {"pos_emb": "alibi", "num_kv_heads": 2},
@@ -57,7 +58,7 @@ def test_graphs_generate_the_tokens_of_the_growing_cache(
     assert torch.equal(generate(model, ids, NEW, sampling=sampling, decoding="static"), wanted)
 
 
-@pytest.mark.parametrize("keys", [METHODS[0], METHODS[1], METHODS[2]], ids=str)
+@pytest.mark.parametrize("keys", METHODS[:4], ids=str)
 def test_auto_uses_graphs_in_bfloat16_and_keeps_them_for_the_next_prompt(keys: dict[str, Any]) -> None:
     """Most tokens before the first difference, which rounding may cause, are equal; the graphs stay with the cache."""
     model, ids = make(torch.bfloat16, **keys), prompts(3)

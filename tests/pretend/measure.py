@@ -174,10 +174,10 @@ def decode_graph(inputs: Sequence[str]) -> Counters:
     total, cache = 96, model.new_cache(capacity=96)
     with torch.inference_mode():
         model.hidden_states(ids, cache=cache, last=1)
-        if (reason := static_decoding.unsupported(model, cache, total)) is not None:
+        if (reason := static_decoding.unsupported(model, cache, total, 64)) is not None:
             raise RuntimeError(reason)
         choose = TokenChoice(Sampling(), config.model.vocab_size, None)
-        decoder = static_decoding.StaticDecoder(model, cache, 1, total, choose)
+        decoder = static_decoding.StaticDecoder(model, cache, 1, total, choose, past=64)
         tokens = decoder.tokens(cache, ids[:, :1], 1, total - 64)
         with recording() as first:
             next(tokens)

@@ -87,6 +87,7 @@ SCENARIOS: dict[str, Scenario] = {
     "loss head": Scenario("loss_head", MODEL),
     **{f"decode: {name}": Scenario("decode", (*MODEL, *keys)) for name, keys in METHODS.items()},
     **{f"decode graph: {name}": Scenario("decode_graph", (*MODEL, *keys)) for name, keys in METHODS.items()},
+    "decode graph: coca + dynamic": Scenario("decode_graph", (*MODEL, "rope_scaling={rope_type: dynamic, factor: 4}")),
     **{
         f"second GPU: {name}": Scenario("second_gpu", (*SMALL, "torch_compile=false", "vocab_size=512", *keys))
         for name, keys in (METHODS | {"kerple": ("pos_emb=kerple_log",), "rpe": ("pos_emb=rpe",)}).items()

@@ -133,7 +133,7 @@ def static_decode(model: GPT, length: int) -> Workload:
     cache, ids = model.new_cache(length=total, capacity=total), token_ids(model, length + 1, 1)
     with torch.inference_mode():
         model.hidden_states(ids[:, :length], cache=cache, last=1)
-    decoder = StaticDecoder(model, cache, 1, total, TokenChoice(GREEDY, None, None))
+    decoder = StaticDecoder(model, cache, 1, total, TokenChoice(GREEDY, None, None), past=length)
 
     def call() -> None:
         with torch.inference_mode():

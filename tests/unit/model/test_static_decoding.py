@@ -63,17 +63,24 @@ def filled(model: GPT, ids: Tensor, length: int | None = None) -> Cache:
     return cache
 
 
+FOLLOWING: list[dict[str, Any]] = [*EXTENDED, COMBINED[0], COMBINED[-1]]
+"""Extensions that may follow the number of tokens."""
+CASES = [*((keys, LENGTH) for keys in SUPPORTED), *((keys, None) for keys in FOLLOWING)]
+
+
 @pytest.mark.fewest
-@pytest.mark.parametrize("keys", SUPPORTED, ids=str)
+@pytest.mark.parametrize(("keys", "length"), CASES, ids=str)
 @torch.inference_mode()
-def test_the_logits_are_those_of_the_growing_cache(keys: dict[str, Any]) -> None:
-    """In float64; the greatest difference is the order of sums."""
+def test_the_logits_are_those_of_the_growing_cache(keys: dict[str, Any], length: int | None) -> None:
+    """In float64; the greatest difference is the order of sums. Without a length, frequencies follow the text."""
     model, ids = make(**keys).double(), tokens()
-    growing, cache = filled(model, ids[:, :PROMPT], LENGTH), filled(model, ids[:, :PROMPT], LENGTH)
+    growing, cache = filled(model, ids[:, :PROMPT], length), filled(model, ids[:, :PROMPT], length)
     wanted = torch.cat([model(ids[:, at : at + 1], cache=growing) for at in range(PROMPT, LENGTH)], dim=1)
     forced = Forced(torch.cat((ids[:, PROMPT + 1 :], ids[:, :1]), dim=1))
-    assert unsupported(model, cache, LENGTH) is None
-    steps = StaticDecoder(model, cache, 2, LENGTH, forced).tokens(cache, ids[:, PROMPT : PROMPT + 1], 0, NEW)
+    assert unsupported(model, cache, LENGTH, PROMPT) is None
+    steps = StaticDecoder(model, cache, 2, LENGTH, forced, past=PROMPT).tokens(
+        cache, ids[:, PROMPT : PROMPT + 1], 0, NEW
+    )
     assert torch.equal(torch.stack([found[:, 0] for found in steps], dim=1), forced.ids)
     torch.testing.assert_close(torch.stack(forced.logits, dim=1), wanted, rtol=0, atol=1e-11)
     assert len(cache) == LENGTH == cache.reached
@@ -91,33 +98,37 @@ def test_the_tokens_are_those_of_the_growing_cache(keys: dict[str, Any], samplin
         assert torch.equal(generate(model, prompt, NEW, sampling=sampling, decoding="static"), wanted)
 
 
+@pytest.mark.parametrize("dynamic_length", ["current", "total"])
 @pytest.mark.parametrize("name", sorted(methods.names("rope_scaling")))
-def test_extensions_that_follow_the_length_keep_the_growing_cache(name: str) -> None:
-    """With a fixed length, every extension decodes with fixed shapes."""
+def test_every_extension_generates_the_tokens_of_the_growing_cache(name: str, dynamic_length: Any) -> None:
     model, ids = make(rope_scaling=scaling(name)), tokens(PROMPT)
-    wanted = generate(model, ids, NEW, dynamic_length="total", decoding="growing")
-    assert torch.equal(generate(model, ids, NEW, dynamic_length="total", decoding="static"), wanted)
-    moves = methods.find("rope_scaling", name).length_dependent or name == "clex"
-    reason = unsupported(model, model.new_cache(), LENGTH)
-    assert (reason is not None and "number of tokens" in reason) == moves
-    if moves:
-        with pytest.raises(ValueError, match="decoding: static does not support.*use growing"):
-            generate(model, ids, NEW, decoding="static")
+    wanted = generate(model, ids, NEW, dynamic_length=dynamic_length, decoding="growing")
+    assert torch.equal(generate(model, ids, NEW, dynamic_length=dynamic_length, decoding="static"), wanted)
+
+
+def test_a_text_that_crosses_the_switch_of_longrope_keeps_the_growing_cache() -> None:
+    model = make(rope_scaling=scaling("longrope"))
+    reasons = [
+        unsupported(model, model.new_cache(), total, past) for past, total in [(9, 16), (9, 17), (16, 17), (17, 40)]
+    ]
+    assert [reason is None for reason in reasons] == [True, False, False, True]
+    assert "at 16 tokens" in (reasons[1] or "")
+    assert unsupported(model, model.new_cache(length=40), 40, 9) is None
+    with pytest.raises(ValueError, match="decoding: static does not support.*use growing"):
+        generate(model, tokens(9), 20, decoding="static")
+    assert generate(model, tokens(9), 20, decoding="auto").shape == (2, 20)
 
 
 def test_the_table_of_the_guide_names_every_extension() -> None:
     lines = [line.split("|") for line in (ROOT / "docs/serving.md").read_text().splitlines() if line.startswith("|")]
-    rows = {
-        how.strip(): set(re.findall("`([a-z0-9_]+)`", what))
-        for _, what, how, *_ in lines
-        if "`llama3`" in what or "`clex`" in what
-    }
-    moving = {
-        name
-        for name in methods.names("rope_scaling")
-        if make(rope_scaling=scaling(name)).methods["global"].moving(None)
-    }
-    assert rows["growing"] == moving and rows["fixed shapes"] == set(methods.names("rope_scaling")) - moving
+    still, turned = (
+        set(re.findall("`([a-z0-9_]+)`", what))
+        for _, what, *_ in lines
+        if what.startswith((" `default`", " `dynamic`"))
+    )
+    named = set(methods.names("rope_scaling"))
+    stay = {name for name in named if make(rope_scaling=scaling(name)).methods["global"].keys_stay(None)}
+    assert (still, turned) == (stay, named - stay)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +136,7 @@ def test_the_table_of_the_guide_names_every_extension() -> None:
     [
         ({"pos_emb": "xpos"}, "factors of all keys"),
         ({"pos_emb": "none", "forgetting_gate": "fox", "sliding_window_width": 5}, "forgetting gates"),
+        ({"rope_scaling": scaling("dynamic"), "sliding_window_width": 5}, "keys that are rotated again"),
         ({"pos_emb": "learned", "max_position_embeddings": 44}, "learned positions"),
     ],
     ids=str,
@@ -163,7 +175,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("keys", [*OTHERS, MAPPED[0], COMBINED[1], {"pos_emb": "rpe"}], ids=str)
+@pytest.mark.parametrize("keys", [*OTHERS, MAPPED[0], COMBINED[0], COMBINED[1], {"pos_emb": "rpe"}], ids=str)
 @torch.inference_mode()
 def test_every_token_runs_the_same_operations_and_none_waits(keys: dict[str, Any]) -> None:
     """A CUDA graph would repeat them; reading a number on the host or a size that depends on values would be a wait."""
