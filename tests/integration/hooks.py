@@ -42,7 +42,7 @@ POINTS: dict[str, Point] = {
     "backward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward"),
     "backward done": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward", after=True),
     "step": Point("megatron_coca.training.trainer", "Trainer.train_step"),
-    "stage done": Point("megatron_coca.model.pipeline", "Stage.forward", after=True),
+    "stage done": Point("megatron_coca.model.pipeline", "PipelineStage.forward", after=True),
     "evaluation": Point("megatron_coca.training.trainer", "Trainer._mean_loss"),
     "background group": Point(SAVING, "Checkpoints.__init__"),
     "restore": Point(SAVING, "Checkpoints.restore"),
@@ -158,11 +158,17 @@ def install(hooks: Sequence[Hook], rank: int) -> None:
             _install(hook, POINTS[hook.point], ACTIONS[hook.action])
 
 
-def _install(hook: Hook, point: Point, action: Action) -> None:
+def found(point: Point) -> tuple[Any, str]:
+    """Return the module or class that has the function of a point, and the function's name there."""
     owner: Any = importlib.import_module(point.module)
     *path, name = point.name.split(".")
     for step in path:
         owner = getattr(owner, step)
+    return owner, name
+
+
+def _install(hook: Hook, point: Point, action: Action) -> None:
+    owner, name = found(point)
     function, visits = getattr(owner, name), 0
 
     def hooked(*given: Any, **named: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.checkpoints import native
-from tests.integration.hooks import Hook
+from tests.integration.hooks import POINTS, Hook, found
 
 STEPS = 12
 KEYS = {"auto_resume": True, "checkpoint_factor": 2, "keep_last_n_checkpoints": 2, "train_batch_size": 8}
@@ -51,6 +51,11 @@ SHORTER = (
     "in an evaluation",
     "in the next removal",
 )
+
+
+def test_every_point_of_the_hooks_exists() -> None:
+    """A point whose function was renamed would fail only in the slow tests that use it."""
+    assert all(callable(getattr(*found(point))) for point in POINTS.values())
 
 
 def assert_same_end(run: Any, whole: Any, assert_same_state: Any) -> None:

@@ -68,7 +68,8 @@ def test_what_the_wheel_holds(installed: Installed) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_coca").rglob("*.py")}
     assert {name for name in package if name.endswith(".py")} == modules
     data = {name for name in package - modules if "/configs/" not in name}
-    kept = {str(path.relative_to(ROOT)) for kind in ("*.j2", "*.yaml") for path in (ROOT / "megatron_coca").rglob(kind)}
+    kinds = ("*.j2", "*.yaml", "*.json")
+    kept = {str(path.relative_to(ROOT)) for kind in kinds for path in (ROOT / "megatron_coca").rglob(kind)}
     assert data == kept
     assert f"megatron_coca-{__version__}.dist-info/licenses/LICENSE" in names
     assert installed.wheel.stat().st_size < 1.5 * MEGABYTE  # 1.06 of code and configurations; a data file would show
