@@ -10,6 +10,9 @@ import pytest
 
 from megatron_coca.commands import inspect
 from megatron_coca.config import ConfigError
+from megatron_coca.evaluation.report import method_page
+from megatron_coca.evaluation.report.plots import figures
+from megatron_coca.evaluation.report.plots.figures import PAGE, Figure, Layout
 
 MODEL = """
 num_layers: 4
@@ -25,6 +28,19 @@ train_iters: 1
 def write(folder: Path, name: str, text: str) -> str:
     (folder / name).write_text(text)
     return str(folder / name)
+
+
+@pytest.fixture
+def one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw each figure once: phones get the same file as other screens."""
+    drawn: dict[str, bytes] = {}
+
+    def svg(figure: Figure, layout: Layout = PAGE) -> bytes:
+        if layout is PAGE:
+            drawn[figure.name] = figures.svg(figure)
+        return drawn[figure.name]
+
+    monkeypatch.setattr(method_page, "svg", svg)
 
 
 @pytest.fixture
@@ -59,12 +75,14 @@ def test_wavelengths_and_phases_follow_the_formulas(tmp_path: Path, rotary: str)
     assert unseen.max() > 0.5 > 10 * interpolated.max()
 
 
+@pytest.mark.usefixtures("one_layout")
 @pytest.mark.parametrize(("kind", "seen"), [("randomized", True), ("pose", True), ("shifted", False)])
 def test_training_positions_show_the_phases(tmp_path: Path, rotary: str, kind: str, seen: bool) -> None:
     facts = drawn(tmp_path, rotary, f"training_positions={{type: {kind}, max: 4L}}", "--length", "256")
     assert bool(values(facts, "phases").max() == 0) is seen
 
 
+@pytest.mark.usefixtures("one_layout")
 def test_a_distance_map_reaches_no_new_phase(tmp_path: Path, rotary: str) -> None:
     change = ["ReRoPE", "relative_positions={type: rerope, window: 32}", "logit_scaling=log_n"]
     facts = drawn(tmp_path, rotary, "--variant", *change)
@@ -86,6 +104,7 @@ def test_learned_factors_have_their_initial_value(tmp_path: Path, rotary: str) -
     np.testing.assert_allclose(values(facts, "scores", line=1), expected, rtol=1e-12)
 
 
+@pytest.mark.usefixtures("one_layout")
 def test_the_table_names_what_has_no_curve(tmp_path: Path, rotary: str) -> None:
     """Gates, sinks and the narrowest window; and the frequencies of training."""
     changed = {"gated": "forgetting_gate: fox\n", "sunk": "sink_logits: true\nsliding_window_width: 0\n"}
@@ -99,6 +118,7 @@ def test_the_table_names_what_has_no_curve(tmp_path: Path, rotary: str) -> None:
     assert [cells[name][5] for name in ("rotary", "gated", "sunk")] == ["-", "-", "0"]
 
 
+@pytest.mark.usefixtures("one_layout")
 def test_dual_chunk_attention_is_drawn_for_the_last_query(tmp_path: Path, rotary: str) -> None:
     """Token 255 is the 16th of its chunk of 48: 15 distances of its own, then up to 63, then falling in every chunk."""
     change = ["DCA", "relative_positions={type: dual_chunk}"]
@@ -111,6 +131,7 @@ def test_dual_chunk_attention_is_drawn_for_the_last_query(tmp_path: Path, rotary
     np.testing.assert_allclose(score, plain[turned], rtol=1e-12)
 
 
+@pytest.mark.usefixtures("one_layout")
 def test_frequencies_of_training_are_those_of_a_model(tmp_path: Path, rotary: str, capsys) -> None:
     """An overlay after the model's file is another trained model; a variant cannot be one."""
     overlay = write(tmp_path, "fast.yml", "rotary_pct: 0.5\nrotary_frequencies: {type: rope_id, period: 8}\n")
@@ -121,6 +142,7 @@ def test_frequencies_of_training_are_those_of_a_model(tmp_path: Path, rotary: st
     assert values(facts, "wavelengths", panel=1)[[0, -1]] == pytest.approx([8, 32])
 
 
+@pytest.mark.usefixtures("one_layout")
 def test_the_options_of_a_method_are_named_and_are_no_variant(tmp_path: Path, rotary: str, capsys) -> None:
     polar = write(tmp_path, "polar.yml", MODEL + "pos_emb: polar\npos_emb_options: {power: 2}\nrotary_pct: 0.5\n")
     facts = drawn(tmp_path, rotary, polar, "--variant", "plain", "--variant", "x", "pos_emb=pope", "--length", "65")
@@ -142,6 +164,7 @@ def test_types_of_layers_and_biases_have_their_own_panels(tmp_path: Path, rotary
     np.testing.assert_allclose(values(facts, "biases"), -np.arange(65) * 2.0**-4, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("one_layout")
 def test_a_shape_on_the_command_line_makes_no_model_of_an_overlay(tmp_path: Path, rotary: str) -> None:
     overlay = write(
         tmp_path, "layers.yml", "attention_config: [[[near, global], 2]]\nlayer_types: {near: {pos_emb: none}}\n"
@@ -151,6 +174,7 @@ def test_a_shape_on_the_command_line_makes_no_model_of_an_overlay(tmp_path: Path
     assert [panel["title"] for panel in facts["scores"]] == ["rotary + layers: near", "rotary + layers: global"]
 
 
+@pytest.mark.usefixtures("one_layout")
 def test_what_cannot_be_built_is_left_out_with_its_reason(tmp_path: Path, rotary: str, capsys) -> None:
     alibi = write(tmp_path, "alibi.yml", MODEL + "pos_emb: alibi\n")
     yarn = ["YaRN", "rope_scaling={rope_type: yarn, factor: 4}"]

@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def sections(folder: Path, results: dict[str, Result], **options: Any) -> dict[s
     return {section.name: section for section in built}
 
 
+@cache
 def drawn(figure: Figure, layout: Layout = PAGE) -> Canvas:
     with style(layout):
         canvas = figures.drawn(figure, layout)
