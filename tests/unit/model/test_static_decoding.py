@@ -235,8 +235,9 @@ def test_logits_that_are_not_finite_are_an_error_at_their_token(decoding: Any) -
         next(steps)
 
 
-def test_a_step_on_the_cpu_is_the_growing_one_unless_named() -> None:
+@pytest.mark.parametrize("named", [{}, {"decoding": "auto"}], ids=str)
+def test_a_step_on_the_cpu_is_the_growing_one_unless_named(named: Any) -> None:
     """`auto` uses fixed shapes on CUDA only: on the CPU they are not faster."""
     model, ids, cache = make(), tokens(PROMPT), make().new_cache()
-    generate(model, ids, 3, cache=cache)
+    generate(model, ids, 3, cache=cache, **named)
     assert cache.decoder is None
