@@ -36,8 +36,9 @@ DYNAMIC_LENGTHS: dict[str, Callable[[int, int], int | None]] = {
 Decoding = Literal["auto", "growing", "static"]
 """How tokens after the first one are decoded. "growing": the tensors of the cache have one more token after every step.
 "static": every step has the same shapes, and on CUDA its operations are captured in a graph. "auto" is "static" on CUDA
-if the model supports it (`static_decoding.unsupported`), and otherwise "growing". The tokens are the same up to rounding.
-"growing" is the default, because no graph has been compared with it on a GPU yet (tests/gpu/test_decoding_cuda.py).
+if the model supports it (`static_decoding.unsupported`), and otherwise "growing". The tokens are the same up to
+rounding. "growing" is the default, because no graph has been compared with it on a GPU yet
+(tests/gpu/test_decoding_cuda.py).
 """
 
 Finished = Callable[[list[int]], bool]
