@@ -20,15 +20,17 @@ from typing import Any
 from tests.integration.hooks import Hook, install
 
 IMPORTED = (
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
     "megatron_coca.commands.train",
     "megatron_coca.training.run",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "numpy.ma",
     "torch._inductor",
     "torch.utils.tensorboard",
 )
-"""What every run imports on its way, which costs more than its steps."""
+"""What every run imports on its way, which costs more than its steps. Our modules name the device to DeepSpeed, which
+otherwise looks for one and prints a warning.
+"""
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 SETTLE = 20.0
 """Seconds that the other ranks have to end by themselves."""
