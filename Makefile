@@ -15,7 +15,7 @@ quickstart: .venv/ready
 
 SERIAL := $(shell grep -rl --include='test_*.py' mark.serial tests)
 
-# Every change must pass this target: lint, types and the fast tests, in under 5 minutes on 2 cores.
+# Every change must pass this target: lint, types and the fast tests, in about 10 minutes on 2 idle cores.
 test: .venv/ready-dev lint
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not serial"
 	$(PYTEST) -m "serial and not slow and not gpu" $(SERIAL)
