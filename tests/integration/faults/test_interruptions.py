@@ -30,8 +30,7 @@ MOMENTS: dict[str, Hook] = {
     "within the micro batches after a resume": Hook("backward done", "kill", [6]),
     "in the second save of a launch": Hook("own files", "kill", [2]),
     "in an evaluation": Hook("evaluation", "kill"),
-    "in the removal of what was left, or of an old checkpoint": Hook("removal", "kill"),
-    "in the next removal": Hook("removal", "kill", [2]),
+    "in the removal of an old checkpoint": Hook("removal", "kill"),
 }
 """How one launch after the other ends."""
 QUICK = (
@@ -42,14 +41,14 @@ QUICK = (
     "between the rename and `latest`",
     "within the restoring",
     "in an evaluation",
-    "in the next removal",
+    "in the removal of an old checkpoint",
 )
 SHORTER = (
     "before a rank's files",
     "after a rank's files",
     "between the rename and `latest`",
     "in an evaluation",
-    "in the next removal",
+    "in the removal of an old checkpoint",
 )
 
 
