@@ -53,8 +53,7 @@ class GatedAttentionUnit(SelfAttention):
         inputs = self._inputs(query[:, None], key[:, None], pieces, context, cache, hidden)
         copies = pieces.shape[1]
         segments = tuple(_copied(each, copies) for each in inputs.segments)
-        inputs = inputs.replace(segments=segments)
-        out = self.backend.attend(inputs) if cache is None else cache.attend(self.backend, inputs)
+        out = self._attend(inputs.replace(segments=segments), cache)
         return self.dense(gate * out.transpose(1, 2).flatten(2))
 
 

@@ -118,12 +118,14 @@ class LayerCache:
                 f"cache: contains {self.buffers[0].shape[0]} sequences, but the new tokens have {new[0].shape[0]}; "
                 "use a new cache"
             )
-        start, self.length = self.length, self.length + new[0].shape[2]
+        start, end = self.length, self.length + new[0].shape[2]
         seen = 0 if self.window is None else max(start - self.window + 1, 0)
-        if not self.buffers or self.length - self.first > self._capacity():
-            self.buffers = [self._moved(index, x, seen, start) for index, x in enumerate(new)]
-            self.first = seen
-        first, begin, end = (token - self.first for token in (seen, start, self.length))
+        if not self.buffers or end - self.first > self._capacity():
+            needed = end - seen
+            spare = 2 * self._capacity() if self.window is None else needed + self.window
+            self._resize(seen, max(needed, spare, self._reserved), self.buffers or new)
+        self.length = end
+        first, begin, end = (token - self.first for token in (seen, start, end))
         for buffer, x in zip(self.buffers, new, strict=True):
             buffer[:, :, begin:end] = x
         return [buffer[:, :, first:end] for buffer in self.buffers]
@@ -151,9 +153,9 @@ class LayerCache:
         """
         if self.window is not None:
             seen = max(self.length - self.window + 1, 0)
-            self._resize(seen, min(self.window, total))
+            self._resize(seen, min(self.window, total), self.buffers)
         elif self._capacity() < total:
-            self._resize(0, total)
+            self._resize(0, total, self.buffers)
         for buffer in self.buffers:
             buffer[:, :, self.length - self.first :] = 0
 
@@ -164,23 +166,15 @@ class LayerCache:
             self.first += shift
         self.length = length
 
-    def _resize(self, seen: int, slots: int) -> None:
-        """Move the tokens from index `seen` on to new buffers with `slots` slots."""
+    def _resize(self, seen: int, slots: int, like: Sequence[Tensor]) -> None:
+        """Allocate buffers with `slots` slots, and move the tokens from index `seen` on there. The buffers have the
+        other dimensions and the dtypes of `like`.
+        """
         kept = slice(seen - self.first, self.length - self.first)
-        moved = [buffer.new_empty(*buffer.shape[:2], slots, buffer.shape[3]) for buffer in self.buffers]
-        for buffer, old in zip(moved, self.buffers, strict=True):
+        moved = [x.new_empty(*x.shape[:2], slots, x.shape[3]) for x in like]
+        for buffer, old in zip(moved, self.buffers, strict=False):  # there are no old buffers at first
             buffer[:, :, : self.length - seen] = old[:, :, kept]
         self.buffers, self.first = moved, seen
-
-    def _moved(self, index: int, new: Tensor, seen: int, start: int) -> Tensor:
-        """Allocate a new buffer that starts with token `seen`, and copy the old tokens up to `start`."""
-        batch, heads, _, width = new.shape
-        needed = self.length - seen
-        spare = 2 * self._capacity() if self.window is None else needed + self.window
-        moved = new.new_empty(batch, heads, max(needed, spare, self._reserved), width)
-        if start > seen:
-            moved[:, :, : start - seen] = self.buffers[index][:, :, seen - self.first : start - self.first]
-        return moved
 
     def _capacity(self) -> int:
         return self.buffers[0].shape[2] if self.buffers else 0
@@ -346,11 +340,14 @@ class SelfAttention(ShardedModule):
         With a cache, the hidden states belong to the tokens after the cached tokens.
         """
         inputs = self._inputs(*self._heads(self.query_key_value(hidden)), context, cache, hidden)
-        attended = self.backend.attend(inputs) if cache is None else cache.attend(self.backend, inputs)
-        out = self.share.scatter(attended.transpose(1, 2))
+        out = self.share.scatter(self._attend(inputs, cache).transpose(1, 2))
         if self.output_gate is not None:
             out = out * self.output_gate(hidden).sigmoid().unflatten(-1, (out.shape[2], -1))
         return self.dense(out.flatten(2))
+
+    def _attend(self, inputs: AttentionInputs, cache: CachedTokens | None) -> Tensor:
+        """Compute attention, [batch, heads, length, width of V]; a cache decides how its tokens are read."""
+        return self.backend.attend(inputs) if cache is None else cache.attend(self.backend, inputs)
 
     def _inputs(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.backends.reference import gate_bias, widened, with_sinks
+from megatron_coca.attention.backends.reference import gate_bias, visible, widened, with_sinks
 from megatron_coca.attention.inputs import PAIRWISE, AttentionInputs, Backend, Band, DistanceBias, bias_of_pairs
 from megatron_coca.attention.layer import LayerCache
 from megatron_coca.attention.method import PositionMethod
@@ -115,16 +115,11 @@ class StaticLayer:
 
     def _segment_of_slots(self, bands: tuple[Band, ...]) -> Tensor:
         """Return the number of the segment that scores each slot, int32 [extent], or HIDDEN."""
-        distance, m = self._once("distance", self._distance), self._current.index
-        n = m - distance
-        first = self._document()
-        seen, found = (distance >= 0) & (n >= first), torch.full_like(distance, HIDDEN, dtype=torch.int32)
+        distance = self._once("distance", self._distance)
+        key, first = self._current.index - distance, self._document()
+        found = torch.full_like(distance, HIDDEN, dtype=torch.int32)
         for number, band in enumerate(bands):
-            apart = band.apart(m - first, n - first)
-            inside = seen & (apart >= band.low)
-            inside = inside if band.high is None else inside & (apart < band.high)
-            inside = inside if band.first_keys is None else inside & (n < first + band.first_keys)
-            found = found.masked_fill(inside, number)
+            found = found.masked_fill(visible(band, distance, key, first), number)
         return found
 
     def _document(self) -> Tensor:

@@ -119,14 +119,14 @@ def _scores(inputs: AttentionInputs) -> Tensor:
     import opt_einsum
 
     distance = _distances(inputs.query.shape[2], inputs.value.shape[2], inputs.value.device)
-    first = _first_keys(inputs)
+    first, key = _first_keys(inputs), torch.arange(distance.shape[1], device=distance.device)
     scores = torch.tensor(-math.inf, dtype=inputs.query.dtype, device=inputs.query.device)
     for segment in inputs.segments:
         query = segment.query.unflatten(1, (segment.key.shape[1], -1))
         product = opt_einsum.contract("bghmd,bgnd->bghmn", query, segment.key).flatten(1, 2) * inputs.scale
         if inputs.softcap is not None:
             product = inputs.softcap * torch.tanh(product / inputs.softcap)
-        scores = torch.where(_visible(segment.band, distance, first), product, scores)
+        scores = torch.where(visible(segment.band, distance, key, first), product, scores)
     if inputs.bias is not None:
         token = distance[:, :1]  # the query's token index: its distance from the first key
         query = (token if first is None else token - first[:, 0]).to(scores.dtype)
@@ -137,12 +137,11 @@ def _scores(inputs: AttentionInputs) -> Tensor:
     return scores
 
 
-def _visible(band: Band, distance: Tensor, first: Tensor | None) -> Tensor:
-    """Return the mask of the pairs in the band, [query_length, key_length], or [batch, 1, query_length, key_length]
-    with documents. `first` is the result of `_first_keys`.
+def visible(band: Band, distance: Tensor, key: Tensor, first: Tensor | None) -> Tensor:
+    """Return the mask of the pairs in the band, with the shape of `distance`, m - n, or that of `first` and `distance`
+    broadcast. `key` is the index n of every key, and `first` the index of the first key in each query's document.
     """
-    inside, key = distance >= 0, torch.arange(distance.shape[1], device=distance.device)
-    begin = 0 if first is None else first
+    inside, begin = distance >= 0, 0 if first is None else first
     if band.low or band.high is not None:
         apart = band.apart(key + distance - begin, key - begin)
         inside = inside & (apart >= band.low)
