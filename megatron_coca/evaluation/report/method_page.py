@@ -29,7 +29,7 @@ from megatron_coca.evaluation.report.document import (
     TableRow,
     html_page,
 )
-from megatron_coca.evaluation.report.plots.figures import COLUMN, Figure, Layout, svg
+from megatron_coca.evaluation.report.plots.figures import Figure, Layout, svgs
 from megatron_coca.evaluation.report.plots.looks import look_of, numbered
 from megatron_coca.evaluation.report.plots.panels import SHARES, Line, Panel, panels
 
@@ -350,9 +350,7 @@ def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str,
 def write_page(document: ReportDocument, page: Path) -> list[Path]:
     """Write the page, and every figure as an SVG file next to it; return the written files."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    drawings = {
-        figure.name: {".svg": svg(figure), "-narrow.svg": svg(figure, layout=COLUMN)} for figure in document.figures()
-    }
+    drawings = {figure.name: svgs(figure) for figure in document.figures()}
     page.write_text(html_page(document, drawings), encoding="utf-8")
     files = {page.with_name(f"{page.stem}_{name}.svg"): found[".svg"] for name, found in drawings.items()}
     for file, image in files.items():

@@ -18,7 +18,7 @@ from megatron_coca.evaluation.report.document import (
     html_page,
     markdown_table,
 )
-from megatron_coca.evaluation.report.plots.figures import COLUMN, svg
+from megatron_coca.evaluation.report.plots.figures import svgs
 from megatron_coca.evaluation.results import write_atomically
 from megatron_coca.evaluation.stretch import tables
 from megatron_coca.evaluation.stretch.decision import FEWEST, MOST_NEEDED, POWER, Decision, decide
@@ -41,8 +41,7 @@ def write_page(result: StretchResult, configs: dict[str, Config], folder: Path, 
     changes = best_yaml(result, decision)
     document = _document(result, decision, configs[decision.chosen], plan, changes)
     assert document.headline is not None and document.headline.figure is not None
-    figure = document.headline.figure
-    drawn = {".svg": svg(figure, "light"), "-narrow.svg": svg(figure, "light", COLUMN)}  # a page needs no PDF or PNG
+    drawn = svgs(document.headline.figure, "light")  # a page needs no PDF or PNG
     write_atomically(folder / PICTURE, drawn[".svg"])
     write_atomically(folder / OVERLAY, changes.encode())
     write_atomically(folder / HTML, html_page(document, {tables.PICTURE: drawn}).encode())

@@ -103,6 +103,11 @@ def svg(figure: Figure, background: str = "print", layout: Layout = PAGE) -> byt
         return _printed(drawn(figure, layout), ".svg")
 
 
+def svgs(figure: Figure, background: str = "print") -> dict[str, bytes]:
+    """Return the plot as SVG in both layouts, by the ends of their file names."""
+    return {kinds[".svg"]: svg(figure, background, layout) for layout, kinds in FILES.items()}
+
+
 def png(figure: Figure) -> bytes:
     """Return the plot as PNG on white, for slides and notebooks."""
     with style(PAGE):

@@ -10,7 +10,6 @@ import pytest
 
 from megatron_coca.commands import inspect
 from megatron_coca.config import ConfigError
-from megatron_coca.evaluation.report import method_page
 from megatron_coca.evaluation.report.plots import figures
 from megatron_coca.evaluation.report.plots.figures import PAGE, Figure, Layout
 
@@ -33,14 +32,14 @@ def write(folder: Path, name: str, text: str) -> str:
 @pytest.fixture
 def one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw each figure once: phones get the same file as other screens."""
-    drawn: dict[str, bytes] = {}
+    drawn, draw = dict[str, bytes](), figures.svg
 
-    def svg(figure: Figure, layout: Layout = PAGE) -> bytes:
+    def svg(figure: Figure, background: str, layout: Layout) -> bytes:
         if layout is PAGE:
-            drawn[figure.name] = figures.svg(figure)
+            drawn[figure.name] = draw(figure, background)
         return drawn[figure.name]
 
-    monkeypatch.setattr(method_page, "svg", svg)
+    monkeypatch.setattr(figures, "svg", svg)
 
 
 @pytest.fixture
