@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -409,13 +410,10 @@ def seeds_table() -> str:
         for seed in {seed for seeds in given for seed in seeds or ()}:
             plans.setdefault(seed, []).append(f"`{path.parent.name}/{path.name}`")
     rows: list[tuple[str, str]] = []
-    first = last = -1
-    for seed, named in sorted(plans.items()):
-        text = ", ".join(named)
-        first = first if rows and rows[-1][1] == text and seed == last + 1 else seed
-        rows = rows[:-1] if first != seed else rows
-        rows.append((f"{first} to {seed}" if first != seed else f"{seed}", text))
-        last = seed
+    # Successive seeds have the same difference from their place in the order.
+    for (named, _), run in groupby(enumerate(sorted(plans)), lambda each: (plans[each[1]], each[1] - each[0])):
+        seeds = [seed for _, seed in run]
+        rows.append((f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}", ", ".join(named)))
     return _table(("seeds", "plans"), rows)
 
 
