@@ -159,6 +159,10 @@ def test_scale_350m_is_the_published_recipe() -> None:
     recipes = [each.override({"save": None}) for each in published if not each.model.gpt_j_residual]
     trained = [config for config, _ in models(ROOT / "configs/ablations/methods.yml", "350M").values()]
     plain = {"save": None, "max_position_embeddings": 512}
+    assert {each.position.pos_emb for each in trained} >= {
+        *("rotary", "coca", "coca_strict", "xpos", "alibi", "kerple_log", "kerple_power", "rpe"),
+        *("learned", "sinusoidal", "none"),
+    }
     assert all(each.override(plain) in recipes for each in trained) and len(trained) == len(recipes)
 
 
