@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 import megatron_coca
 from megatron_coca import methods
+from megatron_coca.ablation.cells import packed_records
+from megatron_coca.ablation.file import AblationFile, read_ablation
 from megatron_coca.attention.build import AUTOMATIC, BACKENDS, automatic, build_method
 from megatron_coca.attention.inputs import Band, Needs
 from megatron_coca.config import backends, load_config
@@ -30,6 +32,7 @@ from megatron_coca.config.neox_keys import ALIASES, DIFFERENT, INERT, SAME, UNSU
 from megatron_coca.config.position import DEFAULTS, ORIGINAL
 from megatron_coca.config.schema import GROUPS, MAPPINGS, SELECTORS
 from megatron_coca.methods import Option
+from megatron_coca.support.safe_yaml import read_yaml
 
 # Keys -----------------------------------------------------------------------------------------------------------------
 
@@ -401,6 +404,26 @@ def public_table() -> str:
 # Studies --------------------------------------------------------------------------------------------------------------
 
 
+def costs_table() -> str:
+    """Return how many of the models that each study names have results, and how many hours they took."""
+    rows = []
+    for study, paths in groupby(sorted((ROOT / "studies").glob("*/*.yml")), lambda path: path.parent.name):
+        plans = [read_ablation(path, scale) for path in paths for scale in read_yaml(path).get("scales") or ()]
+        done, seconds = 0, 0.0
+        for plan in plans:
+            records = [each for each in packed_records(ROOT / plan.results) if each["status"] == "done"]
+            done += len(_models(plan).intersection((each["model"], each["seed"]) for each in records))
+            seconds += sum(each["training_seconds"] + each["evaluation_seconds"] for each in records)
+        if plans:
+            planned = sum(len(_models(plan)) for plan in plans)
+            rows.append((study, f"{done} of {planned}", f"{seconds / 3600:.1f}"))
+    return _table(("study", "models", "hours"), rows)
+
+
+def _models(plan: AblationFile) -> set[tuple[str, int]]:
+    return {(model, seed) for model in plan.models for seed in plan.seeds}
+
+
 def seeds_table() -> str:
     """Return the seeds that plans of studies train, in order, with the plans."""
     plans: dict[int, list[str]] = {}
@@ -421,6 +444,7 @@ PAGES: dict[str, Callable[[], str]] = {"docs/config.md": config_page, "docs/back
 """Pages that are generated completely."""
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "methods"): readme_table,
+    ("studies/README.md", "costs"): costs_table,
     ("studies/README.md", "seeds"): seeds_table,
     ("docs/python.md", "names"): public_table,
     ("docs/attention.md", "forms"): forms_table,

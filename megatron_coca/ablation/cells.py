@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import zstandard
 
@@ -296,6 +296,16 @@ def _lines(archive: Path) -> list[bytes]:
     if decoder.unused_data:
         raise ValueError("data follows the archive")
     return bytes(content).splitlines()
+
+
+def packed_records(results: Path) -> list[dict[str, Any]]:
+    """Return the records (cell.json) in the archive of a results folder, or none without an archive.
+
+    Raises ValueError if the archive is damaged.
+    """
+    archive = archive_of(results)
+    entries = map(json.loads, _lines(archive)) if archive.is_file() else ()
+    return [entry["content"] for entry in entries if Path(entry["file"]).name == RECORD]
 
 
 def unpack(results: Path) -> None:
