@@ -11,6 +11,19 @@ from megatron_coca.checkpoints.huggingface.families.keys import GATED, PLAIN, Fa
 from megatron_coca.config.base import nearest
 from megatron_coca.config.schema import KEYS
 
+COMMON = (
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "attention_dropout",
+    ),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "sliding_window"),
+)
+"""Keys of config.json that most architectures have, so a row can give them another name or say that they are absent."""
+
 
 def check_row(name: str, family: Family) -> None:
     """Raise ValueError if a row cannot describe any model. `name` is the name of the row for the message."""
@@ -28,6 +41,12 @@ def _problems(family: Family) -> Iterator[str]:
             yield from _unknown("keys", f"{theirs}: ", value[0])
     for ours in family.fixed:
         yield from _unknown("fixed", "", ours)
+    for field, common in (
+        *(("names", name) for name in family.names),
+        *(("first", name) for name in family.first.values()),
+    ):
+        if common not in COMMON:
+            yield f"{field}: {common} is not a common key{nearest(common, COMMON) or '; correct it'}"
     gated = family.fixed.get("activation") == "gated"
     key, default = family.activation
     if default not in (known := GATED if gated else PLAIN):

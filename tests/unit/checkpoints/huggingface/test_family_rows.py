@@ -46,6 +46,8 @@ def test_a_row_has_the_names_and_defaults_of_its_class(kind: str) -> None:
     defaults, (key, activation) = CONFIG_MAPPING[kind](), family.activation
     wanted = {name: default for name, (_, default) in family.keys.items() if (kind, name) not in OLDER | COMPUTED}
     wanted |= {key: activation} if key is not None else {}
+    share = (getattr(defaults, "rope_parameters", None) or {}).get("partial_rotary_factor")
+    assert family.by_type or share == family.share, f"{row_name(kind)}: share is {share} by default in {known.reader}"
     differing = [f"{name} is {getattr(defaults, name)!r}" for name in wanted if getattr(defaults, name) != wanted[name]]
     assert not differing, f"{row_name(kind)}: in {known.reader}, {', '.join(differing)} by default"
 
@@ -122,6 +124,16 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "share=0.25",
         'share=0.25, activation=("hidden_act", "sillu")',
         "activation: hidden_act: 'sillu' is not one of silu | swish | gelu | ",
+    ),
+    "name of a common key": (
+        "share=0.25",
+        'share=0.25, names={"haed_dim": None}',
+        "names: haed_dim is not a common key; did you mean `head_dim`?",
+    ),
+    "first key": (
+        "share=0.25",
+        'share=0.25, first={"n_embed": "hiden_size"}',
+        "first: hiden_size is not a common key; did you mean `hidden_size`?",
     ),
 }
 
