@@ -69,6 +69,7 @@ RUN = {
     "megatron-coca evaluate recall": "--cases 4 --diagnosed 2",
     "megatron-coca evaluate report runs/recall": "",
     "megatron-coca evaluate needle": f"--lengths 256 --depths 50 {RETRIEVAL}",
+    "megatron-coca evaluate margin": "--lengths 256 --facts 2 --num-documents 1",
     "megatron-coca evaluate ruler": f"--lengths 256 {RETRIEVAL}",
     "megatron-coca evaluate analyse": "--lengths 64,128 --num-documents 1 --pairs 16 --queries 8",
     "megatron-coca evaluate speed": "--lengths 64 --rounds 1",

@@ -39,7 +39,7 @@ from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.evaluation.multiples import in_tokens, is_multiple
-from megatron_coca.evaluation.stretch.measuring import last_loss
+from megatron_coca.evaluation.tasks.margin.measure import last_loss
 from megatron_coca.support.host import keep_freed_memory
 from tools.records import ChildProcess, append_records, benchmark_parser, compared
 

@@ -41,7 +41,7 @@ class Number:
             logarithmic axis.
         share: whether it lies between 0 and 1.
         tally: reads the cases behind it, with their Wilson interval.
-        sums: reads one sum per document, for paired comparisons.
+        sums: reads one sum per document, or one value per case, for paired comparisons.
         length: reads the length in tokens at which it was measured.
         published: the `metric` of its tables in published.yaml.
         learned: the number that one model must reach at some length. Otherwise no model has learned the task, and the

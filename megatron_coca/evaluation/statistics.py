@@ -141,15 +141,15 @@ def bootstrap_interval(differences: Sequence[float], inside: float = 0.95) -> tu
 
 
 def differ(nlls: Sequence[float], others: Sequence[float], inside: float = 0.95) -> bool:
-    """Return True if the interval of the difference between two models' nll sums over the same documents excludes 0.
+    """Return True if the interval of the difference between two models' nll sums excludes 0.
 
-    `inside` is its confidence.
+    `inside` is its confidence. One model can have sums of more documents; the documents that both have are compared.
     Both sums would be divided by the same number of tokens, which cannot change the sign of the difference. Return
     False for fewer than FEWEST_DOCUMENTS documents.
     """
     if min(len(nlls), len(others)) < FEWEST_DOCUMENTS:
         return False
-    differences = [one - other for one, other in zip(nlls, others, strict=True)]
+    differences = [one - other for one, other in zip(nlls, others, strict=False)]
     if not all(map(math.isfinite, differences)):
         return False
     low, high = bootstrap_interval(differences, inside)

@@ -107,7 +107,7 @@ class Metric:
         value = value_cell(series, self.at.format(*key), lambda each: self.of(each, column), self.show, self.log)
         if self.tally is not None:
             return self._tally_cell(series, key, value)
-        if self.sums is None:
+        if self.sums is None or value.value is None:
             return value
         sample = self._sample(series, key)
         if self.lowest and reference is not None and reference is not series:
@@ -128,10 +128,10 @@ class Metric:
         return replace(cell, detail=f"{low:.2f}–{high:.2f}", low=low, high=high)
 
     def _sample(self, series: Series, key: tuple[Any, ...]) -> tuple[float, ...]:
-        """Return the sum of every document, as a mean over the seeds; empty if no seed has the entry."""
+        """Return the sum of every document that all seeds have, as a mean over them; empty if no seed has the entry."""
         assert self.sums is not None
         sums = [self.sums(replicate.entries[key]) for replicate in series.replicates if key in replicate.entries]
-        return tuple(fmean(values) for values in zip(*sums, strict=True))
+        return tuple(fmean(values) for values in zip(*sums, strict=False))
 
 
 def metric_of(number: Number, at: str = "length {}", key: Callable[[int], tuple[Any, ...]] | None = None) -> Metric:

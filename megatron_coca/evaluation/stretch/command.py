@@ -6,33 +6,24 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.data import Tokenizer
-from megatron_coca.evaluation.documents import default_data, find_sources, tokens_of
 from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.stretch.choices import Method, chosen_methods, multiples_up_to
 from megatron_coca.evaluation.stretch.decision import decide
-from megatron_coca.evaluation.stretch.measuring import PROTOCOL
 from megatron_coca.evaluation.stretch.page import MARKDOWN, reason, write_page
 from megatron_coca.evaluation.stretch.plans import Plan, read_plan
 from megatron_coca.evaluation.stretch.records import RESULTS, MethodRecord, ResultFile, StretchSettings
 from megatron_coca.evaluation.stretch.running import Runner
 from megatron_coca.evaluation.subject import Evaluation, Subject, dtype_of
+from megatron_coca.evaluation.tasks.margin.measure import PROTOCOL, default_scored, read_documents
 from megatron_coca.evaluation.tasks.retrieval.prompts import PromptForm, Text
 from megatron_coca.support.arguments import ignoring
-from megatron_coca.support.console import Progress
 from megatron_coca.support.errors import InputError
 from megatron_coca.work.locks import exclusive_lock
 
 logger = logging.getLogger(__name__)
-
-MOST_SCORED = 1024
-"""Scored tokens per document; at most half of the training length."""
-DOCUMENTS = 4
-"""Most documents without --documents. Shorter data has fewer."""
 
 
 class Done(NamedTuple):
@@ -72,7 +63,7 @@ def _measure(args: Namespace) -> Done:
     tokenizer, length = evaluation.needed_tokenizer(), trained.model.seq_length
     lengths = [round(multiple * length) for multiple in multiples_up_to(args.to)]
     methods = chosen_methods(args.methods, args.to, length)
-    documents = read_documents(evaluation, args.data, lengths[-1] + 1, args.documents)
+    documents = read_documents(evaluation, args.data, lengths[-1] + 1, args.documents).arrays
     subjects, records = load_methods(evaluation, methods, ignored)
     form = prompt_form(tokenizer)
     header = subjects[0].header
@@ -82,7 +73,7 @@ def _measure(args: Namespace) -> Done:
         environment=header.environment,
         documents=hashlib.sha256(b"".join(tokens.astype("<i8").tobytes() for tokens in documents)).hexdigest(),
         count=len(documents),
-        scored=min(MOST_SCORED, length // 2),
+        scored=default_scored(evaluation),
         start=tokenizer.usual_start,
         chat=form.chat is not None,
         to=args.to,
@@ -133,43 +124,3 @@ def load_methods(
         else:
             records.append(MethodRecord(name=method.name, overrides={}, error=subject.reason))
     return subjects, records
-
-
-def read_documents(
-    evaluation: Evaluation, data: Sequence[str] | None, length: int, wanted: int | None
-) -> list[np.ndarray]:
-    """Return the first `wanted` documents of at least `length` tokens, truncated to it; None: up to DOCUMENTS.
-
-    If too few are long enough, the rest of the data is joined and divided. Raises EvaluationError if the data are too
-    short.
-    """
-    count = wanted or DOCUMENTS
-    names = list(data) if data else default_data(evaluation)
-    found: list[np.ndarray] = []
-    short: list[np.ndarray] = []
-    joined = 0
-    with Progress("reading documents", unit="documents") as progress:
-        for tokens in (each for source in find_sources(names) for each in tokens_of(source, evaluation.tokenizer)):
-            progress.advance()
-            if len(tokens) >= length:
-                found.append(tokens[:length])
-                tokens = tokens[length:]
-            if joined < count * length:
-                short.append(tokens)
-                joined += len(tokens)
-            if len(found) == count:
-                break
-    if len(found) < count and short:
-        together = np.concatenate(short)
-        parts = [together[start : start + length] for start in range(0, len(together) - length + 1, length)]
-        found += parts[: count - len(found)]
-    if not found:
-        raise EvaluationError(
-            f"{', '.join(names)}: has fewer than {length} tokens; name longer texts with --data, or lower --to"
-        )
-    if wanted is not None and len(found) < wanted:
-        raise EvaluationError(
-            f"{', '.join(names)}: has only {len(found)} times {length} tokens, not {count} times; name more texts "
-            "with --data, or lower --documents"
-        )
-    return found

@@ -19,7 +19,7 @@ from megatron_coca.evaluation.results import (
     write_record,
 )
 from megatron_coca.evaluation.statistics import exponential
-from megatron_coca.evaluation.stretch.measuring import CaseMargin
+from megatron_coca.evaluation.tasks.margin.task import CaseMargin
 
 RESULTS = "results.json"
 HOLDS = 1.10

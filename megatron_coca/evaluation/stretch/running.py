@@ -16,10 +16,10 @@ from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.stretch.decision import Key, open_facts, open_windows
-from megatron_coca.evaluation.stretch.measuring import FOILS, last_loss, make_cases, margins
 from megatron_coca.evaluation.stretch.records import Losses, ResultFile, Retrieval, StretchResult
 from megatron_coca.evaluation.subject import Subject
-from megatron_coca.evaluation.tasks.retrieval.prompts import Case, LengthError, PromptForm
+from megatron_coca.evaluation.tasks.margin.measure import FOILS, Cases, last_loss, make_cases, margins
+from megatron_coca.evaluation.tasks.retrieval.prompts import LengthError, PromptForm
 from megatron_coca.model import GPT
 from megatron_coca.support.console import Progress, duration, short, write
 
@@ -128,7 +128,7 @@ class Runner:
         self._skipped: list[Key] = []
         self._tokens = 0
         self._goals: dict[Key, Goal] = {}
-        self._made: dict[int, list[tuple[str, Case]]] = {}
+        self._made: dict[int, Cases] = {}
 
     def run(self, lengths: Sequence[int]) -> None:
         """Measure until everything is decided or planned, or until the budget is spent."""
@@ -303,7 +303,7 @@ class Runner:
         self._progress.begin(f"{subject.label}, {count} facts in {length} tokens")
         self._timed(subject, at, self.pace.facts(subject.label, length, missing), measure)
 
-    def _cases(self, length: int, count: int) -> list[tuple[str, Case]] | None:
+    def _cases(self, length: int, count: int) -> Cases | None:
         """Return the first `count` cases; None if the length is too short for them."""
         if len(self._made.get(length, ())) < count:
             try:

@@ -18,9 +18,9 @@ from megatron_coca.evaluation.statistics import (
 )
 from megatron_coca.evaluation.stretch.choices import PLAIN
 from megatron_coca.evaluation.stretch.decision import FEWEST, LOOKS, POWER, Decision, confidence
-from megatron_coca.evaluation.stretch.measuring import DIGITS, FOILS
 from megatron_coca.evaluation.stretch.plans import Plan, PlannedContrast, outcome_of, pairs_of, sequence
 from megatron_coca.evaluation.stretch.records import HOLDS, StretchResult
+from megatron_coca.evaluation.tasks.margin.measure import DIGITS, FOILS
 
 PICTURE = "stretch"
 """Name of the picture, without the end of its file name."""

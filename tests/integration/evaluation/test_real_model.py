@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import open_checkpoint
-from megatron_coca.evaluation.stretch.measuring import make_cases, margins
+from megatron_coca.evaluation.tasks.margin.measure import make_cases, margins
 from megatron_coca.evaluation.tasks.perplexity.measure import score_document
 from megatron_coca.evaluation.tasks.retrieval.prompts import PromptForm
 

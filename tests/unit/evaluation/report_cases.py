@@ -17,6 +17,7 @@ from megatron_coca.evaluation.statistics import wilson_interval
 from megatron_coca.evaluation.tasks.analysis.task import AnalysisResult
 from megatron_coca.evaluation.tasks.lm_eval.task import HarnessResult
 from megatron_coca.evaluation.tasks.longppl.task import LongPerplexityResult
+from megatron_coca.evaluation.tasks.margin.task import MarginResult
 from megatron_coca.evaluation.tasks.recall.task import RecallResult
 from megatron_coca.evaluation.tasks.retrieval.task import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.evaluation.tasks.speed.measure import KINDS_OF_WORK
@@ -273,6 +274,23 @@ def longppl(label: str, nlls: Mapping[int, float], documents: int = 4, keys: str
     return LongPerplexityResult.model_validate(content)
 
 
+def margin(label: str, margins: Mapping[int, float], facts: int = 8, documents: int = 4) -> MarginResult:
+    """Facts of each length, of which the ones with a positive margin are found, and the losses of all documents."""
+    pos_emb, overrides, _ = USES.get(label, ("rotary", {}, 0.0))
+    cells = []
+    for length, mean in margins.items():
+        own = [mean + 0.5 * (number % 4) - 0.75 for number in range(facts)]
+        cases = [
+            {"task": "passkey", "number": number, "tokens": length, "depth": 0.5, "margin": nats, "found": nats > 0}
+            for number, nats in enumerate(own)
+        ]
+        nlls = [3072.0 - 100 * mean + number for number in range(documents)]
+        cells.append({"length": length, "documents": 4, "scored": 1024, "cases": cases, "nlls": nlls})
+    protocol = {"text": "margins", "scored": 1024, "seed": 0}
+    content = {**header(label, pos_emb, overrides), "protocol": protocol, "documents": DOCUMENTS, "results": cells}
+    return MarginResult.model_validate(content)
+
+
 def speed() -> SpeedResult:
     times = {"rotary": 1.0, "coca": 1.06, "alibi": 1.3, "dense": 4.0}
     cells = [
@@ -368,6 +386,8 @@ def every_result() -> dict[str, Result]:
         )
     files["longbench"] = benchmark("RoFormer", {"longbench_qasper": 0.2, "longbench_lcc": 0.5}, cut=3)
     files["longppl"] = longppl("RoFormer", {8192: 2.5, 16384: 4.0})
+    files["margin_0"] = margin("RoFormer", {512: 9.0, 1024: 0.5, 2048: -3.0})
+    files["margin_1"] = margin("CoCA + dynamic NTK", {512: 8.0, 1024: 7.0}, facts=6, documents=3)
     files["needle"], files["analysis"] = needle("CoCA + dynamic NTK", lengths[:6]), analysis("RoFormer")
     return files
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from megatron_coca.config import Config, load_config
 from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord
 from megatron_coca.evaluation.stretch.choices import chosen_methods
-from megatron_coca.evaluation.stretch.measuring import PROTOCOL, CaseMargin
 from megatron_coca.evaluation.stretch.plans import Plan, read_plan
 from megatron_coca.evaluation.stretch.records import Losses, MethodRecord, Retrieval, StretchResult, StretchSettings
+from megatron_coca.evaluation.tasks.margin.measure import PROTOCOL
+from megatron_coca.evaluation.tasks.margin.task import CaseMargin
 
 TRAINED, SCORED = 8192, 1024
 LENGTHS = (8192, 16384, 32768)

@@ -26,8 +26,8 @@ from megatron_coca.evaluation.results import Cost, EvaluationError, Show, measur
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
 from megatron_coca.evaluation.tasks.recall.task import TRAINED, HeadScores, RecallEntry, RecallProtocol, RecallResult
 from megatron_coca.evaluation.tasks.retrieval import cases as tasks
-from megatron_coca.evaluation.tasks.retrieval.measure import noting_errors, tally, tally_fields
-from megatron_coca.evaluation.tasks.retrieval.task import Tally
+from megatron_coca.evaluation.tasks.retrieval.measure import noting_errors
+from megatron_coca.evaluation.tasks.retrieval.task import Tally, tally, tally_fields
 from megatron_coca.model import GPT
 from megatron_coca.support.console import Progress
 

@@ -1,7 +1,6 @@
 """`megatron-coca evaluate passkey`, `needle` and `ruler`: result files and the shared measurement."""
 
 import logging
-import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from megatron_coca.evaluation.chats import chat_record
 from megatron_coca.evaluation.documents import builtin_root
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cost, EvaluationError, Missing, Show, Store, measured
-from megatron_coca.evaluation.statistics import wilson_interval
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
 from megatron_coca.evaluation.tasks.answers import end_tokens, finished_by
 from megatron_coca.evaluation.tasks.retrieval import cases as tasks
@@ -41,7 +39,8 @@ from megatron_coca.evaluation.tasks.retrieval.task import (
     RetrievalProtocol,
     RulerResult,
     ScoredEntry,
-    Tally,
+    tally,
+    tally_fields,
 )
 from megatron_coca.model import (
     DYNAMIC_LENGTHS,
@@ -60,17 +59,6 @@ ANSWER_CHARACTERS = 160
 
 
 RetrievalResult = PasskeyResult | NeedleResult | RulerResult
-
-
-def tally_fields(scores: Sequence[float]) -> dict[str, Any]:
-    accuracy = math.fsum(scores) / len(scores)
-    low, high = wilson_interval(accuracy, len(scores))
-    correct = sum(score == 1 for score in scores)
-    return {"accuracy": accuracy, "correct": correct, "count": len(scores), "low": low, "high": high}
-
-
-def tally(scores: Sequence[float]) -> Tally | None:
-    return Tally(**tally_fields(scores)) if scores else None
 
 
 def make_entry(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredEntry:

@@ -1,6 +1,8 @@
 """`megatron-coca evaluate passkey`, `needle` and `ruler`: options and result files."""
 
+import math
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from megatron_coca.evaluation.options import (
     token_count,
 )
 from megatron_coca.evaluation.results import OPEN, Entry, Record, Result, Share
+from megatron_coca.evaluation.statistics import wilson_interval
 
 RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking")
 
@@ -46,6 +49,17 @@ class Tally(Record):
     count: int
     low: float
     high: float
+
+
+def tally_fields(scores: Sequence[float]) -> dict[str, Any]:
+    accuracy = math.fsum(scores) / len(scores)
+    low, high = wilson_interval(accuracy, len(scores))
+    correct = sum(score == 1 for score in scores)
+    return {"accuracy": accuracy, "correct": correct, "count": len(scores), "low": low, "high": high}
+
+
+def tally(scores: Sequence[float]) -> Tally | None:
+    return Tally(**tally_fields(scores)) if scores else None
 
 
 class CaseRecord(Record):

@@ -11,8 +11,8 @@ from megatron_coca.evaluation.contrasts import LEVEL, power
 from megatron_coca.evaluation.stretch import decision
 from megatron_coca.evaluation.stretch.choices import CHOICES, simplicity
 from megatron_coca.evaluation.stretch.decision import decide, open_facts, open_windows, separated_by
-from megatron_coca.evaluation.stretch.measuring import CaseMargin
 from megatron_coca.evaluation.stretch.records import HOLDS, StretchResult
+from megatron_coca.evaluation.tasks.margin.task import CaseMargin
 from tests.unit.evaluation.stretch_cases import SCORED, TRAINED, small_result
 
 AT = 2 * TRAINED

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_coca.evaluation.stretch import running
-from megatron_coca.evaluation.stretch.measuring import CaseMargin
 from megatron_coca.evaluation.stretch.records import MethodRecord, ResultFile, StretchResult
+from megatron_coca.evaluation.tasks.margin.task import CaseMargin
 from tests.unit.evaluation.stretch_cases import SCORED, TRAINED, settings_of
 
 METHODS = ("plain", "yarn", "rerope", "ntk")

@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_coca.evaluation.tasks.retrieval.cases import first_run, passkey_score, share_found
-from megatron_coca.evaluation.tasks.retrieval.measure import make_entry, tally
-from megatron_coca.evaluation.tasks.retrieval.task import CaseRecord, FactRecord, PasskeyEntry
+from megatron_coca.evaluation.tasks.retrieval.measure import make_entry
+from megatron_coca.evaluation.tasks.retrieval.task import CaseRecord, FactRecord, PasskeyEntry, tally
 
 
 @pytest.mark.parametrize(

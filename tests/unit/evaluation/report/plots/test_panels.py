@@ -173,7 +173,7 @@ def test_labels_of_every_section(tmp_path: Path) -> None:
     chosen = {name: result for name, result in every_result().items() if name != "needle"}
     built = sections(tmp_path, chosen)
     figures = [figure for section in built.values() for block in section.blocks for figure in block.figures]
-    assert len(figures) == 9
+    assert len(figures) == 12
     for figure in figures:
         check_labels(figure)
 
