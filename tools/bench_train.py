@@ -34,13 +34,13 @@ from megatron_coca.data import Batch
 from megatron_coca.evaluation.results import out_of_memory
 from megatron_coca.evaluation.subject import backend_record
 from megatron_coca.evaluation.tasks.speed.measure import interleaved, measured_peak
-from megatron_coca.model import LanguageModelLoss, build_model
+from megatron_coca.model import build_model
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
 from megatron_coca.support.errors import InputError
 from megatron_coca.support.host import keep_freed_memory
 from megatron_coca.training import launch
 from megatron_coca.training.checkpointing.saving import DTYPES
-from megatron_coca.training.engine import Engine, group
+from megatron_coca.training.engine import build_engine, group
 from megatron_coca.training.optimizer import build_optimizer
 from tools.records import ChildProcess, append_records, benchmark_parser, compared
 
@@ -120,8 +120,8 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
 def own_step(config: Config) -> tuple[Callable[[list[Tensor]], float], str]:
     """Return a function that runs an engine step like `megatron-coca train`, and the attention backend."""
     model = build_model(config, group.local_device()).train()
-    optimizer = build_optimizer(model, config.optimizer)
-    own_engine = Engine(LanguageModelLoss(model), optimizer, config, config.batch.resolve(1))
+    optimizer = partial(build_optimizer, config=config.optimizer)
+    own_engine = build_engine(model, optimizer, config, config.batch.resolve(1))
     step, backend = own_engine.train_step, backend_record(model, config, group.local_device(), trains=True)
     return lambda micro_batches: step([Batch(batch.numpy()) for batch in micro_batches], RATE).loss, backend
 

@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, Sampling, build_model, static_decoding
 from megatron_coca.model.generate import TokenChoice
 from megatron_coca.training import launch, run
-from megatron_coca.training.engine import Engine, group, state
+from megatron_coca.training.engine import DeepSpeedEngine, build_engine, group, state
 from megatron_coca.training.optimizer import build_optimizer
 from tests.pretend import order
 from tests.pretend.build import BUILT
@@ -68,9 +69,8 @@ def load(inputs: Sequence[str], *keys: str) -> Config:
 def engine_step(config: Config, ranks: int = 1) -> Callable[[], object]:
     """Return one optimizer step of the engine that `train.py` uses, on random tokens."""
     model = build_model(config, group.local_device()).train()
-    optimizer = build_optimizer(model, config.optimizer)
     sizes = config.batch.resolve(ranks)
-    engine = Engine(LanguageModelLoss(model), optimizer, config, sizes)
+    engine = build_engine(model, partial(build_optimizer, config=config.optimizer), config, sizes)
     tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=(sizes.micro, config.model.seq_length + 1))
     return lambda: engine.train_step([Batch(tokens) for _ in range(sizes.accumulation)], RATE)
 
@@ -301,11 +301,11 @@ class _Measured(Exception):
 def loop(inputs: Sequence[str]) -> Counters:
     """The training loop of `train.py` with loading, guard and reports, counted over ten steps."""
     prepare()
-    taken, before = Engine.train_step, 0
+    taken, before = DeepSpeedEngine.train_step, 0
     contexts: list[Any] = []
     records: list[Record] = []
 
-    def train_step(engine: Engine, *arguments: Any) -> Any:
+    def train_step(engine: DeepSpeedEngine, *arguments: Any) -> Any:
         nonlocal before
         before += 1
         if before == WARMUP + 1:
@@ -316,7 +316,7 @@ def loop(inputs: Sequence[str]) -> Counters:
             raise _Measured
         return taken(engine, *arguments)
 
-    Engine.train_step = train_step  # type: ignore[method-assign]
+    DeepSpeedEngine.train_step = train_step  # type: ignore[method-assign]
     with contextlib.suppress(_Measured), tempfile.TemporaryDirectory(dir=BUILT) as save:
         keys = (f"train_iters={2 * REPORTED}", f"log_interval={REPORTED}", f"save={save}/run")
         run.fit(load(inputs, *keys))

@@ -1,4 +1,4 @@
-"""The only package that imports DeepSpeed: the process group of a run, and the engine that trains a model in it."""
+"""The only package that imports DeepSpeed: the process group of a run, and the engines that train a model in it."""
 
 import os
 
@@ -7,5 +7,7 @@ import torch
 # DeepSpeed looks for an accelerator when it is imported, and warns if it finds none.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-from megatron_coca.training.engine.engine import Engine, StepResult, build_engine, deepspeed_config
+from megatron_coca.training.engine.build import build_engine
+from megatron_coca.training.engine.deepspeed_engine import DeepSpeedEngine, deepspeed_config
 from megatron_coca.training.engine.label_weights import HeldOutLoss, label_weights
+from megatron_coca.training.engine.protocol import Engine, StepResult

@@ -1,7 +1,7 @@
-"""Weights and optimizer states in DeepSpeed's optimizers, as pieces of named parameters.
+"""Weights and optimizer states in the memory of an engine, as pieces of named parameters.
 
-DeepSpeed flattens parameters and assigns each rank a range of the result. The layout depends on the ZeRO stage;
-`LAYOUTS` in deepspeed_internals.py finds the ranges.
+Both engines flatten parameters and assign each rank a range of the result. The layout depends on the engine and on the
+ZeRO stage; `LAYOUTS` in deepspeed_internals.py finds the ranges.
 """
 
 import re
@@ -82,6 +82,18 @@ def packed_pieces(pieces: Iterable[StatePiece], packed: Mapping[str, Packed]) ->
             yield piece
 
 
+def model_pieces(optimizer: Any, names: Names, model: ModelConfig) -> list[StatePiece]:
+    """Return this rank's pieces of every parameter of the model; see `pieces`."""
+    return list(packed_pieces(pieces(optimizer, names), packed_parameters(names, model)))
+
+
+def local_shapes(names: Names, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape on this rank of every parameter of the model."""
+    packed = packed_parameters(names, model)
+    shapes = {name: internals.whole_shape(weight) for weight, name in names.items() if name not in packed}
+    return shapes | {projection.name: projection.shape for projection in packed.values()}
+
+
 def _moments(optimizer: Any) -> tuple[str, ...]:
     return next(names for kind, names in MOMENTS.items() if isinstance(internals.torch_optimizer(optimizer), kind))
 
@@ -96,7 +108,7 @@ def _state(optimizer: Any, flat: Tensor) -> dict[str, Any]:
 
 
 def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
-    """Return this rank's pieces of every named parameter; `optimizer` is DeepSpeed's or, without ZeRO, PyTorch's.
+    """Return this rank's pieces of every named parameter; `optimizer` is an object of a class in `LAYOUTS`.
 
     Frozen parameters have only weights, in the training dtype. ZeRO 1 and 2 do not partition these: one of the ranks
     that have a copy of the parameter returns it, and `refresh` sends it to the other ranks.

@@ -45,7 +45,7 @@ from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.training import launch
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.engine import Engine
+from megatron_coca.training.engine import DeepSpeedEngine
 from megatron_coca.training.optimizer import build_optimizer
 
 def tensor_bytes():
@@ -61,7 +61,7 @@ for case in json.loads(sys.argv[2]):
     config = load_config([], keys | case)
     model = build_model(config).train()
     sizes = config.batch.resolve(dist.world_size())
-    engine = Engine(LanguageModelLoss(model), build_optimizer(model, config.optimizer), config, sizes)
+    engine = DeepSpeedEngine(LanguageModelLoss(model), build_optimizer(model, config.optimizer), config, sizes)
     tokens = np.zeros((1, config.model.seq_length + 1), dtype=np.int64)
     for _ in range(2):
         engine.train_step([Batch(tokens)] * sizes.accumulation, 1e-3)

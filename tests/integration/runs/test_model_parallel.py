@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import torch
 from megatron_coca.checkpoints.native.state import file_name, write_pieces
 from megatron_coca.config import Config, load_config
 from megatron_coca.data import Batch, DrawnPositions
-from megatron_coca.model import LanguageModelLoss, build_model
+from megatron_coca.model import build_model
 from megatron_coca.training import randomness
-from megatron_coca.training.engine import Engine
+from megatron_coca.training.engine import build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.topology import Topology
@@ -191,9 +192,8 @@ def trained(keys: Mapping[str, Any], folder: Path) -> list[list[float]]:
     place, copies = topology.coordinates(dist.rank()), topology.data
     model = build_model(config)
     randomness.seed_everything(config.seed, topology.random_stream(dist.rank()))
-    engine = Engine(
-        LanguageModelLoss(model.train()), build_optimizer(model, config.optimizer), config, config.batch.resolve(copies)
-    )
+    optimizer = partial(build_optimizer, config=config.optimizer)
+    engine = build_engine(model.train(), optimizer, config, config.batch.resolve(copies))
     steps = [engine.train_step(batches(config, step, place.data, copies), RATE) for step in range(STEPS)]
     evaluated = engine.mean_loss(batches(config, STEPS, place.data, copies)).mean
     places = engine.parameter_slices()

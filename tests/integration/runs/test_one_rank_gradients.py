@@ -42,14 +42,15 @@ from megatron_coca.config import load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.training import launch
-from megatron_coca.training.engine import Engine, deepspeed_internals
+from megatron_coca.training.engine import DeepSpeedEngine, deepspeed_internals
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.optimizer import build_optimizer
 
 def trained(config):
     torch.manual_seed(0)
     model = build_model(config).train()
-    engine = Engine(LanguageModelLoss(model), build_optimizer(model, config.optimizer), config, config.batch.resolve(1))
+    optimizer = build_optimizer(model, config.optimizer)
+    engine = DeepSpeedEngine(LanguageModelLoss(model), optimizer, config, config.batch.resolve(1))
     draw, found = np.random.default_rng(0), []
     for _ in range(3):
         tokens = [Batch(draw.integers(0, 300, (2, 33))) for _ in range(2)]

@@ -11,7 +11,7 @@ from megatron_coca.config import Config, load_config
 from megatron_coca.data import DrawnPositions
 from megatron_coca.model import GPT, LanguageModelLoss, build_model
 from megatron_coca.model.pipeline import PipelineStage, Span, StageInput, layer_weights
-from megatron_coca.training.engine.engine import cut
+from megatron_coca.training.engine.deepspeed_engine import cut
 
 KEYS: dict[str, Any] = {
     "num_layers": 4,

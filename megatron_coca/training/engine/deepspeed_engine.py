@@ -1,13 +1,13 @@
-"""The training engine: trains a model with DeepSpeed (ZeRO 0 to 3; tensor, sequence and pipeline parallelism)."""
+"""The engine that trains a model with DeepSpeed (ZeRO 0 to 3; tensor, sequence and pipeline parallelism)."""
 
 import contextlib
 import io
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import torch
@@ -28,12 +28,14 @@ from megatron_coca.checkpoints.native.state import (
 )
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Batch
-from megatron_coca.model import GPT, LanguageModelLoss
+from megatron_coca.model import GPT
 from megatron_coca.model.pipeline import PipelineStage, StageInput, layer_weights
 from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.engine import state
-from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, world_size
+from megatron_coca.training.engine.group import everyone_succeeded, mean_over_ranks, world_size
+from megatron_coca.training.engine.inputs import module_inputs
 from megatron_coca.training.engine.label_weights import HeldOutLoss, StepLabels, step_labels
+from megatron_coca.training.engine.protocol import StepResult
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.topology import zero_section
 
@@ -126,27 +128,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
     return nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
 
 
-class StepResult(NamedTuple):
-    """The outcome of one optimizer step.
-
-    Attributes:
-        loss: mean over the labels of all ranks, in nats per token. Without labels, the loss and all gradients are 0.
-        grad_norm: global gradient norm before clipping; None if the fp16 loss scaler found an overflow.
-        skipped: whether the weights were left unchanged.
-        labels: number of labels on all ranks.
-    """
-
-    loss: float
-    grad_norm: float | None
-    skipped: bool
-    labels: int
-
-
-class Engine:
-    """Runs forward pass, backward pass, gradient reduction, clipping and optimizer step, and exposes their state."""
+class DeepSpeedEngine:
+    """The engine that trains with DeepSpeed; `protocol.py` describes the methods."""
 
     copies: frozenset[str] = frozenset()
-    """Names of the parameters that another rank of this model has a copy of and saves."""
 
     def __init__(
         self,
@@ -248,20 +233,18 @@ class Engine:
         """Return the loss on held-out samples. Every rank must call this."""
         self._engine.eval()
         counted = step_labels(micro_batches, self._data_ranks)
-        losses = [self._engine(**arguments).double() for arguments in self._inputs(micro_batches, counted)]
+        inputs = module_inputs(micro_batches, counted, self.device)
+        losses = [self._engine(**arguments).double() for arguments in inputs]
         self._engine.train()
         return HeldOutLoss(float(mean_over_ranks(torch.stack(losses).mean())), counted.labels)
 
     def pieces(self) -> list[StatePiece]:
         """Return this rank's weights and optimizer states as views of the engine's own memory."""
-        pieces = state.pieces(self._engine.optimizer, self._names)
-        return list(state.packed_pieces(pieces, state.packed_parameters(self._names, self._config.model)))
+        return state.model_pieces(self._engine.optimizer, self._names, self._config.model)
 
     def parameter_slices(self) -> dict[str, ParameterSlice]:
         """Return, for every parameter, its shape on this rank and this rank's slice of the whole parameter."""
-        packed = state.packed_parameters(self._names, self._config.model)
-        shapes = {name: internals.whole_shape(weight) for weight, name in self._names.items() if name not in packed}
-        shapes |= {projection.name: projection.shape for projection in packed.values()}
+        shapes = state.local_shapes(self._names, self._config.model)
         return {name: ParameterSlice(shape, self._tensor_shard(name)) for name, shape in shapes.items()}
 
     def counters(self) -> dict[str, float]:
@@ -297,23 +280,7 @@ class Engine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._counted = step_labels(micro_batches, self._data_ranks)
-        return self._inputs(micro_batches, self._counted)
-
-    def _inputs(self, micro_batches: Sequence[Batch], counted: StepLabels) -> Iterator[dict[str, Any]]:
-        """Yield the keyword arguments of the trained module for each micro-batch."""
-        for batch, weight in zip(micro_batches, counted.weights, strict=True):
-            yield {**self._tensors(batch), "loss_weight": weight}
-
-    def _tensors(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the arrays of a batch as tensors on the module's device. Documents and positions stay on the host,
-        because the model reads their values and would otherwise have to wait for the device.
-        """
-        tensors = {name: torch.from_numpy(array) for name, array in vars(batch).items() if array is not None}
-        tensors["samples"] = tensors.pop("tokens")
-        if torch.cuda.is_available():  # only copies from pinned memory overlap with computation
-            for name in tensors.keys() - {"documents", "positions"}:
-                tensors[name] = tensors[name].pin_memory().to(self.device, non_blocking=True)
-        return tensors
+        return module_inputs(micro_batches, self._counted, self.device)
 
     def _accepts_step(self) -> bool:
         """Decide whether the optimizer may change weights. ZeRO calls this once per parameter group."""
@@ -399,7 +366,7 @@ def _head_shard(config: Config) -> HeadShard:
     return WHOLE
 
 
-class PipelineEngine(Engine):
+class PipelineEngine(DeepSpeedEngine):
     """An engine for one pipeline stage (ZeRO 0 and 1). Every rank must make the same calls, with the micro-batches of
     its data-parallel copy. Every pipeline stage reads the micro-batches; only hidden states are sent between stages.
 
@@ -433,7 +400,7 @@ class PipelineEngine(Engine):
     def mean_loss(self, micro_batches: Sequence[Batch]) -> HeldOutLoss:
         """Return the loss on held-out samples; see `Engine.mean_loss`."""
         counted, count = step_labels(micro_batches, self._data_ranks), len(micro_batches)
-        batches = self._feed(self._inputs(micro_batches, counted))
+        batches = self._feed(module_inputs(micro_batches, counted, self.device))
         self._engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=count)
         self._engine.module.train()
         return HeldOutLoss(float(self._mean_loss()), counted.labels)
@@ -495,30 +462,3 @@ def _pipeline_module(stage: PipelineStage) -> PipelineModule:
 
 def _identity(x: Tensor) -> Tensor:
     return x
-
-
-def build_engine(
-    model: GPT,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    config: Config,
-    sizes: BatchSizes,
-    stage: int,
-) -> Engine:
-    """Build the engine that trains `model` or this rank's pipeline stage of it. Every rank must call this.
-
-    The weights of `model` are in host memory. `optimizer` builds the optimizer for the trained parameters of a module.
-
-    Raises:
-        ConfigError: DeepSpeed does not support the configuration, or a pipeline stage has no weights to train.
-    """
-    if config.parallel.pipe_parallel_size <= 1:
-        whole = LanguageModelLoss(model.to(local_device()))
-        return Engine(whole, optimizer(whole), config, sizes)
-    own = cut(model, config, stage).to(local_device())
-    if not everyone_succeeded(any(parameter.requires_grad for parameter in own.parameters())):
-        raise ConfigError(
-            f"trainable: with {', '.join(config.optimizer.trainable or ())}, one of the "
-            f"{config.parallel.pipe_parallel_size} pipeline stages has no weights to train; use fewer stages "
-            "(pipe_parallel_size), another pipe_partition_method, or tensor, sequence or data parallelism"
-        )
-    return PipelineEngine(own, optimizer(own), config, sizes)
