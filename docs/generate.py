@@ -293,7 +293,8 @@ BACKENDS_INTRODUCTION = """\
 `attention_backend` names one of these backends, or `auto`. `auto` selects the first backend that supports the model, in
 this order: {automatic}. For packed documents that must not attend to each other, and for biases without a formula in
 our kernels, such as `rpe`, `auto` tries `flex` first until our kernels are measured (`PREFERRED` in
-`attention/build.py`); for other biases of the distance it tries `triton`. If a named backend does not support the
+`attention/build.py`); for other biases of the distance it tries `triton`. For pairs of two bands, such as ReRoPE's, it
+selects `triton` on a GPU until `merge` has been timed there. If a named backend does not support the
 model, the run stops and shows the reason; it does not fall back to another backend. A number in a table refers to a
 reason below the table.
 

@@ -50,7 +50,7 @@ BACKENDS: dict[str, DeclaredBackend] = {
 }
 AUTOMATIC = {"cuda": ("sdpa", "triton", "flex", "merge"), "cpu": ("sdpa", "merge")}
 """Candidates for `auto` by device type, in order of preference; `PREFERRED` in attention/build.py has exceptions.
-`triton` comes before `merge` because it needs 5 kernel launches instead of 178 (docs/attention.md). On the CPU,
-`triton` would run in Triton's slow interpreter. `reference` is never chosen automatically, because it needs O(N^2)
-memory.
+`triton` comes before `merge` because it needs 5 kernel launches instead of 23 (docs/attention.md), and `merge` has not
+been timed on a GPU. On the CPU, `triton` would run in Triton's slow interpreter. `reference` is never chosen
+automatically, because it needs O(N^2) memory.
 """

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
-from megatron_coca.attention.backends.sdpa import flash_op
+from megatron_coca.attention.backends.sdpa import CudaFlash, flash_op
 from megatron_coca.attention.inputs import AttentionInputs, Band, Segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -17,6 +17,7 @@ BANDS = {
     "near and far": (Band(0, 64), Band(64)),
     "odd window": (Band(0, 100), Band(100)),
     "three": (Band(0, 32), Band(32, 200), Band(200, None, first_keys=10)),
+    "first keys": (Band(0, 64), Band(64, None, first_keys=10)),
     "window": (Band(0, 96),),
     "chunks": (Band(0, 1, chunk=100), Band(1, 2, chunk=100), Band(2, chunk=100)),
     "narrow window": (Band(0, 2), Band(2)),
@@ -61,10 +62,16 @@ def dense(inputs: AttentionInputs) -> Tensor:
 
 
 @DTYPES
+@pytest.mark.parametrize("windows", [True, False])
 @pytest.mark.parametrize(("length", "past"), [(512, 0), (1000, 0), (1000, 1), (1000, 333), (1000, 999)])
 @pytest.mark.parametrize("name", BANDS)
-def test_values_and_gradients(name: str, length: int, past: int, dtype: torch.dtype) -> None:
-    """Errors at most twice those of dense attention in the same dtype, both against float64."""
+def test_values_and_gradients(
+    name: str, length: int, past: int, windows: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors at most twice those of dense attention in the same dtype, both against float64. Deterministic runs have no
+    windows.
+    """
+    monkeypatch.setattr(CudaFlash, "windows", windows)
     torch.manual_seed(0)
     bands = BANDS[name]
     operands = [normal(KV_HEADS, length, dtype)]
@@ -91,6 +98,22 @@ def test_a_kernel_alone(length: int, causal: bool, dtype: torch.dtype) -> None:
     if causal:
         scores = scores.masked_fill(torch.ones(length, length, device="cuda").triu(1).bool(), -torch.inf)
     assert lse.shape == (BATCH, HEADS, length)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-2)
+    assert error(out.double(), scores.softmax(-1) @ wide_v) < 0.01
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("queries", "keys", "window"), [(250, 250, 1), (250, 250, 100), (33, 250, 100), (33, 250, 250)]
+)
+def test_a_window_alone(queries: int, keys: int, window: int, dtype: torch.dtype) -> None:
+    """The windows of the last query and of the last key end at the same place."""
+    torch.manual_seed(0)
+    q, k, v = (normal(heads, rows, dtype) for heads, rows in ((HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys)))
+    out, lse = flash_op(q).forward(q, k, v, True, SCALE, window)
+    wide_k, wide_v = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    own, key = torch.arange(keys - queries, keys, device="cuda")[:, None], torch.arange(keys, device="cuda")
+    scores = (q.double() @ wide_k.mT * SCALE).masked_fill((key > own) | (key <= own - window), -torch.inf)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-2)
     assert error(out.double(), scores.softmax(-1) @ wide_v) < 0.01
 

@@ -83,6 +83,7 @@ SCENARIOS: dict[str, Scenario] = {
     **{f"layer: {name}": Scenario("layers", (*MODEL, *keys)) for name, keys in METHODS.items()},
     "layer: pope": Scenario("layers", (*MODEL, "pos_emb=pope")),
     "layer: pope + rerope": Scenario("layers", (*MODEL, "pos_emb=pope", *METHODS["coca + rerope"])),
+    "layer: coca + rerope, merge": Scenario("layers", (*MODEL, *METHODS["coca + rerope"], "attention_backend=merge")),
     "layer: packed": Scenario("layers", (*MODEL, "reset_attention_mask=true", "attention_backend=triton")),
     "loss head": Scenario("loss_head", MODEL),
     **{f"decode: {name}": Scenario("decode", (*MODEL, *keys)) for name, keys in METHODS.items()},

@@ -37,6 +37,7 @@ ATTENTION: dict[str, tuple[str, Case]] = {
     "flex, packed documents": ("flex", Case(512, documents=5, **HEADS)),
     "flex, linear bias": ("flex", Case(512, formula="linear", **HEADS)),
     "merge, two segments": ("merge", Case(500, window=100, far=True, **HEADS)),
+    "merge, window": ("merge", Case(500, window=100, **HEADS)),
     "triton, window": ("triton", Case(500, window=100, **HEADS)),
     "triton, window and first keys": ("triton", Case(500, window=100, far=True, first_keys=4, **HEADS)),
     "triton, logarithmic bias": ("triton", Case(500, formula="log", **HEADS)),

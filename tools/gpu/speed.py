@@ -47,6 +47,7 @@ from tools.records import compared
 
 MODEL = ROOT / "configs/350M/roformer_coca.yml"
 REROPE = {"relative_positions": {"type": "rerope", "window": 256}}
+LM_INFINITE = {"type": "lm_infinite", "window": 256}
 METHODS: dict[str, dict[str, Any]] = {
     "rotary": {"pos_emb": "rotary"},
     "coca": {"pos_emb": "coca"},
@@ -62,6 +63,8 @@ CANDIDATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "alibi": ({"pos_emb": "alibi"}, ("flex", "triton")),
     "kerple_log": ({"pos_emb": "kerple_log"}, ("flex", "triton")),
     "rerope": ({"pos_emb": "rotary", **REROPE}, ("triton", "merge")),
+    "lm_infinite": ({"pos_emb": "rotary", "relative_positions": LM_INFINITE}, ("triton", "merge")),
+    "sliding_window": ({"pos_emb": "rotary", "sliding_window_width": 256}, ("triton", "merge")),
     "coca": ({"pos_emb": "coca"}, ("sdpa", "triton", "flex")),
     "pope": ({"pos_emb": "pope"}, ("sdpa", "triton")),
 }

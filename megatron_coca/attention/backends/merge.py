@@ -1,137 +1,24 @@
 """Attention over several segments: flash calls without masks, merged by their log-sum-exp. It needs O(N) memory and
 computes each pair once.
 
-The visible pairs are divided into pieces that need no mask. A row's output is the sum of its pieces' outputs, each
-weighted by its share of the softmax denominator. The backward pass calls the flash kernel's backward for each piece
-with the merged output and log-sum-exp, so the softmax weights are those of the complete row and the gradients are
-exact.
+The visible pairs are divided into pieces that need no mask. Where the kernel has windows, a band of distances is one
+piece. A row's output is the sum of its pieces' outputs, each weighted by its share of the softmax denominator. The
+backward pass calls the flash kernel's backward for each piece with the merged output and log-sum-exp, so the softmax
+weights are those of the complete row and the gradients are exact.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any, Literal
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_coca.attention.backends.gated import attend_gated
+from megatron_coca.attention.backends.pieces import BlockPiece, cover
 from megatron_coca.attention.backends.sdpa import flash_op, with_key_heads
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, attend_by_document, attend_padded
 from megatron_coca.kernels.custom_op import operation
-
-Shape = Literal["full", "lower", "upper"]
-
-
-@dataclass(frozen=True)
-class BlockPiece:
-    """`blocks` equal blocks of `rows` consecutive queries and `columns` consecutive keys, `step` tokens apart.
-
-    `query` and `key` are the indices of the first query row and first key of the first block. `shape` says which pairs
-    of a block are visible. `full`: all pairs. `lower`: pairs with column <= row, which is causal. `upper`: pairs with
-    column >= row, which is causal if queries and keys are reversed.
-    """
-
-    query: int
-    key: int
-    rows: int
-    columns: int
-    shape: Shape = "full"
-    blocks: int = 1
-    step: int = 0
-
-
-@lru_cache(maxsize=256)
-def cover(band: Band, past: int, length: int) -> tuple[BlockPiece, ...]:
-    """Return the pieces of `band` for queries `past` to `length` and keys 0 to `length`. They cover every visible pair
-    exactly once and no other pair.
-
-    With row = m - low, the query at token m sees the keys row - width < n <= row, limited to the band's first keys.
-    From row to row, the range of visible keys first grows by one. Then it slides, or stays if `first_keys` ends before
-    `width`. Finally it shrinks.
-    """
-    if band.chunk is not None:
-        return tuple(_fold(_chunks(band, band.chunk, past, length)))
-    stop = length - band.low
-    start = max(past - band.low, 0)
-    width = stop if band.high is None else min(band.high - band.low, stop)
-    first = stop if band.first_keys is None else min(band.first_keys, stop)
-    inner, outer = sorted((width, first))
-    pieces = [*_growing(start, min(inner, stop))]
-    if width < first:
-        pieces += _sliding(max(start, width), first, width)
-    else:
-        pieces += _rectangle(max(start, first), min(width, stop), 0, first)
-    below = max(start, outer)
-    pieces += _shrinking(below, stop, below - width + 1, first)
-    offset = band.low - past
-    return tuple(_fold(replace(piece, query=piece.query + offset) for piece in pieces))
-
-
-def _chunks(band: Band, size: int, past: int, length: int) -> Iterator[BlockPiece]:
-    """Yield the pieces for a band of chunks: a query sees earlier chunks and the keys of its own chunk up to itself."""
-    for start in range(past // size * size, length, size):
-        top, bottom = max(start, past), min(start + size, length)
-        left = 0 if band.high is None else max(start - (band.high - 1) * size, 0)
-        right = top if band.low == 0 else max(start - (band.low - 1) * size, 0)
-        pieces = [*_rectangle(top, bottom, left, right)]
-        if band.low == 0:
-            pieces += _triangle(top, top, bottom - top, "lower")
-        yield from (replace(piece, query=piece.query - past) for piece in pieces)
-
-
-def _rectangle(top: int, bottom: int, left: int, right: int) -> Iterator[BlockPiece]:
-    if top < bottom and left < right:
-        yield BlockPiece(top, left, bottom - top, right - left)
-
-
-def _triangle(top: int, left: int, size: int, shape: Shape) -> Iterator[BlockPiece]:
-    if size > 0:
-        yield BlockPiece(top, left, size, size, shape if size > 1 else "full")
-
-
-def _growing(top: int, bottom: int) -> Iterator[BlockPiece]:
-    """Yield the pieces for rows m that see the keys 0 to m."""
-    if bottom == top + 1:
-        yield from _rectangle(top, bottom, 0, bottom)
-    elif bottom > top:
-        yield from _triangle(top, top, bottom - top, "lower")
-        yield from _rectangle(top, bottom, 0, top)
-
-
-def _sliding(top: int, bottom: int, width: int) -> Iterator[BlockPiece]:
-    """Yield the pieces for rows m >= width that see the `width` keys up to m: two triangles per `width` rows."""
-    for row in range(top, bottom, width):
-        end = min(row + width, bottom)
-        if end == row + 1:
-            yield from _rectangle(row, end, row - width + 1, end)
-        else:
-            yield from _triangle(row, row, end - row, "lower")
-            yield from _shrinking(row, end, row - width + 1, row)
-
-
-def _shrinking(top: int, bottom: int, left: int, right: int) -> Iterator[BlockPiece]:
-    """Yield the pieces for rows top + i that see the keys left + i to right - 1."""
-    size = min(bottom - top, right - left)
-    yield from _triangle(top, left, size, "upper")
-    yield from _rectangle(top, top + size, left + size, right)
-
-
-def _fold(pieces: Iterator[BlockPiece]) -> Iterator[BlockPiece]:
-    """Combine equal pieces at equal steps along the diagonal into one piece with several blocks."""
-    groups: dict[tuple[int, int, int, Shape], list[BlockPiece]] = {}
-    for piece in pieces:
-        groups.setdefault((piece.query - piece.key, piece.rows, piece.columns, piece.shape), []).append(piece)
-    for run, *rest in groups.values():
-        for piece in rest:
-            distance = piece.query - run.query
-            if distance == run.blocks * (run.step or distance):
-                run = replace(run, blocks=run.blocks + 1, step=run.step or distance)
-            else:
-                yield run
-                run = piece
-        yield run
-
 
 MAX_CUDA_HEAD_DIM = 256
 
@@ -206,8 +93,8 @@ def _restore(x: Tensor, piece: BlockPiece) -> Tensor:
 class _Accumulator:
     """A tensor [batch, heads, length, ...] to which pieces are added, and a record of the rows written so far.
 
-    The tensor is not cleared first: the first piece of a row is copied, not added. For ReRoPE this avoids clearing and
-    reading most of the tensor.
+    The tensor is not cleared first: the first piece of a row is copied, not added, and a piece with all rows replaces
+    the tensor. For ReRoPE this avoids clearing and reading most of the tensor.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -219,17 +106,27 @@ class _Accumulator:
         rows that were not written before to `fill`, and return False.
         """
         spans = [(start + block * piece.step, start + block * piece.step + size) for block in range(piece.blocks)]
-        first = not any(any(self._written[low:high]) for low, high in spans)
+        first = all(self._written.find(1, low, high) < 0 for low, high in spans)
         for low, high in spans:
             if not first:
                 self._fill(low, high, fill)
             self._written[low:high] = bytes([1]) * (high - low)
         return first
 
+    def put(self, result: Tensor, piece: BlockPiece, start: int, size: int) -> None:
+        """Write a kernel result to the rows of a piece."""
+        result, like = _restore(result, piece), self.tensor
+        if size == like.shape[2] and result.dtype == like.dtype and result[:, 0].stride() == like.stride():
+            self.tensor = result[:, 0]
+        else:
+            _view(like, piece, start, size).copy_(result)
+
     def add(self, result: Tensor, piece: BlockPiece, start: int, size: int) -> None:
         """Add a kernel result to the rows of a piece."""
-        view, result = _view(self.tensor, piece, start, size), _restore(result, piece)
-        view.copy_(result) if self.first(piece, start, size) else view.add_(result)
+        if self.first(piece, start, size):
+            self.put(result, piece, start, size)
+        else:
+            _view(self.tensor, piece, start, size).add_(_restore(result, piece))
 
     def finished(self) -> Tensor:
         """Return the tensor, with zeros in the rows that no piece has written."""
@@ -244,6 +141,14 @@ class _Accumulator:
             low = end
 
 
+def _sum_dtype(x: Tensor, spans: Sequence[tuple[int, int]], others: int = 0) -> torch.dtype:
+    """Return the dtype in which terms in the dtype of `x` are summed: each is added to the rows of a span (start,
+    size), and `others` are added to all rows. A sum of two terms is rounded once in any case.
+    """
+    terms = max((sum(low <= start < low + size for low, size in spans) for start, _ in spans), default=0)
+    return x.dtype if terms + others <= 2 else torch.promote_types(x.dtype, torch.float32)
+
+
 def merge(
     scale: float, bands: Sequence[int], value: Tensor, operands: Sequence[Tensor], sinks: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -253,27 +158,38 @@ def merge(
     empty or one tensor [heads], which is included in the log-sum-exp.
     """
     op, query = flash_op(value), operands[0]
-    out, lse = (_Accumulator(x) for x in _results(value, query))
-    for index, piece in _pieces(bands, query, value):
+    pieces = _pieces(bands, query, value, op.windows)
+    dtype = _sum_dtype(query, [piece.query_span for _, piece in pieces], len(sinks))
+    out, lse = (_Accumulator(x) for x in _results(value, query, dtype))
+    for index, piece in pieces:
         q, k = operands[2 * index : 2 * index + 2]
-        results = op.forward(_queries(q, piece), _keys(k, piece), _keys(value, piece), piece.shape != "full", scale)
-        piece_out, piece_lse = (_restore(x, piece) for x in results)
-        rows, totals = (_view(x.tensor, piece, piece.query, piece.rows) for x in (out, lse))
-        first = out.first(piece, piece.query, piece.rows)
-        lse.first(piece, piece.query, piece.rows, -torch.inf)
-        if first:
-            rows.copy_(piece_out)
-            totals.copy_(piece_lse)
+        piece_out, piece_lse = op.forward(
+            _queries(q, piece), _keys(k, piece), _keys(value, piece), piece.shape != "full", scale, piece.window
+        )
+        span = (piece, piece.query, piece.rows)
+        lse.first(*span, fill=-torch.inf)
+        if out.first(*span):
+            out.put(piece_out, *span)
+            lse.put(piece_lse, *span)
         else:
             # The piece's share is exp(piece_lse) / (exp(lse) + exp(piece_lse)): 1 for a row that has seen no keys yet,
             # and never NaN, because every row of a piece sees a key.
-            rows.lerp_(piece_out.to(rows.dtype), torch.sigmoid(piece_lse - totals)[..., None])
+            totals, piece_lse = _view(lse.tensor, *span), _restore(piece_lse, piece)
+            _move(_view(out.tensor, *span), _restore(piece_out, piece), torch.sigmoid(piece_lse - totals)[..., None])
             totals.copy_(torch.logaddexp(totals, piece_lse))
     for sink in sinks:  # like one more piece, whose output is 0
         score = sink.to(lse.tensor.dtype)[:, None]
         out.tensor.mul_(torch.sigmoid(lse.tensor - score)[..., None])
         lse.tensor.copy_(torch.logaddexp(lse.tensor, score))
     return out.tensor.to(value.dtype), lse.tensor
+
+
+def _move(rows: Tensor, result: Tensor, share: Tensor) -> None:
+    """Replace `rows` by (1 - share) rows + share result, computed in the dtype of `share`."""
+    if rows.dtype == share.dtype:
+        rows.lerp_(result.to(rows.dtype), share)
+    else:  # `lerp_` would need copies of both in the dtype of `share`
+        torch.addcmul(result * share, rows, 1 - share, out=rows)
 
 
 def merge_gradients(
@@ -286,10 +202,19 @@ def merge_gradients(
     operands: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return the gradients of `value` and of every operand."""
-    value_sum, *sums = (_Accumulator(torch.empty_like(x, dtype=lse.dtype)) for x in (value, *operands))
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     op = flash_op(value)
-    for index, piece in _pieces(bands, operands[0], value):
+    pieces = _pieces(bands, operands[0], value, op.windows)
+    spans: list[list[tuple[int, int]]] = [[] for _ in (value, *operands)]
+    for index, piece in pieces:
+        spans[0].append(piece.key_span)
+        spans[2 * index + 1].append(piece.query_span)
+        spans[2 * index + 2].append(piece.key_span)
+    value_sum, *sums = (
+        _Accumulator(torch.empty_like(x, dtype=_sum_dtype(x, each)))
+        for x, each in zip((value, *operands), spans, strict=True)
+    )
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    for index, piece in pieces:
         q, k = operands[2 * index : 2 * index + 2]
         dq, dk, dv = op.backward(
             _queries(grad, piece),
@@ -300,6 +225,7 @@ def merge_gradients(
             _queries(lse, piece),
             piece.shape != "full",
             scale,
+            piece.window,
         )
         sums[2 * index].add(dq, piece, piece.query, piece.rows)
         sums[2 * index + 1].add(dk, piece, piece.key, piece.columns)
@@ -307,23 +233,25 @@ def merge_gradients(
     return [x.finished().to(value.dtype) for x in (value_sum, *sums)]
 
 
-def _results(value: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the output and the log-sum-exp. A token's heads are adjacent in memory, so that joining them later needs
-    no copy.
+def _results(value: Tensor, query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Allocate the output, in `dtype`, and the log-sum-exp. A token's heads are adjacent in memory, so that joining
+    them later needs no copy.
     """
     batch, heads, length, head_dim = query.shape
-    dtype = torch.promote_types(query.dtype, torch.float32)
     out = torch.empty(batch, length, heads, head_dim, dtype=dtype, device=query.device).transpose(1, 2)
-    return out, torch.empty(batch, heads, length, dtype=dtype, device=query.device)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return out, torch.empty(batch, heads, length, dtype=wide, device=query.device)
 
 
-def _pieces(bands: Sequence[int], query: Tensor, value: Tensor) -> Iterator[tuple[int, BlockPiece]]:
-    length = value.shape[2]
+def _pieces(bands: Sequence[int], query: Tensor, value: Tensor, windows: bool) -> list[tuple[int, BlockPiece]]:
+    """Return the pieces of every segment, each with the index of the segment."""
+    length, pieces = value.shape[2], []
     for index, start in enumerate(range(0, len(bands), 4)):
         low, *limits = bands[start : start + 4]
         high, first_keys, chunk = (None if limit < 0 else limit for limit in limits)
-        for piece in cover(Band(low, high, first_keys, chunk), length - query.shape[2], length):
-            yield index, piece
+        band = Band(low, high, first_keys, chunk)
+        pieces += [(index, piece) for piece in cover(band, length - query.shape[2], length, windows)]
+    return pieces
 
 
 def _numbers(bands: Sequence[Band]) -> list[int]:
@@ -335,8 +263,7 @@ def _numbers(bands: Sequence[Band]) -> list[int]:
 def _fake(
     scale: float, bands: Sequence[int], value: Tensor, operands: Sequence[Tensor], sinks: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _results(value, operands[0])
-    return out.to(value.dtype), lse
+    return _results(value, operands[0], value.dtype)
 
 
 def _fake_gradients(

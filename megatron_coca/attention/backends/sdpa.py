@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +29,11 @@ from megatron_coca.attention.inputs import (
 )
 
 aten = torch.ops.aten
-GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+GROUPED = _VERSION >= (2, 5)
 """Whether PyTorch supports fewer key heads than query heads. The CPU kernel of PyTorch 2.3 would read out of bounds."""
+WINDOWED = _VERSION >= (2, 11)
+"""Whether FlashAttention-2 is called with windows. The plugin supports older versions, some of which have none."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -51,17 +55,37 @@ class CpuFlash:
     """PyTorch's CPU kernel: float64, float32, bfloat16, float16, grouped heads.
 
     Operands are [batch, heads, length, head_dim]; the log-sum-exp is [batch, heads, length].
+
+    Attributes:
+        windows: whether `forward` and `backward` take a window above 0.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the output and the natural log-sum-exp of the scaled scores."""
+    windows = False
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output and the natural log-sum-exp of the scaled scores.
+
+        Causal attention is of as many queries as keys. With a window, the last query sees the last `window` keys, and
+        the query i before it sees the `window` keys that end i keys earlier.
+        """
         folded, heads = folded_query(q, k), q.shape[1]
         causal = causal and folded is q  # a single query sees all keys
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(folded, k, v, 0.0, causal, scale=scale)
         return out.reshape(-1, heads, q.shape[2], v.shape[-1]), lse.reshape(-1, heads, q.shape[2])
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        window: int = 0,
     ) -> Gradients:
         """Return the gradients of q, k and v."""
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -72,19 +96,58 @@ class CpuFlash:
 class CudaFlash:
     """PyTorch's FlashAttention-2 with the interface of `CpuFlash`: bfloat16 and float16, grouped heads."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    @property
+    def windows(self) -> bool:
+        """Whether there are windows. Deterministic runs do without, because no GPU has repeated their gradients yet."""
+        return WINDOWED and not torch.are_deterministic_algorithms_enabled()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        if window:
+            given, options = self._windowed(q, k, window)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out, lse, *_ = aten._flash_attention_forward(q, k, v, *given, False, scale=scale, **options)
+            return out.transpose(1, 2), lse
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        window: int = 0,
     ) -> Gradients:
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # nothing reads it without dropout
+        offset = torch.empty((), dtype=torch.uint64, device=q.device)
+        lse = lse.contiguous()
+        if window:
+            given, options = self._windowed(q, k, window)
+            grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+            found = aten._flash_attention_backward(
+                grad, q, k, v, out, lse, *given, seed, offset, scale=scale, **options
+            )
+            dq, dk, dv = (x.transpose(1, 2) for x in found)
+            return dq, dk, dv
         lengths = (q.shape[2], k.shape[2])
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, seed, offset, scale=scale
+            grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, seed, offset, scale=scale
         )
+
+    @staticmethod
+    def _windowed(q: Tensor, k: Tensor, window: int) -> tuple[tuple[Any, ...], dict[str, int]]:
+        """Return the arguments that both passes share: no packing, the lengths, no dropout and, because the window says
+        which keys are seen, no causal mask.
+        """
+        queries, keys = q.shape[2], k.shape[2]
+        left = -1 if window >= keys else window - 1  # the kernel counts the keys before the query's own
+        return (None, None, queries, keys, 0.0, False), {"window_size_left": left, "window_size_right": 0}
 
 
 _KERNELS: dict[tuple[str, torch.dtype], CpuFlash | CudaFlash] = {

@@ -59,7 +59,7 @@ NEWER_THAN_PYTHON_3_10 = {
 }
 
 IN_TORCH_2_3 = {
-    *("Tensor", "__version__.split", "addmm", "addmv", "arange"),
+    *("Tensor", "__version__.split", "addcmul", "addmm", "addmv", "arange"),
     *("autograd.Function", "baddbmm", "eye", "maximum", "nn.Linear", "nn.ModuleDict", "nn.functional.linear"),
     *("abs", "neg", "nn.functional.logsigmoid", "nn.functional.softplus"),
     *("autograd.function.FunctionCtx", "autograd.function.once_differentiable", "bfloat16", "bool", "bucketize", "cat"),
@@ -94,10 +94,13 @@ OPTIONAL = {
     *(f"nn.attention.flex_attention.{name}" for name in ("BlockMask", "BlockMask.from_kv_blocks", "flex_attention")),
     *("_dynamo.config.patch", "compile", "library.custom_op"),
     *("_fused_sdp_choice", "backends.cudnn.version", "set_grad_enabled"),  # names the kernel, outside of the plugin
-    *("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp"),
+    *("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp", "are_deterministic_algorithms_enabled"),
+    *("ops.aten._flash_attention_backward", "ops.aten._flash_attention_forward"),
     "utils.tensorboard.SummaryWriter",  # imported when our trainer opens the sink, so never inside GPT-NeoX
 }
-"""Names behind a check that PyTorch has them, FlexAttention or the switch of cuDNN, or that the plugin never uses."""
+"""Names behind a check that PyTorch has them, FlexAttention, windows or the switch of cuDNN, or that the plugin never
+uses.
+"""
 
 
 def run(python: str, cases: dict[str, Any], folder: Path, *denied: str) -> dict[str, dict[str, list[float]]]:

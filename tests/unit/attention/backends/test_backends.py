@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_coca.attention.backends import reference, sdpa
-from megatron_coca.attention.backends.merge import BlockPiece, MergeBackend, cover
+from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import CudaFlash, SdpaBackend, flash_op
 from megatron_coca.attention.inputs import (
@@ -27,7 +27,6 @@ from megatron_coca.attention.inputs import (
 NEAR_AND_FAR = (Band(0, 4), Band(4))
 THREE = (Band(0, 5), Band(5, 11), Band(11, None, first_keys=2))
 CHUNKS = (Band(0, 1, chunk=5), Band(1, 2, chunk=5), Band(2, chunk=5))
-CHUNKS_OF_512 = (Band(0, 1, chunk=512), Band(1, 2, chunk=512), Band(2, chunk=512))
 HEAD_DIM, SCALE = 8, 0.3
 
 
@@ -116,80 +115,6 @@ def assert_merge_is_exact(inputs: AttentionInputs) -> None:
     for got, exact in zip(results(MergeBackend(), inputs, cotangent), expected, strict=True):
         scale = torch.stack((exact.abs().max(), cotangent.abs().max())).max()  # one key has no gradient: exactly 0
         torch.testing.assert_close(got, exact, rtol=0, atol=1e-11 * float(scale))
-
-
-def pairs(pieces: tuple[BlockPiece, ...], queries: int, keys: int) -> Tensor:
-    """How often the pieces hold each pair, [queries, keys]."""
-    counts = torch.zeros(queries, keys, dtype=torch.long)
-    for piece in pieces:
-        block = torch.ones(piece.rows, piece.columns, dtype=torch.long)
-        block = {"full": block, "lower": block.tril(), "upper": block.triu()}[piece.shape]
-        for offset in (index * piece.step for index in range(piece.blocks)):
-            rows, columns = piece.query + offset, piece.key + offset
-            counts[rows : rows + piece.rows, columns : columns + piece.columns] += block
-    return counts
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 12])
-def test_pieces_cover_every_visible_pair_once(length: int) -> None:
-    key = torch.arange(length)
-    for past, low, high, first in product(range(length), (0, 1, 3), (None, 1, 2, 4, 5, 20), (None, 1, 2, 5, 30)):
-        if high is not None and high <= low:
-            continue
-        distance = torch.arange(past, length)[:, None] - key
-        visible = (distance >= low) & (distance < (high or length)) & (key < (first or length))
-        found = pairs(cover(Band(low, high, first), past, length), length - past, length)
-        assert torch.equal(found, visible.long()), (past, low, high, first)
-
-
-@pytest.mark.parametrize("length", [1, 2, 7, 12])
-def test_pieces_cover_every_pair_of_chunks_once(length: int) -> None:
-    for past, low, high, size in product(range(length), (0, 1, 2), (None, 1, 2, 3), (1, 2, 5, 20)):
-        if high is not None and high <= low:
-            continue
-        query, key = torch.arange(past, length)[:, None], torch.arange(length)
-        apart = query // size - key // size
-        visible = (query >= key) & (apart >= low) & (apart < (high or length))
-        found = pairs(cover(Band(low, high, chunk=size), past, length), length - past, length)
-        assert torch.equal(found, visible.long()), (past, low, high, size)
-
-
-def test_three_bands_of_chunks_are_half_the_pairs_in_two_calls_and_one_per_older_chunk() -> None:
-    near, following, older = (cover(band, 0, 4096) for band in CHUNKS_OF_512)
-    assert near == (BlockPiece(0, 0, 512, 512, "lower", 8, 512),) and following == (
-        BlockPiece(512, 0, 512, 512, "full", 7, 512),
-    )
-    assert [(piece.rows, piece.columns) for piece in older] == [(512, 512 * chunks) for chunks in range(1, 7)]
-
-
-def test_a_band_of_chunks_shows_all_of_their_keys() -> None:
-    with pytest.raises(ValueError, match="first_keys: not supported together with chunk"):
-        Band(1, first_keys=4, chunk=8)
-
-
-def test_triangles_are_square_and_no_piece_is_empty() -> None:
-    for past, high, first in product((0, 5, 40), (3, 7, 16, None), (None, 4)):
-        for piece in cover(Band(0, high, first), past, 41):
-            assert piece.rows > 0 and piece.columns > 0
-            assert piece.shape == "full" or piece.rows == piece.columns > 1
-
-
-@pytest.mark.parametrize(("length", "pieces"), [(4096, 3), (4000, 6)])
-def test_near_and_far_are_a_few_calls_over_half_the_pairs(length: int, pieces: int) -> None:
-    """Diagonal blocks, blocks before them, and the far triangle; a short last block is three pieces more."""
-    found = [*cover(Band(0, 256), 0, length), *cover(Band(256), 0, length)]
-    assert len(found) == pieces
-    visited = sum(
-        piece.blocks * (piece.rows * piece.columns if piece.shape == "full" else piece.rows * (piece.rows + 1) // 2)
-        for piece in found
-    )
-    assert visited == length * (length + 1) // 2
-
-
-def test_one_query_takes_one_rectangle_a_segment() -> None:
-    assert cover(Band(0, 4), 99, 100) == (BlockPiece(0, 96, 1, 4),)
-    assert cover(Band(4), 99, 100) == (BlockPiece(0, 0, 1, 96),)
-    assert cover(CAUSAL, 99, 100) == (BlockPiece(0, 0, 1, 100),)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
@@ -307,18 +232,22 @@ def test_no_kernel_for_the_dtype_is_named() -> None:
         flash_op(torch.zeros(1, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(("rows", "columns", "causal"), [(63, 63, True), (63, 33, False)])
-def test_cuda_kernels_are_called_as_their_schemas_say(rows: int, columns: int, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns", "causal", "window"),
+    [(63, 63, True, 0), (63, 33, False, 0), (63, 63, True, 20), (63, 99, True, 20), (63, 99, True, 99)],
+)
+def test_cuda_kernels_are_called_as_their_schemas_say(rows: int, columns: int, causal: bool, window: int) -> None:
     """On the meta device, which checks the arguments and gives the shapes without computing."""
     op = CudaFlash()
     q, k = (
         torch.empty(2, n, h, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
         for n, h in ((rows, 4), (columns, 2))
     )
-    out, lse = op.forward(q, k, k, causal, SCALE)
+    out, lse = op.forward(q, k, k, causal, SCALE, window)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, rows), torch.float32)
-    grads = op.backward(out, q, k, k, out, lse, causal, SCALE)
+    grads = op.backward(out, q, k, k, out, lse, causal, SCALE, window)
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+    assert not window or [x.stride() for x in (out, *grads)] == [x.stride() for x in (q, q, k, k)]
 
 
 def test_rows_with_the_same_documents_are_served_together() -> None:

@@ -1,0 +1,135 @@
+"""Divide the visible pairs of a band into pieces that a flash kernel computes in one call without a mask."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from megatron_coca.attention.inputs import Band
+
+Shape = Literal["full", "lower", "upper", "window"]
+
+
+@dataclass(frozen=True)
+class BlockPiece:
+    """`blocks` equal blocks of `rows` consecutive queries and `columns` consecutive keys, `step` tokens apart.
+
+    `query` and `key` are the indices of the first query row and first key of the first block. `shape` says which pairs
+    of a block are visible. `full`: all pairs. `lower`: pairs with column <= row, which is causal. `upper`: pairs with
+    column >= row, which is causal if queries and keys are reversed. `window`: the last row sees the last `window`
+    columns, and the row i before it sees the `window` columns that end i columns earlier.
+    """
+
+    query: int
+    key: int
+    rows: int
+    columns: int
+    shape: Shape = "full"
+    blocks: int = 1
+    step: int = 0
+    window: int = 0
+
+    @property
+    def query_span(self) -> tuple[int, int]:
+        """The first query row of all blocks, and the number of rows up to the last one."""
+        return self.query, (self.blocks - 1) * self.step + self.rows
+
+    @property
+    def key_span(self) -> tuple[int, int]:
+        """The first key of all blocks, and the number of keys up to the last one."""
+        return self.key, (self.blocks - 1) * self.step + self.columns
+
+
+@lru_cache(maxsize=256)
+def cover(band: Band, past: int, length: int, windows: bool = False) -> tuple[BlockPiece, ...]:
+    """Return the pieces of `band` for queries `past` to `length` and keys 0 to `length`. They cover every visible pair
+    exactly once and no other pair. `windows` allows pieces of the shape `window`.
+
+    With row = m - low, the query at token m sees the keys row - width < n <= row, limited to the band's first keys.
+    From row to row, the range of visible keys first grows by one. Then it slides, or stays if `first_keys` ends before
+    `width`. Finally it shrinks.
+    """
+    if band.chunk is not None:
+        return tuple(_fold(_chunks(band, band.chunk, past, length)))
+    stop = length - band.low
+    start = max(past - band.low, 0)
+    width = stop if band.high is None else min(band.high - band.low, stop)
+    first = stop if band.first_keys is None else min(band.first_keys, stop)
+    offset = band.low - past
+    if windows and first == stop and stop - start > 1 and (width < stop or start > 0):
+        left = max(start - width + 1, 0)
+        return (BlockPiece(start + offset, left, stop - start, stop - left, "window", window=width),)
+    inner, outer = sorted((width, first))
+    pieces = [*_growing(start, min(inner, stop))]
+    if width < first:
+        pieces += _sliding(max(start, width), first, width)
+    else:
+        pieces += _rectangle(max(start, first), min(width, stop), 0, first)
+    below = max(start, outer)
+    pieces += _shrinking(below, stop, below - width + 1, first)
+    return tuple(_fold(replace(piece, query=piece.query + offset) for piece in pieces))
+
+
+def _chunks(band: Band, size: int, past: int, length: int) -> Iterator[BlockPiece]:
+    """Yield the pieces for a band of chunks: a query sees earlier chunks and the keys of its own chunk up to itself."""
+    for start in range(past // size * size, length, size):
+        top, bottom = max(start, past), min(start + size, length)
+        left = 0 if band.high is None else max(start - (band.high - 1) * size, 0)
+        right = top if band.low == 0 else max(start - (band.low - 1) * size, 0)
+        pieces = [*_rectangle(top, bottom, left, right)]
+        if band.low == 0:
+            pieces += _triangle(top, top, bottom - top, "lower")
+        yield from (replace(piece, query=piece.query - past) for piece in pieces)
+
+
+def _rectangle(top: int, bottom: int, left: int, right: int) -> Iterator[BlockPiece]:
+    if top < bottom and left < right:
+        yield BlockPiece(top, left, bottom - top, right - left)
+
+
+def _triangle(top: int, left: int, size: int, shape: Shape) -> Iterator[BlockPiece]:
+    if size > 0:
+        yield BlockPiece(top, left, size, size, shape if size > 1 else "full")
+
+
+def _growing(top: int, bottom: int) -> Iterator[BlockPiece]:
+    """Yield the pieces for rows m that see the keys 0 to m."""
+    if bottom == top + 1:
+        yield from _rectangle(top, bottom, 0, bottom)
+    elif bottom > top:
+        yield from _triangle(top, top, bottom - top, "lower")
+        yield from _rectangle(top, bottom, 0, top)
+
+
+def _sliding(top: int, bottom: int, width: int) -> Iterator[BlockPiece]:
+    """Yield the pieces for rows m >= width that see the `width` keys up to m: two triangles per `width` rows."""
+    for row in range(top, bottom, width):
+        end = min(row + width, bottom)
+        if end == row + 1:
+            yield from _rectangle(row, end, row - width + 1, end)
+        else:
+            yield from _triangle(row, row, end - row, "lower")
+            yield from _shrinking(row, end, row - width + 1, row)
+
+
+def _shrinking(top: int, bottom: int, left: int, right: int) -> Iterator[BlockPiece]:
+    """Yield the pieces for rows top + i that see the keys left + i to right - 1."""
+    size = min(bottom - top, right - left)
+    yield from _triangle(top, left, size, "upper")
+    yield from _rectangle(top, top + size, left + size, right)
+
+
+def _fold(pieces: Iterator[BlockPiece]) -> Iterator[BlockPiece]:
+    """Combine equal pieces at equal steps along the diagonal into one piece with several blocks."""
+    groups: dict[tuple[int, int, int, Shape], list[BlockPiece]] = {}
+    for piece in pieces:
+        groups.setdefault((piece.query - piece.key, piece.rows, piece.columns, piece.shape), []).append(piece)
+    for run, *rest in groups.values():
+        for piece in rest:
+            distance = piece.query - run.query
+            if distance == run.blocks * (run.step or distance):
+                run = replace(run, blocks=run.blocks + 1, step=run.step or distance)
+            else:
+                yield run
+                run = piece
+        yield run
