@@ -17,8 +17,13 @@ def _with_valid_stage(section: dict[str, Any]) -> dict[str, Any]:
 
 
 class ParallelConfig(ConfigGroup):
-    """Data, tensor, pipeline and sequence parallelism."""
+    """The engine; data, tensor, pipeline and sequence parallelism."""
 
+    engine: Literal["auto", "deepspeed", "native"] = key(
+        "auto",
+        "Engine that trains the model: `deepspeed` supports everything; `native` supports data parallelism with ZeRO 0"
+        " and 1 in bfloat16 and float32, with less work on the host. `auto` is deepspeed.",
+    )
     zero_optimization: Annotated[dict[str, Any], AfterValidator(_with_valid_stage)] | None = key(
         None, "DeepSpeed's ZeRO section, passed through; `stage` is 0 to 3."
     )

@@ -41,6 +41,7 @@ POINTS: dict[str, Point] = {
     "forward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.forward", after=True),
     "backward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward"),
     "backward done": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward", after=True),
+    "native backward done": Point("megatron_coca.training.engine.native_engine", "NativeEngine._backward", after=True),
     "step": Point("megatron_coca.training.trainer", "Trainer.train_step"),
     "stage done": Point("megatron_coca.model.pipeline", "PipelineStage.forward", after=True),
     "evaluation": Point("megatron_coca.training.trainer", "Trainer._mean_loss"),

@@ -22,7 +22,7 @@ from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, Sampling, build_model, static_decoding
 from megatron_coca.model.generate import TokenChoice
 from megatron_coca.training import launch, run
-from megatron_coca.training.engine import DeepSpeedEngine, build_engine, group, state
+from megatron_coca.training.engine import DeepSpeedEngine, NativeEngine, build_engine, group, state
 from megatron_coca.training.optimizer import build_optimizer
 from tests.pretend import order
 from tests.pretend.build import BUILT
@@ -301,11 +301,13 @@ class _Measured(Exception):
 def loop(inputs: Sequence[str]) -> Counters:
     """The training loop of `train.py` with loading, guard and reports, counted over ten steps."""
     prepare()
-    taken, before = DeepSpeedEngine.train_step, 0
+    native = load(inputs).parallel.engine == "native"
+    kind: type[Any] = NativeEngine if native else DeepSpeedEngine
+    taken, before = kind.train_step, 0
     contexts: list[Any] = []
     records: list[Record] = []
 
-    def train_step(engine: DeepSpeedEngine, *arguments: Any) -> Any:
+    def train_step(engine: Any, *arguments: Any) -> Any:
         nonlocal before
         before += 1
         if before == WARMUP + 1:
@@ -316,7 +318,7 @@ def loop(inputs: Sequence[str]) -> Counters:
             raise _Measured
         return taken(engine, *arguments)
 
-    DeepSpeedEngine.train_step = train_step  # type: ignore[method-assign]
+    kind.train_step = train_step
     with contextlib.suppress(_Measured), tempfile.TemporaryDirectory(dir=BUILT) as save:
         keys = (f"train_iters={2 * REPORTED}", f"log_interval={REPORTED}", f"save={save}/run")
         run.fit(load(inputs, *keys))

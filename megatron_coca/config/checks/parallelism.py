@@ -17,6 +17,36 @@ def _zero_reduce_scatter(settings: Settings) -> str | None:
     )
 
 
+COMMUNICATION = {
+    *("stage", "reduce_bucket_size", "allgather_partitions", "allgather_bucket_size", "overlap_comm"),
+    *("reduce_scatter", "contiguous_gradients"),
+}
+"""Keys of `zero_optimization` that the native engine accepts."""
+
+
+def _native(settings: Settings) -> str | None:
+    """Return what the native engine does not support, and what to change."""
+    keys, dtype = settings.parallel, settings.precision.dtype
+    if keys.engine != "native":
+        return None
+    if dtype == "fp16":
+        return "native has no loss scaling for fp16; set precision=bfloat16, or engine=deepspeed"
+    if keys.stage > 1:
+        return f"native has no ZeRO {keys.stage}; set zero_optimization.stage to 0 or 1, or engine=deepspeed"
+    divided = ("pipe_parallel_size", "model_parallel_size", "sequence_parallel_size")
+    if sizes := [f"{name} {getattr(keys, name)}" for name in divided if getattr(keys, name) > 1]:
+        return f"native only divides the samples over ranks, not {' or '.join(sizes)}; set it to 1, or engine=deepspeed"
+    if others := sorted((keys.zero_optimization or {}).keys() - COMMUNICATION):
+        return f"native does not support zero_optimization: {', '.join(others)}; remove them, or set engine=deepspeed"
+    extra = dict(keys.deepspeed_extra_args or {})
+    if keys.accumulates_in_fp32 and extra["data_types"].keys() == {"grad_accum_dtype"}:
+        del extra["data_types"]
+    if extra:
+        names = ", ".join(sorted(extra))
+        return f"native passes no keys to DeepSpeed ({names}); remove them, or set engine=deepspeed"
+    return None
+
+
 def _pipeline(settings: Settings) -> str | None:
     keys, layers = settings.parallel, settings.model.num_layers
     if keys.pipe_parallel_size <= 1:
@@ -115,6 +145,7 @@ def _selective(settings: Settings) -> str | None:
 
 
 CHECKS = (
+    Check("engine", _native),
     Check("pipe_parallel_size", _pipeline),
     Check("deepspeed_extra_args", _gradient_dtype),
     *(Check(key, partial(_divides, key)) for key in ("model_parallel_size", "sequence_parallel_size")),

@@ -10,4 +10,5 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 from megatron_coca.training.engine.build import build_engine
 from megatron_coca.training.engine.deepspeed_engine import DeepSpeedEngine, deepspeed_config
 from megatron_coca.training.engine.label_weights import HeldOutLoss, label_weights
+from megatron_coca.training.engine.native_engine import NativeEngine
 from megatron_coca.training.engine.protocol import Engine, StepResult

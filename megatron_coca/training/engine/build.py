@@ -9,6 +9,7 @@ from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.model import GPT, LanguageModelLoss
 from megatron_coca.training.engine.deepspeed_engine import DeepSpeedEngine, PipelineEngine, cut
 from megatron_coca.training.engine.group import everyone_succeeded, local_device
+from megatron_coca.training.engine.native_engine import NativeEngine
 from megatron_coca.training.engine.protocol import Engine
 
 
@@ -28,6 +29,8 @@ def build_engine(
     """
     if config.parallel.pipe_parallel_size <= 1:
         whole = LanguageModelLoss(model.to(local_device()))
+        if config.parallel.engine == "native":
+            return NativeEngine(whole, optimizer(whole), config, sizes)
         return DeepSpeedEngine(whole, optimizer(whole), config, sizes)
     own = cut(model, config, stage).to(local_device())
     if not everyone_succeeded(any(parameter.requires_grad for parameter in own.parameters())):

@@ -28,6 +28,8 @@ from deepspeed.sequence.layer import _SeqAllToAll
 from deepspeed.utils.groups import get_tensor_model_parallel_rank as get_tensor_model_parallel_rank
 from torch import Tensor
 
+from megatron_coca.training.engine.flat_weights import FlatRange, FlatWeights
+
 DEEPSPEED_ERRORS = (DeepSpeedConfigError, AssertionError, ValueError, NotImplementedError)
 """Exceptions that DeepSpeed raises for options it does not support; pydantic's exception is a ValueError."""
 
@@ -191,22 +193,6 @@ def trained_part(parameter: Any) -> tuple[int, Tensor]:
     return start, parameter.ds_tensor.detach().narrow(0, 0, max(0, min(size, parameter.ds_numel - start)))
 
 
-class FlatRange(NamedTuple):
-    """A range of a parameter in `flat`, the tensor that the optimizer updates. The range starts at element `begin` of
-    `flat`, which is element `start` of the flattened parameter.
-    """
-
-    parameter: nn.Parameter
-    flat: Tensor
-    begin: int
-    numel: int
-    start: int
-
-    def of(self, values: Tensor) -> Tensor:
-        """Return this range of `values`, a tensor with the layout of `flat`."""
-        return values.view(-1).narrow(0, self.begin, self.numel)
-
-
 def _plain(optimizer: torch.optim.Optimizer) -> Iterator[FlatRange]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -246,7 +232,7 @@ def _refresh_fully_partitioned(optimizer: Any) -> None:
 
 
 class OptimizerLayout(NamedTuple):
-    """Functions for one kind of DeepSpeed optimizer. They return this rank's ranges and the tensors that the PyTorch
+    """Functions for one kind of optimizer. They return this rank's ranges and the tensors that the PyTorch
     optimizer updates, and copy the float32 weights to the trained weights.
     """
 
@@ -262,29 +248,34 @@ LAYOUTS = {
     DeepSpeedZeroOptimizer_Stage3: OptimizerLayout(
         _fully_partitioned, lambda zero: zero.fp32_partitioned_groups_flat, _refresh_fully_partitioned
     ),
+    FlatWeights: OptimizerLayout(
+        lambda weights: weights.ranges(), lambda weights: weights.masters(), lambda weights: weights.refresh()
+    ),
     torch.optim.Optimizer: OptimizerLayout(
         _plain, lambda plain: [weight for group in plain.param_groups for weight in group["params"]], lambda plain: None
     ),
 }
-"""Layouts by the class of DeepSpeed's optimizer. Without ZeRO, this is the PyTorch optimizer, which updates the trained
-weights directly.
+"""Layouts by the class of the object that has the optimizer states: DeepSpeed's optimizer or, in the native engine,
+`FlatWeights`. Without either, this is the PyTorch optimizer, which updates the trained weights directly.
 """
 
 
 def layout(optimizer: Any) -> OptimizerLayout:
-    """Return the functions for `optimizer`, which is DeepSpeed's or, without ZeRO, PyTorch's."""
+    """Return the functions for `optimizer`, an object of a class in `LAYOUTS`."""
     return next(functions for kind, functions in LAYOUTS.items() if isinstance(optimizer, kind))
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the PyTorch optimizer inside DeepSpeed's optimizer."""
+    """Return the PyTorch optimizer inside an object of a class in `LAYOUTS`."""
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
 def replica_group(optimizer: Any) -> Any:
-    """Return the group of ranks among which ZeRO 1 and 2 divide the optimizer states; every rank has all weights.
-    Return None for other optimizers.
+    """Return the group of ranks among which ZeRO 1 and 2, or the native engine, divide the optimizer states; every rank
+    has all weights. Return None for other optimizers.
     """
+    if isinstance(optimizer, FlatWeights):
+        return torch.distributed.group.WORLD
     return optimizer.dp_process_group if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
 
 

@@ -33,6 +33,9 @@ SLOW: dict[str, tuple[Layout, Layout]] = {
         f"ZeRO {before} to {after}": ((1, {"zero_stage": before}), (1, {"zero_stage": after}))
         for before, after in ((0, 1), (1, 0), (0, 3), (3, 2), (2, 3))
     },
+    "2 x ZeRO 1 to native": ((2, {"zero_stage": 1}), (1, {"engine": "native"})),
+    "native to 2 x native": ((1, {"engine": "native"}), (2, {"engine": "native"})),
+    "4 x native to ZeRO 3": ((4, {"engine": "native"}), (1, {"zero_stage": 3})),
     "2 x ZeRO 1 to 4 x ZeRO 1": ((2, {"zero_stage": 1}), (4, {"zero_stage": 1})),
     "4 x ZeRO 3 to 2 x ZeRO 0": ((4, {"zero_stage": 3}), (2, {"zero_stage": 0})),
     "2 x tensor to plain": ((2, {"model_parallel_size": 2}), (1, {})),

@@ -64,9 +64,11 @@ def assert_same_end(run: Any, whole: Any, assert_same_state: Any) -> None:
     assert_same_state(run.state(STEPS), whole.state(STEPS))
 
 
+NATIVE = {"engine": "native", "precision": "bfloat16"}
 LAYOUTS = [
     pytest.param(1, {}, QUICK, id="one process"),
     pytest.param(1, {}, tuple(MOMENTS), id="one process, all moments", marks=pytest.mark.slow),
+    pytest.param(1, NATIVE, tuple(MOMENTS), id="native engine in one process", marks=pytest.mark.slow),
     *(
         pytest.param(2, keys, moments, id=name, marks=pytest.mark.slow)
         for name, keys, moments in (
@@ -74,6 +76,7 @@ LAYOUTS = [
             ("ZeRO 1 in two processes", {"zero_stage": 1}, SHORTER),
             ("ZeRO 2 in two processes", {"zero_stage": 2}, SHORTER),
             ("ZeRO 3 in two processes", {"zero_stage": 3}, tuple(MOMENTS)),
+            ("native engine in two processes", NATIVE, tuple(MOMENTS)),
             ("two pipeline stages", {"pipe_parallel_size": 2}, QUICK),
             ("two tensor ranks", {"model_parallel_size": 2}, SHORTER),
             ("two sequence ranks", {"sequence_parallel_size": 2}, SHORTER),
@@ -82,10 +85,12 @@ LAYOUTS = [
 ]
 
 
-def reached(hook: Hook, ranks: int, pipeline: bool) -> Hook:
-    """The same moment in another layout: a stage has no engine's backward, and a single rank no second one."""
-    stages = hook._replace(point="stage done") if pipeline and hook.point == "backward done" else hook
-    return stages._replace(ranks=[]) if ranks == 1 else stages
+def reached(hook: Hook, ranks: int, keys: dict[str, Any]) -> Hook:
+    """The same moment in another layout: other code runs the backward pass, and a single rank has no second one."""
+    others = {"pipe_parallel_size": "stage done", "engine": "native backward done"}
+    if hook.point == "backward done":
+        hook = hook._replace(point=next((others[key] for key in keys if key in others), hook.point))
+    return hook._replace(ranks=[]) if ranks == 1 else hook
 
 
 @pytest.mark.parametrize(("ranks", "keys", "moments"), LAYOUTS)
@@ -101,7 +106,7 @@ def test_an_interrupted_run_ends_as_one_never_stopped(
     whole, run = tmp_path / "whole", tmp_path / "run"
     live(KEYS | keys | {"save": str(whole)}, ranks=ranks)
     for name in moments:
-        hook = reached(MOMENTS[name], ranks, "pipe_parallel_size" in keys)
+        hook = reached(MOMENTS[name], ranks, keys)
         killed = live(KEYS | keys | {"save": str(run)}, [hook], ranks, expected=None)
         assert killed.status == -signal.SIGKILL, f"not reached: {name}\n{killed.output[-2000:]}"
     live(KEYS | keys | {"save": str(run)}, ranks=ranks)

@@ -28,8 +28,17 @@ def final_hashes(run: Path) -> dict[str, str]:
     ("ranks", "keys", "share"),
     [
         pytest.param(1, {}, None, id="3"),
+        pytest.param(1, {"engine": "native", "precision": "bfloat16"}, None, id="3, native engine"),
         pytest.param(1, {}, 1, id="many", marks=pytest.mark.slow),
+        pytest.param(1, {"engine": "native"}, 1, id="many, native engine", marks=pytest.mark.slow),
         pytest.param(2, {"zero_stage": 3}, 5, id="ZeRO 3 in two processes", marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            {"engine": "native", "precision": "bfloat16"},
+            5,
+            id="native engine in two processes",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_killed_run_ends_as_one_never_killed(

@@ -46,6 +46,7 @@ SYNTHETIC = {
     "training_positions": {"type": "randomized", "max": "16L"},
     **dict.fromkeys(("train_data_paths", "valid_data_paths", "test_data_paths")),
 }
+IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 LAYOUTS = [
     layout("a synthetic task with drawn positions", 1, STOPS, slow=False, **SYNTHETIC),
     layout("ZeRO 3 in two processes", 2, zero_stage=3),
@@ -57,8 +58,12 @@ LAYOUTS = [
     layout("a shared bias", 2, pos_emb="rpe", **PLAIN),
     layout("a map", 2, relative_positions={"type": "inv_leaky_rerope", "target_length": 256}, **PLAIN),
     layout("learned frequencies in two processes", 2, **CLEX, **PLAIN),
+    layout("native engine", 1, STOPS, engine="native"),
+    layout("native engine, bf16, learned frequencies", 1, STOPS, engine="native", precision="bfloat16", **CLEX),
+    layout("native engine in two processes, Lion", 2, engine="native", **{"optimizer.type": "lion"}),
+    layout("native engine, bf16 summed in fp32", 2, engine="native", precision="bfloat16", **IN_FP32),
     layout("bf16", 1, STOPS, precision="bfloat16", zero_stage=1),
-    layout("bf16 summed in fp32", 2, precision="bfloat16", zero_stage=1, data_types={"grad_accum_dtype": "fp32"}),
+    layout("bf16 summed in fp32", 2, precision="bfloat16", zero_stage=1, **IN_FP32),
 ]
 
 

@@ -106,6 +106,9 @@ DeepSpeed's grids of one kind are in the way of the kinds before it within a pro
 """
 MORE: Runs = {
     "ZeRO 1": ("grouped queries", {"zero_stage": 1}, None),
+    "native": ("grouped queries", {"engine": "native"}, "ZeRO 1"),
+    "native, tied": ("tied", {"engine": "native"}, None),
+    "native, bfloat16": ("keys in bfloat16", {"engine": "native"}, None),
     "ZeRO 2, attention": ("all of attention", {"zero_stage": 2}, None),
     "ZeRO 3, nothing kept whole": (
         "grouped queries",

@@ -291,6 +291,30 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("fp16: {enabled: 1}", "fp16.enabled: expected true or false, got 1"),
         ("precision: bf16", "precision: `bf16` is not one of fp16 | fp32 | bfloat16; did you mean `bfloat16`?"),
         ("zero_optimization: {stage: 4}", "zero_optimization: stage 4 is not one of 0 | 1 | 2 | 3"),
+        ("engine: fast", "engine: `fast` is not one of auto | deepspeed | native"),
+        ("engine: native\nprecision: fp16", "engine: native has no loss scaling for fp16; set precision=bfloat16, or"),
+        (
+            "engine: native\nzero_optimization: {stage: 2}",
+            "engine: native has no ZeRO 2; set zero_optimization.stage to",
+        ),
+        (
+            "engine: native\nmodel_parallel_size: 2",
+            "engine: native only divides the samples over ranks, not model_parallel_size 2; set it to 1, or",
+        ),
+        ("engine: native\nsequence_parallel_size: 2", "engine: native only divides the samples over ranks, not seq"),
+        ("engine: native\npipe_parallel_size: 2", "engine: native only divides the samples over ranks, not pipe_"),
+        (
+            "engine: native\nzero_optimization: {stage: 1, offload_optimizer: {device: cpu}, overlap_comm: true}",
+            "engine: native does not support zero_optimization: offload_optimizer; remove them, or set",
+        ),
+        (
+            "engine: native\nprescale_gradients: true",
+            "engine: native passes no keys to DeepSpeed (prescale_gradients); remove them, or set engine=deepspeed",
+        ),
+        (
+            "engine: native\ndata_types: {grad_accum_dtype: bf16}",
+            "engine: native passes no keys to DeepSpeed (data_types)",
+        ),
         (
             "pipe_parallel_size: 2\nzero_optimization: {stage: 2}",
             "pipe_parallel_size: DeepSpeed's pipelines support only ZeRO stages 0 and 1",

@@ -1,0 +1,257 @@
+"""A model's weights in flat buckets, of which each data-parallel rank updates a part, as in ZeRO 1.
+
+The arithmetic is ZeRO's (Rajbhandari et al. 2020, arXiv:1910.02054), so that both engines train the same weights: ranks
+average their gradients in the training dtype, and each rank clips and applies its part in float32.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+# PyTorch 2.13 renames these collectives.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+ALIGNMENT = 2
+"""Number that divides the size of each rank's part, as in ZeRO, so that parts in 16 bits begin at 4 bytes."""
+
+
+class FlatRange(NamedTuple):
+    """A range of a parameter in `flat`, the tensor that the optimizer updates. The range starts at element `begin` of
+    `flat`, which is element `start` of the flattened parameter.
+    """
+
+    parameter: nn.Parameter
+    flat: Tensor
+    begin: int
+    numel: int
+    start: int
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return this range of `values`, a tensor with the layout of `flat`."""
+        return values.view(-1).narrow(0, self.begin, self.numel)
+
+
+class Bucket:
+    """Consecutive parameters in one flat tensor. The parameters become views of it.
+
+    Attributes:
+        weights: all weights in the training dtype, [size], padded with zeros.
+        own: this rank's part of `weights`, [size / ranks].
+        master: the float32 values of `own`, which the optimizer updates; in float32 `own` itself. `master.grad` is
+            this rank's part of the gradient, in float32, between a backward pass and the end of the step.
+        ranges: the parameters in `master`.
+        missing: number of parameters without a gradient in the current backward pass.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], rank: int, ranks: int) -> None:
+        first, numel = parameters[0], sum(parameter.numel() for parameter in parameters)
+        self.parameters, self.missing = list(parameters), 0
+        self._padding = -numel % (ALIGNMENT * ranks)
+        self.weights = first.detach().new_zeros(numel + self._padding)
+        for parameter, view in zip(parameters, _unflatten_dense_tensors(self.weights, parameters), strict=True):
+            parameter.data = view.copy_(parameter.detach())
+        part = len(self.weights) // ranks
+        self.own = self.weights.narrow(0, rank * part, part)
+        self.master = self.own if first.dtype == torch.float32 else self.own.float()
+        self.ranges = list(self._ranges(rank * part, part))
+
+    def _ranges(self, begin: int, size: int) -> Iterable[FlatRange]:
+        offset = 0
+        for parameter in self.parameters:
+            first, last = max(offset, begin), min(offset + parameter.numel(), begin + size)
+            if first < last:
+                yield FlatRange(parameter, self.master, first - begin, last - first, first - offset)
+            offset += parameter.numel()
+
+    def take(self) -> Tensor:
+        """Return the gradients of the parameters as one tensor [size] in the training dtype, and remove them."""
+        gradients = [self._gradient(parameter) for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return _flatten_dense_tensors([*gradients, self.weights.new_zeros(self._padding)])
+
+    def move(self) -> None:
+        """Move the gradients of the parameters to `master.grad`, without the copy that `take` makes (one rank)."""
+        total = self.master.grad = torch.empty_like(self.master)
+        parts = _unflatten_dense_tensors(total, self.parameters)
+        torch._foreach_copy_(list(parts), [self._gradient(parameter) for parameter in self.parameters])
+        total.narrow(0, len(total) - self._padding, self._padding).zero_()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @staticmethod
+    def _gradient(parameter: nn.Parameter) -> Tensor:
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    def add(self, part: Tensor) -> None:
+        """Add this rank's part of a gradient, in the training dtype, to `master.grad`."""
+        if self.master.grad is None:
+            self.master.grad = part.to(self.master.dtype)
+        else:
+            self.master.grad.add_(part)
+
+
+class _Reduction(NamedTuple):
+    """A running reduction: `work` writes this rank's part of `gradients` to `part`."""
+
+    bucket: Bucket
+    gradients: Tensor
+    part: Tensor
+    work: Any
+
+
+class FlatWeights:
+    """The trained weights of a model in buckets, and the optimizer that updates this rank's parts of them.
+
+    Gradients of a bucket are reduced as soon as the backward pass has computed the last of them. All ranks reduce the
+    buckets in the same order, from the last layers to the first.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rank: int, ranks: int, bucket_size: int, sums_in_float32: bool
+    ) -> None:
+        """Move the parameters of `optimizer`, which updates each element by itself, to flat tensors.
+
+        Args:
+            rank, ranks: this rank and the number of ranks of the default process group, which must exist if there are
+                several ranks.
+            bucket_size: maximum number of weights in a bucket of several parameters.
+            sums_in_float32: whether to sum the gradients of micro-batches in float32, after their reduction.
+        """
+        self.optimizer, self._sums_in_float32 = optimizer, sums_in_float32
+        self._ranks = ranks
+        self._groups: list[list[Bucket]] = []
+        for group in optimizer.param_groups:
+            limit = bucket_size if ranks > 1 else sum(parameter.numel() for parameter in group["params"])
+            buckets = [Bucket(each, rank, ranks) for each in _divided(group["params"], limit)]
+            group["params"] = [bucket.master for bucket in buckets]
+            self._groups.append(buckets)
+        self._order = [bucket for buckets in self._groups for bucket in reversed(buckets)]
+        self._reduces, self._next = False, 0
+        self._running: list[_Reduction] = []
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+            for bucket in self._order
+            for parameter in bucket.parameters
+            if ranks > 1
+        ]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups, with the masters of their buckets."""
+        return self.optimizer.param_groups
+
+    def ranges(self) -> Iterable[FlatRange]:
+        """Return this rank's ranges of all parameters."""
+        return (each for bucket in self._buckets() for each in bucket.ranges)
+
+    def masters(self) -> list[Tensor]:
+        """Return the tensors that the optimizer updates."""
+        return [bucket.master for bucket in self._buckets()]
+
+    def _buckets(self) -> Iterable[Bucket]:
+        return (bucket for buckets in self._groups for bucket in buckets)
+
+    def begin_pass(self, last: bool) -> None:
+        """Call this before each backward pass of a step; `last` says whether it is the last one."""
+        self._reduces, self._next = last or self._sums_in_float32, 0
+        for bucket in self._order:
+            bucket.missing = len(bucket.parameters)
+
+    def _arrived(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        """Reduce the buckets that are complete. Autograd calls this when the gradient of `parameter` is complete."""
+        bucket.missing -= 1
+        while self._reduces and self._next < len(self._order) and not self._order[self._next].missing:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """Begin the reduction of the next bucket."""
+        bucket = self._order[self._next]
+        self._next += 1
+        gradients, part = bucket.take().div_(self._ranks), torch.empty_like(bucket.own)
+        work = _reduce_scatter(part, gradients, async_op=True)
+        self._running.append(_Reduction(bucket, gradients, part, work))
+
+    @torch.no_grad()
+    def end_pass(self) -> None:
+        """Call this after each backward pass: complete the reductions, if the pass reduces its gradients."""
+        if not self._reduces:
+            return
+        if self._ranks == 1:
+            for bucket in self._order:
+                bucket.move() if bucket.master.grad is None else bucket.add(bucket.take())
+            return
+        while self._next < len(self._order):  # buckets with parameters that were not used
+            self._reduce()
+        for running in self._running:
+            running.work.wait()
+            running.bucket.add(running.part)
+        self._running.clear()
+
+    def norm(self) -> Tensor:
+        """Return the global norm of the gradient, a scalar on the device; infinite if it is not finite."""
+        totals = []
+        for buckets in self._groups:
+            own = [each.of(bucket.master.grad) for bucket in buckets for each in bucket.ranges]  # type: ignore[arg-type]
+            squares = torch.stack(torch._foreach_norm(own, 2, dtype=torch.float64)).square() if own else None
+            totals.append(buckets[0].master.new_zeros(()) if squares is None else squares.sum().float())
+        total = torch.stack(totals)
+        if self._ranks > 1:
+            dist.all_reduce(total)
+        norm = torch.linalg.vector_norm(total.sqrt())
+        return norm.where(norm.isfinite(), torch.inf)
+
+    def clip(self, norm: Tensor, limit: float) -> None:
+        """Multiply the gradient by limit / norm, for a `norm` above `limit`."""
+        factor = 1.0 / torch.clamp((norm + 1e-6) / limit, min=1.0)
+        gradients = [master.grad for master in self.masters() if master.grad is not None]
+        torch._foreach_mul_(gradients, factor)
+
+    def step(self) -> None:
+        """Update the weights with the gradient."""
+        self.optimizer.step()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Give all ranks the weights of all masters."""
+        parts = [bucket.own for bucket in self._buckets() if bucket.own is not bucket.master]
+        if parts:
+            torch._foreach_copy_(parts, self.masters())
+        if self._ranks > 1:
+            works = [_all_gather(bucket.weights, bucket.own, async_op=True) for bucket in self._buckets()]
+            for work in works:
+                work.wait()
+
+    def clear(self) -> None:
+        """Remove the gradients."""
+        for master in self.masters():
+            master.grad = None
+
+    def close(self) -> None:
+        """Free the memory."""
+        for hook in self._hooks:
+            hook.remove()
+        for bucket in self._buckets():
+            for parameter in bucket.parameters:
+                parameter.data, parameter.grad = parameter.detach().new_empty(0), None
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        self._groups, self._order, self._hooks = [], [], []
+
+
+def _divided(parameters: Sequence[nn.Parameter], limit: int) -> Iterable[list[nn.Parameter]]:
+    """Divide the parameters into runs of at most `limit` weights, or of a single parameter."""
+    run: list[nn.Parameter] = []
+    for parameter in parameters:
+        if run and sum(each.numel() for each in run) + parameter.numel() > limit:
+            yield run
+            run = []
+        run.append(parameter)
+    yield run

@@ -1,0 +1,224 @@
+"""The native engine trains the same bits as DeepSpeed with ZeRO 1, also after a resume, with the other engine, and on
+another number of ranks.
+
+Many small runs share the processes of one launch. These processes run this file as a program.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_coca.checkpoints.native.state import file_name, write_pieces
+from megatron_coca.config import load_config
+from megatron_coca.data import Batch
+from megatron_coca.model import assemble_model
+from megatron_coca.training.engine import Engine, build_engine
+from megatron_coca.training.engine import group as dist
+from megatron_coca.training.optimizer import build_optimizer, train_only_parts
+from tests.checkpoint_files import open_state
+from tests.patience import patience
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+LONG, SHORT, RATE, VOCABULARY, LENGTH = 200, 40, 2e-2, 61, 16
+ENGINES = ("deepspeed", "native")
+KEYS: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": LENGTH,
+    "vocab_size": VOCABULARY,
+    "make_vocab_size_divisible_by": 1,
+    "pos_emb": "coca",
+    "optimizer.params.lr": RATE,
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 1},
+    "train_micro_batch_size_per_gpu": 1,
+    "train_batch_size": 4,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bfloat16": {"precision": "bfloat16"},
+    "bfloat16, one micro-batch": {
+        "precision": "bfloat16",
+        "train_micro_batch_size_per_gpu": 2,
+        "train_batch_size": None,
+    },
+    "bfloat16, sums in fp32": {"precision": "bfloat16", "data_types": {"grad_accum_dtype": "fp32"}},
+    "bfloat16, small buckets, no clipping": {
+        "precision": "bfloat16",
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 3000},
+    },
+    "fp32, small buckets, a bias, no clipping": {
+        "pos_emb": "rpe",
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 3000},
+    },
+    "bfloat16, lion, frozen weights": {
+        "precision": "bfloat16",
+        "optimizer.type": "lion",
+        "trainable": ["key", "mlp", "norms"],
+    },
+    "fp32, sgd, frozen weights": {"optimizer.type": "sgd", "trainable": ["query", "key", "value", "norms"]},
+}
+
+
+STEPS = {case: LONG if case in ("fp32", "bfloat16", "bfloat16, sums in fp32") else SHORT for case in CASES}
+
+
+class Part(NamedTuple):
+    """Steps [first, last) of a case with an engine, from the state in the folder `source` unless that is None. The last
+    state is written to `target`, and that after half of the case's steps to `target`/half.
+    """
+
+    case: str
+    engine: str
+    first: int
+    last: int
+    source: str | None
+    target: str
+
+
+def samples(step: int, sizes: Any) -> list[Batch]:
+    """The micro-batches of this rank, of samples that do not depend on the number of ranks."""
+    tokens = np.random.default_rng(step).integers(VOCABULARY // 8, size=(sizes.total, LENGTH + 1))
+    return list(Batch(tokens).split(sizes.micro))[dist.rank() :: dist.world_size()]
+
+
+def save(engine: Engine, folder: Path) -> None:
+    own = engine.pieces()
+    folder.mkdir(parents=True, exist_ok=True)
+    if own and (engine.partitioned or dist.is_main()):
+        write_pieces(folder / file_name(dist.rank()), own, engine.parameter_slices())
+    (folder / "counters.json").write_text(json.dumps(engine.counters()))
+    dist.barrier()
+
+
+def train(part: Part, root: Path) -> dict[str, Any]:
+    """Run a part; return the losses, norms and counters, and a digest of the weights that the model computes with."""
+    keys = {name: value for name, value in (KEYS | CASES[part.case]).items() if value is not None}
+    config = load_config([], keys | {"engine": part.engine})
+    torch.manual_seed(0 if part.source is None else 1)
+    model = assemble_model(config, "cpu").train()
+    train_only_parts(model, config.optimizer)
+    sizes = config.batch.resolve(dist.world_size())
+    engine = build_engine(model, partial(build_optimizer, config=config.optimizer), config, sizes)
+    if part.source is not None:
+        slices = engine.parameter_slices()
+        with open_state(root / part.source) as reader:
+            for piece in engine.pieces():
+                reader.fill(piece, slices[piece.name])
+        engine.restored(json.loads((root / part.source / "counters.json").read_text()))
+    half, steps = STEPS[part.case] // 2, []
+    for step in range(part.first, part.last):
+        if step == half > part.first:
+            save(engine, root / part.target / "half")
+        steps.append(engine.train_step(samples(step, sizes), RATE))
+    held_out = engine.mean_loss(samples(LONG, sizes)).mean
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        digest.update(weight.detach().float().numpy().tobytes())
+    save(engine, root / part.target)
+    figures = [[step.loss, step.grad_norm, step.skipped, step.labels] for step in steps]
+    found = {"figures": figures, "held out": held_out, "counters": engine.counters(), "weights": digest.hexdigest()}
+    engine.close()
+    return found
+
+
+def main(root: str, parts: list[list[Any]]) -> None:
+    torch.set_num_threads(1)
+    dist.init_distributed()
+    found = [train(Part(*part), Path(root)) for part in parts]
+    if dist.is_main():
+        Path(root, "found.json").write_text(json.dumps(found))
+    dist.shut_down()
+
+
+def launch(root: Path, world: int, parts: list[Part]) -> dict[str, Any]:
+    """Run the parts in one launch of `world` processes; return what rank 0 found, by the name of the target."""
+    launcher = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, __file__, str(root), json.dumps(parts)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=patience(900))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((root / "found.json").read_text())
+    return {part.target: each for part, each in zip(parts, found, strict=True)}
+
+
+def assert_equal_state(one: Path, other: Path) -> None:
+    with open_state(one) as first, open_state(other) as second:
+        assert first.shapes == second.shapes
+        for name in first.shapes:
+            for kind in ("weight", "exp_avg", "exp_avg_sq"):
+                assert torch.equal(first.whole(name, kind), second.whole(name, kind)), f"{name}: {kind}"
+
+
+def whole(case: str, engine: str) -> Part:
+    return Part(case, engine, 0, STEPS[case], None, f"{case}/{engine}")
+
+
+def resumed(case: str, engine: str, other: str) -> Part:
+    """The second half of a run, after the first half with the `other` engine."""
+    half = STEPS[case] // 2
+    return Part(case, engine, half, STEPS[case], f"{case}/{other}/half", f"{case}/{engine} after {other}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_both_engines_train_the_same_bits(world: int, tmp_path: Path) -> None:
+    """Each engine trains all steps at once, and goes on from the state of either engine after half of them."""
+    wholes = {case: [whole(case, engine) for engine in ENGINES] for case in CASES}
+    others = {case: [resumed(case, one, other) for one in ENGINES for other in ENGINES] for case in CASES}
+    found = launch(tmp_path, world, [part for parts in (*wholes.values(), *others.values()) for part in parts])
+    for case in CASES:
+        expected_run = found[f"{case}/deepspeed"]
+        assert expected_run["figures"][-1][0] < expected_run["figures"][0][0] - 0.1, f"{case}: does not learn"
+        clips = (KEYS | CASES[case])["gradient_clipping"] > 0
+        exact_norm = "small buckets" not in case or world == 1
+        assert not clips or any(norm > 0.5 for _, norm, *_ in expected_run["figures"]), f"{case}: never clips"
+        for target in [part.target for part in (*wholes[case], *others[case])]:
+            each = found[target]
+            assert each["weights"] == expected_run["weights"], target
+            assert each["held out"] == expected_run["held out"] and each["counters"] == expected_run["counters"], target
+            expected = expected_run["figures"][-len(each["figures"]) :]
+            if exact_norm:
+                assert each["figures"] == expected, target
+            else:  # buckets divide a group among the ranks in other places, and the norm is summed in that order
+                assert [row[0] for row in each["figures"]] == [row[0] for row in expected], target
+                norms = [[row[1] for row in rows] for rows in (each["figures"], expected)]
+                assert norms[0] == pytest.approx(norms[1], rel=1e-6), target
+            assert_equal_state(tmp_path / target, tmp_path / f"{case}/deepspeed")
+
+
+def test_the_number_of_ranks_may_change_with_the_engine(tmp_path: Path) -> None:
+    """From the state that two ranks saved, one process goes on the same with both engines, and back."""
+    launch(tmp_path, 2, [whole(case, engine) for case in CASES for engine in ENGINES])
+    alone = launch(tmp_path, 1, [resumed(case, one, other) for case in CASES for one in ENGINES for other in ENGINES])
+    for case in CASES:
+        targets = [resumed(case, one, other).target for one in ENGINES for other in ENGINES]
+        assert len({alone[target]["weights"] for target in targets}) == 1, case
+        for target in targets[1:]:
+            assert_equal_state(tmp_path / target, tmp_path / targets[0])
+    back = [
+        Part(case, engine, STEPS[case], STEPS[case] + 10, resumed(case, other, engine).target, f"{case}/{engine} back")
+        for case in CASES
+        for engine, other in (ENGINES, ENGINES[::-1])
+    ]
+    found = launch(tmp_path, 2, back)
+    for case in CASES:
+        one, other = (found[f"{case}/{engine} back"] for engine in ENGINES)
+        assert one["weights"] == other["weights"] and one["held out"] == other["held out"], case
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
