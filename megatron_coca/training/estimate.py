@@ -77,6 +77,8 @@ def states_bytes(config: Config, topology: Topology, numbers: int, trained: int 
     """
     trained = numbers if trained is None else trained
     ranks = topology.data * topology.sequence
+    if config.parallel.engine == "native":
+        return _native_states(config, ranks, numbers, trained)
     section, size = zero_section(config, ranks, cuda=True), BYTES[config.precision.dtype]
     stage = section["stage"]
 
@@ -112,6 +114,29 @@ def states_bytes(config: Config, topology: Topology, numbers: int, trained: int 
         step=step,
         context=CONTEXT,
         host=host,
+    )
+
+
+def _native_states(config: Config, ranks: int, numbers: int, trained: int) -> Memory:
+    """Return the memory of a rank of the native engine. Each rank has all weights and gradients, and a part of the
+    optimizer states. On one rank in float32, the optimizer updates the weights and reads the gradients themselves.
+    """
+    size, reduces = BYTES[config.precision.dtype], ranks > 1
+    bucket = float(zero_section(config, ranks, cuda=True)["reduce_bucket_size"])
+    own, in_float32 = trained / ranks, size == 4
+    sums = 4 * own if config.parallel.accumulates_in_fp32 and not in_float32 else 0.0
+    # The largest bucket is copied before its gradients are freed, and the reduced parts are kept until all are reduced.
+    buffers = size * (min(bucket, trained) + own) if reduces else 0.0
+    return Memory(
+        weights=size * numbers,
+        gradients=size * trained + sums,
+        optimizer=((0 if in_float32 else 4) + 4 * STATES[config.optimizer.type]) * own,
+        buffers=buffers,
+        activations=0.0,
+        loss=0.0,
+        step=0.0 if in_float32 or sums else 4 * own,
+        context=CONTEXT,
+        host=0.0,
     )
 
 

@@ -4,6 +4,7 @@ The arithmetic is ZeRO's (Rajbhandari et al. 2020, arXiv:1910.02054), so that bo
 average their gradients in the training dtype, and each rank clips and applies its part in float32.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -134,7 +135,7 @@ class FlatWeights:
             self._groups.append(buckets)
         self._order = [bucket for buckets in self._groups for bucket in reversed(buckets)]
         self._reduces, self._next = False, 0
-        self._running: list[_Reduction] = []
+        self._running: deque[_Reduction] = deque()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
             for bucket in self._order
@@ -189,10 +190,10 @@ class FlatWeights:
             return
         while self._next < len(self._order):  # buckets with parameters that were not used
             self._reduce()
-        for running in self._running:
+        while self._running:
+            running = self._running.popleft()
             running.work.wait()
             running.bucket.add(running.part)
-        self._running.clear()
 
     def norm(self) -> Tensor:
         """Return the global norm of the gradient, a scalar on the device; infinite if it is not finite."""

@@ -41,7 +41,7 @@ KEYS: dict[str, Any] = {
     "make_vocab_size_divisible_by": 1,
     "pos_emb": "coca",
     "optimizer.params.lr": RATE,
-    "gradient_clipping": 0.5,
+    "gradient_clipping": 0.2,
     "zero_optimization": {"stage": 1},
     "train_micro_batch_size_per_gpu": 1,
     "train_batch_size": 4,
@@ -106,7 +106,7 @@ def save(engine: Engine, folder: Path) -> None:
 
 
 def train(part: Part, root: Path) -> dict[str, Any]:
-    """Run a part; return the losses, norms and counters, and a digest of the weights that the model computes with."""
+    """Run a part; return the losses, norms and step count, and a digest of the weights that the model computes with."""
     keys = {name: value for name, value in (KEYS | CASES[part.case]).items() if value is not None}
     config = load_config([], keys | {"engine": part.engine})
     torch.manual_seed(0 if part.source is None else 1)
@@ -131,7 +131,7 @@ def train(part: Part, root: Path) -> dict[str, Any]:
         digest.update(weight.detach().float().numpy().tobytes())
     save(engine, root / part.target)
     figures = [[step.loss, step.grad_norm, step.skipped, step.labels] for step in steps]
-    found = {"figures": figures, "held out": held_out, "counters": engine.counters(), "weights": digest.hexdigest()}
+    found = {"figures": figures, "held out": held_out, "step": engine.counters()["step"], "weights": digest.hexdigest()}
     engine.close()
     return found
 
@@ -182,14 +182,14 @@ def test_both_engines_train_the_same_bits(world: int, tmp_path: Path) -> None:
     found = launch(tmp_path, world, [part for parts in (*wholes.values(), *others.values()) for part in parts])
     for case in CASES:
         expected_run = found[f"{case}/deepspeed"]
-        assert expected_run["figures"][-1][0] < expected_run["figures"][0][0] - 0.1, f"{case}: does not learn"
+        assert expected_run["figures"][-1][0] < expected_run["figures"][0][0] - 0.05, f"{case}: does not learn"
         clips = (KEYS | CASES[case])["gradient_clipping"] > 0
         exact_norm = "small buckets" not in case or world == 1
-        assert not clips or any(norm > 0.5 for _, norm, *_ in expected_run["figures"]), f"{case}: never clips"
+        assert not clips or any(norm > 0.2 for _, norm, *_ in expected_run["figures"]), f"{case}: never clips"
         for target in [part.target for part in (*wholes[case], *others[case])]:
             each = found[target]
             assert each["weights"] == expected_run["weights"], target
-            assert each["held out"] == expected_run["held out"] and each["counters"] == expected_run["counters"], target
+            assert each["held out"] == expected_run["held out"] and each["step"] == expected_run["step"], target
             expected = expected_run["figures"][-len(each["figures"]) :]
             if exact_norm:
                 assert each["figures"] == expected, target

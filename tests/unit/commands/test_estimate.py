@@ -77,6 +77,26 @@ def test_gradients_that_are_summed_in_float32(ranks: int, stage: int, size: floa
     assert states_bytes(config, Topology.of(config.parallel, ranks), 1000).gradients == pytest.approx(size * 1000)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "keys", "gradients", "optimizer", "step"),
+    [
+        (1, {"precision": "fp32"}, 4, 8, 0),
+        (8, {"precision": "fp32"}, 4, 8 / 8, 0),
+        (1, {}, 2, 12, 4),
+        (8, {}, 2, 12 / 8, 4 / 8),
+        (8, {"data_types": {"grad_accum_dtype": "fp32"}}, 2 + 4 / 8, 12 / 8, 0),
+    ],
+)
+def test_the_native_engine_divides_the_optimizer_states(
+    ranks: int, keys: dict[str, Any], gradients: float, optimizer: float, step: float
+) -> None:
+    config = configured(**{"engine": "native", "zero_optimization": {"stage": 1, "reduce_bucket_size": 100}} | keys)
+    found = states_bytes(config, Topology.of(config.parallel, ranks), 1000)
+    assert (found.gradients, found.optimizer, found.step) == (1000 * gradients, 1000 * optimizer, 1000 * step)
+    size = 4 if keys == {"precision": "fp32"} else 2
+    assert found.weights == size * 1000 and found.buffers == (size * (100 + 1000 / 8) if ranks > 1 else 0)
+
+
 def test_offloaded_states_lie_on_the_host() -> None:
     section = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     config = configured(zero_optimization=section | {"stage3_max_live_parameters": 1000})
