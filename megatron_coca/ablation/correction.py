@@ -7,7 +7,7 @@ from megatron_coca.ablation.figures import Figures
 from megatron_coca.evaluation.contrasts import ContrastEntry, Corrected, corrected_once
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.stretch.plans import outcome_of, paired_differences, read_plan, sequence
-from megatron_coca.evaluation.stretch.records import StretchResult
+from megatron_coca.evaluation.stretch.records import read_results
 
 UNITS = {"perplexity": "perplexity, nats per byte", "margin": "margin, nats", "loss": "loss, nats per token"}
 """Names of quantities with the unit of their differences. All studies measure perplexities of texts read as bytes."""
@@ -27,10 +27,10 @@ def entries_of(study: str, figures: Figures) -> list[ContrastEntry]:
 def entries_of_stretch(study: str, plan: str | Path, results: str | Path) -> list[ContrastEntry]:
     """Return the declared contrasts of a study of `megatron-coca stretch`, paired by fact or by document.
 
-    Raises EvaluationError if a contrast is not measured.
+    `results` is the folder of its results. Raises EvaluationError if a contrast is not measured.
     """
     planned = read_plan(Path(plan))
-    result = StretchResult.model_validate_json(Path(results).read_text(encoding="utf-8"))
+    result = read_results(Path(results), planned.methods)
     found = []
     for step in sequence(result, planned):
         each, differences = step.contrast, paired_differences(result, planned, step.contrast)

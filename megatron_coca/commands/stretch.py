@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = planned(args)
     done = stretch(args)
     print(plain(done.text))
-    print(f"\nwrote {args.output / 'stretch.html'}, and stretch.md, its picture, best.yml and results.json beside it")
+    print(f"\nwrote {args.output / 'stretch.html'}, and stretch.md, its picture, best.yml and results/ beside it")
     if args.export is not None or args.chat:
         print(f"{done.chosen} is used: {done.reason}")
     if args.export is not None:

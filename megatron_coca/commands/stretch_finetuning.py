@@ -7,8 +7,9 @@ from argparse import Namespace
 from hashlib import sha256
 from pathlib import Path
 
-from megatron_coca.evaluation.results import EvaluationError, read_record, write_atomically
-from megatron_coca.evaluation.stretch.records import RESULTS, StretchResult
+from megatron_coca.evaluation.results import EvaluationError, write_atomically
+from megatron_coca.evaluation.stretch.choices import PLAIN
+from megatron_coca.evaluation.stretch.records import read_plain, result_file
 from megatron_coca.work.processes import PROGRAM, run_to_its_end
 
 MOST_LENGTH = 2048
@@ -51,11 +52,7 @@ def trained_folder(args: Namespace) -> Path:
 
 def is_outdated(page: Path, steps: int) -> bool:
     """Return True if the results beside the page belong to another number of steps."""
-    return (page / RESULTS).exists() and _result(page).settings.checkpoint.step != steps
-
-
-def _result(folder: Path) -> StretchResult:
-    return read_record(folder / RESULTS, StretchResult, "a result of `megatron-coca stretch`")
+    return result_file(page, PLAIN).exists() and read_plain(page).checkpoint.step != steps
 
 
 def _claim(args: Namespace, folder: Path, trial: dict[str, object]) -> None:
@@ -93,11 +90,11 @@ def finetune(args: Namespace) -> int:
     tokenizer = opened.tokenizer().tokenizer
     assert tokenizer is not None, "checked before"
     texts = [Path(path) for path in args.data]
-    settings = _result(args.output).settings
-    prepared = args.output / f"finetune_data_{digest_of(texts, settings.tokenizer)}"
+    measured = read_plain(args.output)
+    prepared = args.output / f"finetune_data_{digest_of(texts, measured.tokenizer)}"
     keys = position_keys(args.finetune_method, args.to, opened.trained.model.seq_length)
     folder = trained_folder(args)
-    _claim(args, folder, {"model": settings.checkpoint.identity, "data": prepared.name, "keys": keys})
+    _claim(args, folder, {"model": measured.checkpoint.identity, "data": prepared.name, "keys": keys})
     if not (prepared / "data.yml").is_file():
         prepare([CorpusSource(SourceSpec("texts", texts), split="train")], prepared, tokenizer)
     keys += [

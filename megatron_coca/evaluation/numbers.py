@@ -75,12 +75,18 @@ class Number:
         name = self.name.format(entry=entry) if "{" in self.name else self.name
         return Reading(name, self.length(entry), value, getattr(tally, "low", None), getattr(tally, "high", None))
 
-    def averaged(self, entry: Any) -> float | None:
-        """Return what is averaged over seeds: the logarithm of a number that has one, otherwise the number."""
-        if self.logarithm is not None:
-            return self.logarithm(entry)
+    def value(self, entry: Any) -> float | None:
+        """Return the number of an entry, or None if the entry does not have it."""
         found = self.reading(entry)
         return None if found is None else found.value
+
+    def values(self, entry: Any) -> Sequence[float]:
+        """Return the sum of each document, or the value of each case, of a number that has them."""
+        return () if self.sums is None else self.sums(entry)
+
+    def averaged(self, entry: Any) -> float | None:
+        """Return what is averaged over seeds: the logarithm of a number that has one, otherwise the number."""
+        return self.value(entry) if self.logarithm is None else self.logarithm(entry)
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:

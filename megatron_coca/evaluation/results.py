@@ -268,13 +268,15 @@ def cost_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".json") + SUFFIX)
 
 
-def recorded_dtype(path: Path | None) -> str | None:
-    """Return the dtype of the result file `path`; None if there is no such file or it cannot be read."""
+def recorded(path: Path | None, *keys: str) -> str | None:
+    """Return the text below these keys of the result file `path`; None if there is no such file or no such text."""
     try:
         content = {} if path is None else json.loads(path.read_bytes())
-        return str(content.get("settings", content)["environment"]["dtype"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        for key in keys:
+            content = content[key]
+    except (OSError, ValueError, TypeError, KeyError):
         return None
+    return content if isinstance(content, str) else None
 
 
 def read_costs(path: Path) -> Costs | None:

@@ -117,7 +117,7 @@ def dtype_of(trained: Config, dtype: str, device: str, outputs: Sequence[Path | 
     """
     if dtype != AUTO:
         return dtype
-    recorded = next(filter(None, map(results.recorded_dtype, outputs)), None)
+    recorded = next(filter(None, (results.recorded(path, "environment", "dtype") for path in outputs)), None)
     chosen, reason = (recorded, "") if recorded else chosen_dtype(trained.model, resolve_device(device))
     write(reason or f"--dtype auto: {chosen}, as in the results so far")
     return chosen
@@ -236,6 +236,14 @@ class Evaluation:
         fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
         return Header(label, checkpoint, overrides, fingerprint, environment)
 
+    def store(self, subject: Subject | Unusable, kind: type[ResultType], **fields: Any) -> Store[ResultType]:
+        """Return the store of a variant, in which all entries are missing if the variant is unusable."""
+        empty = kind(**vars(subject.header), **fields, results=[], missing=[])
+        store = Store(self.options.output_of(self.task, subject.header.label), empty, self.options.overwrite)
+        if isinstance(subject, Unusable):
+            store.miss(Missing(at="all", kind="refused", reason=subject.reason))
+        return store
+
     def variants(self, kind: type[ResultType], **fields: Any) -> Iterator[tuple[Subject, Store[ResultType]]]:
         """Yield each usable variant with its result store, and print its missing entries to stderr. At the end, show
         the results of all variants together, even if the evaluation is interrupted.
@@ -245,17 +253,13 @@ class Evaluation:
         stores: list[Store[ResultType]] = []
         try:
             for subject in self.subjects():
-                header = subject.header
-                empty = kind(**vars(header), **fields, results=[], missing=[])
-                store = Store(self.options.output_of(self.task, header.label), empty, self.options.overwrite)
+                store = self.store(subject, kind, **fields)
                 stores.append(store)
-                if isinstance(subject, Unusable):
-                    store.miss(Missing(at="all", kind="refused", reason=subject.reason))
-                else:
+                if isinstance(subject, Subject):
                     yield subject, store
                 for missing in store.noted:
                     self.status = 2
-                    print_missing(header.label, missing)
+                    print_missing(subject.header.label, missing)
         finally:
             if measured := [store.result for store in stores if store.result.results]:
                 self._show(*measured)

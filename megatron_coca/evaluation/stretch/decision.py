@@ -116,7 +116,7 @@ def decide(result: StretchResult) -> Decision:
     hidden = bool(result.facts(leader, length))
     possible = [name for name in ranked if name != leader and not failed(result, name, length)]
     measured = [name for name in possible if result.facts(name, length) or not hidden]
-    measured = [name for name in measured if result.loss(name, length)]
+    measured = [name for name in measured if result.windows(name, length)]
     compared = tuple(compare(result, name, leader, length) for name in measured) if hidden else ()
     separated = {each.method for each in compared if each.by}
     undecided = tuple(name for name in (leader, *measured) if name not in separated)
@@ -174,11 +174,10 @@ def open_windows(result: StretchResult) -> Iterator[Key]:
     of the ratio, and the method has not failed. The plain model at 1x is the reference, so it needs as many windows as
     the others. If there is only one method, yield all lengths.
     """
-    most, reach = max((len(each.nlls) for each in result.losses), default=0), decide(result).length
+    most, reach = result.most_windows, decide(result).length
     for length in result.lengths():
-        for name in (name for name in result.supported if result.loss(name, length)):
-            loss = result.loss(name, length)
-            behind = (name, length) == (result.plain, result.trained) and loss is not None and len(loss.nlls) < most
+        for name in (name for name in result.supported if result.windows(name, length)):
+            behind = (name, length) == (result.plain, result.trained) and result.windows(name, length) < most
             unclear = unclear_perplexity(result, name, length) and not failed(result, name, max(length, reach))
             if behind or unclear or len(result.supported) == 1:
                 yield name, length

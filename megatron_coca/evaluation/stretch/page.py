@@ -70,7 +70,7 @@ def _document(
         sections.append(Section("comparison", title, (compared,)))
     chosen = ReportBlock(text=(theirs,), code=parameters)
     sections.append(Section("best", "The chosen method", (own, chosen)))
-    if any(result.facts(*each.key) for each in result.retrieval):
+    if any(result.facts(name, length) for name in result.supported for length in result.lengths()):
         sections.append(Section("facts", "Hidden facts", (ReportBlock(tables=(tables.fact_table(result),)),)))
     times = ReportBlock(tables=(tables.time_table(result),), figures=(figure,))
     sections.append(Section("time", "Time", (times,)))
@@ -83,7 +83,7 @@ def _document(
 
 
 def _name(result: StretchResult) -> str:
-    return Path(result.settings.checkpoint.path.removeprefix("hf://")).name
+    return Path(result.header.checkpoint.path.removeprefix("hf://")).name
 
 
 def _markdown(document: ReportDocument) -> str:
@@ -207,9 +207,7 @@ def _time(result: StretchResult, methods: Sequence[str], length: int, count: int
     """Return the time that facts up to `count` of each method would take, in words."""
     seconds = 0.0
     for name in methods:
-        begun = result.begun_retrieval(name, length)
-        if begun is not None:
-            seconds += max(0, count - len(begun.cases)) * begun.seconds / len(begun.cases)
+        seconds += max(0, count - result.cases(name, length)) * (result.fact_seconds(name, length) or 0.0)
     return f"; they would take about {duration(math.ceil(seconds))} more" if seconds else ""
 
 
@@ -228,8 +226,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def best_yaml(result: StretchResult, decision: Decision) -> str:
     """Return the YAML overlay that selects the chosen method."""
-    (record,) = (each for each in result.methods if each.name == decision.chosen)
-    changes = {key: _given(value) for key, value in record.overrides.items()}
+    changes = {key: _given(value) for key, value in result.results[decision.chosen].overrides.items()}
     others = [name for name in decision.undecided if name != decision.chosen]
     doubt = f"; undecided between it and {_listed(others)}" if others else ""
     return f"# {decision.chosen}, chosen by megatron-coca stretch{doubt}\n{dump(changes)}"

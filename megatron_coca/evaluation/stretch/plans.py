@@ -80,7 +80,7 @@ def paired_differences(result: StretchResult, plan: Plan, contrast: PlannedContr
     Margins are in nats, paired by fact, and losses in nats per token, paired by document.
     """
     length, pairs = round(contrast.at * result.trained), pairs_of(plan, contrast)
-    read = {"margin": result.margins, "loss": result.token_losses}[contrast.quantity]
+    read = {"margin": result.margins, "loss": result.losses}[contrast.quantity]
     ours, theirs = read(contrast.method, length), read(contrast.other, length)
     if contrast.quantity == "margin":  # the budget can allow more facts than are planned
         ours, theirs = ours[:pairs], theirs[:pairs]

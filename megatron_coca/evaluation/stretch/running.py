@@ -4,7 +4,8 @@ where the comparison is undecided. The time of each measurement is estimated bef
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -12,13 +13,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_coca.attention.positions import PositionRangeError
-from megatron_coca.data import Tokenizer
-from megatron_coca.evaluation import results
+from megatron_coca.evaluation.results import Store
 from megatron_coca.evaluation.stretch.decision import Key, open_facts, open_windows
-from megatron_coca.evaluation.stretch.records import Losses, ResultFile, Retrieval, StretchResult
-from megatron_coca.evaluation.subject import Subject
-from megatron_coca.evaluation.tasks.margin.measure import FOILS, Cases, last_loss, make_cases, margins
+from megatron_coca.evaluation.stretch.records import StretchResult
+from megatron_coca.evaluation.subject import Subject, noting_missing
+from megatron_coca.evaluation.tasks.margin.measure import (
+    ANSWER_TOKENS,
+    FOILS,
+    REMEDY,
+    Cases,
+    make_cases,
+    score_facts,
+    score_windows,
+)
+from megatron_coca.evaluation.tasks.margin.task import MarginResult, facts_at, windows_at
 from megatron_coca.evaluation.tasks.retrieval.prompts import LengthError, PromptForm
 from megatron_coca.model import GPT
 from megatron_coca.support.console import Progress, duration, short, write
@@ -33,7 +41,6 @@ ATTENTION = 2.0
 """Time of an operation of attention relative to one of a matrix product, which is faster on most devices."""
 NOT_SHARED = 0.6
 """Share of the time of a prompt that remains if it shares its beginning with the prompt before, on average."""
-FACT_TOKENS = 8
 
 
 class Pace:
@@ -60,7 +67,7 @@ class Pace:
         """Return the time of passkeys and needles. Within each kind, a prompt shares its beginning with the one
         before.
         """
-        answers = count * (FOILS + 1) * self.forward(method, FACT_TOKENS)
+        answers = count * (FOILS + 1) * self.forward(method, ANSWER_TOKENS)
         return self.forward(method, tokens) * (min(count, 2) + NOT_SHARED * max(count - 2, 0)) + answers
 
     def learn(self, method: str, estimate: float, seconds: float) -> None:
@@ -89,39 +96,39 @@ def missing_seconds(result: StretchResult, pace: Pace, goals: Mapping[Key, Goal]
     """
     seconds = 0.0
     for (method, length), goal in goals.items():
-        losses, facts = result.loss(method, length), missing_facts(result, (method, length), goal.facts)
-        windows = len(losses.nlls) if losses else 0
-        each = losses.seconds / windows if losses and windows else pace.forward(method, length)
-        seconds += each * max(0, goal.windows - windows)
+        facts = missing_facts(result, (method, length), goal.facts)
+        each = result.window_seconds(method, length) or pace.forward(method, length)
+        seconds += each * max(0, goal.windows - result.windows(method, length))
         seconds += pace.facts(method, length, facts) if facts else 0.0
     return seconds
 
 
 def missing_facts(result: StretchResult, key: Key, count: int) -> int:
     """Return how many of the first `count` facts are not measured."""
-    begun = result.begun_retrieval(*key)
-    known = {case.number for case in begun.cases} if begun else set()
+    entry = result.entry(*key)
+    known = {case.number for case in entry.cases} if entry else set()
     return sum(number not in known for number in range(count))
 
 
 class Runner:
-    """Fills a result file. All subjects share their weights."""
+    """Fills the result files. All subjects share their weights."""
 
     def __init__(
         self,
         subjects: Sequence[Subject],
         documents: Sequence[np.ndarray],
         form: PromptForm,
-        tokenizer: Tokenizer,
-        file: ResultFile,
+        stores: Mapping[str, Store[MarginResult]],
         budget: float,
         cases: Mapping[int, int] | None,
     ) -> None:
-        """`cases` has a plan's number of hidden facts by length. At other lengths the decision determines this number.
+        """`stores` has the result file of each method, also of those that the model does not support.
+
+        `cases` has a plan's number of hidden facts by length. At other lengths the decision determines this number.
         Without a plan (None), it also determines the number of windows.
         """
-        self.subjects, self.documents, self.form, self.tokenizer = list(subjects), documents, form, tokenizer
-        self.file, self.pace = file, Pace(subjects[0].model)
+        self.subjects, self.documents, self.form = list(subjects), documents, form
+        self._stores, self.pace = stores, Pace(subjects[0].model)
         self._planned = cases
         self._budget, self._ends = budget, time.monotonic() + budget
         self._left_out: list[str] = []
@@ -130,8 +137,8 @@ class Runner:
         self._goals: dict[Key, Goal] = {}
         self._made: dict[int, Cases] = {}
 
-    def run(self, lengths: Sequence[int]) -> None:
-        """Measure until everything is decided or planned, or until the budget is spent."""
+    def run(self, lengths: Sequence[int]) -> StretchResult:
+        """Measure until everything is decided or planned, or until the budget is spent. Return the results."""
         with Progress("stretch", unit="windows") as progress:
             self._progress = progress
             self._first(lengths)
@@ -139,14 +146,16 @@ class Runner:
                 self._plan(lengths, self._planned)
             while self._double():
                 pass
-        self.file.write(left_out=self._left_out, too_short=self._too_short(lengths))
-        for line in filter(None, (self.file.result.too_short, *(f"left out: {line}" for line in self._left_out))):
+        result = replace(self._result, left_out=tuple(self._left_out), too_short=self._too_short(lengths))
+        for line in filter(None, (result.too_short, *(f"left out: {line}" for line in result.left_out))):
             write(line)
+        return result
 
     @property
     def _result(self) -> StretchResult:
-        """The result without methods that only an earlier run compared."""
-        return self.file.result.limited_to({subject.label for subject in self.subjects})
+        """The results so far."""
+        stores = self._stores.items()
+        return StretchResult({name: each.result for name, each in stores}, {name: each.costs for name, each in stores})
 
     def _first(self, lengths: Sequence[int]) -> None:
         """Measure one window and one fact of each method, from the shortest length to the longest."""
@@ -251,63 +260,55 @@ class Runner:
 
     def _done(self, key: Key, name: str) -> int:
         """Return the number of facts or windows."""
-        loss = self.file.result.loss(*key)
-        return len(self.file.result.facts(*key)) if name == "facts" else len(loss.nlls) if loss else 0
+        return len(self._result.facts(*key)) if name == "facts" else self._result.windows(*key)
 
     def _windows(self, subject: Subject, length: int, count: int) -> None:
         """Score the first `count` documents, in windows of a length."""
-        at, settings = f"perplexity at {length} tokens", self.file.result.settings
-        begun = self.file.result.loss(subject.label, length)
-        nlls, before = (list(begun.nlls), begun.seconds) if begun else ([], 0.0)
-        if len(nlls) >= count:
-            return
-
-        def measure() -> bool:
-            start = time.monotonic()
-            for tokens in self.documents[len(nlls) : count]:
-                if self._spent(f"{at} of {subject.label}", len(nlls), count):
-                    return False
-                nlls.append(last_loss(subject.model, tokens, length, settings.scored, settings.start))
-                seconds = before + time.monotonic() - start
-                self.file.put_loss(Losses(method=subject.label, length=length, seconds=seconds, nlls=list(nlls)))
-                self._advance(length)
-            return True
-
-        self._progress.begin(f"{subject.label}, {at}")
-        self._timed(subject, at, self.pace.forward(subject.label, length) * (count - len(nlls)), measure)
+        name, at = subject.label, f"perplexity at {length} tokens"
+        if (done := self._result.windows(name, length)) < count:
+            self._progress.begin(f"{name}, {at}")
+            scores = score_windows(subject, self._stores[name], self.documents[:count], length)
+            estimate = self.pace.forward(name, length) * (count - done)
+            self._measure(subject, f"{at} of {name}", windows_at(length), scores, (done, count), estimate)
 
     def _facts(self, subject: Subject, length: int, count: int) -> None:
         """Measure the first `count` facts of a length."""
-        at, missing = f"retrieval at {length} tokens", missing_facts(self.file.result, (subject.label, length), count)
-        if not missing or (cases := self._cases(length, count)) is None:
-            return
-        begun = self.file.result.begun_retrieval(subject.label, length)
-        made, before = (list(begun.cases), begun.seconds) if begun else ([], 0.0)
+        name, missing = subject.label, missing_facts(self._result, (subject.label, length), count)
+        if missing and (cases := self._cases(length, count)) is not None:
+            self._progress.begin(f"{name}, {count} facts in {length} tokens")
+            scores = score_facts(subject, self._stores[name], cases, length)
+            estimate, entry = self.pace.facts(name, length, missing), f"retrieval at {length} tokens of {name}"
+            self._measure(subject, entry, facts_at(length), scores, (count - missing, count), estimate)
 
-        def measure() -> bool:
-            start = time.monotonic()
-            if self._spent(f"{at} of {subject.label}", count - missing, count):
-                return False
-            measured = margins(subject.model, self.tokenizer, cases, {case.number for case in made})
-            for done, case in enumerate(measured, count - missing + 1):
-                made.append(case)
-                made.sort(key=lambda case: case.number)
-                seconds = before + time.monotonic() - start
-                found = Retrieval(method=subject.label, length=length, seconds=seconds, cases=list(made))
-                self.file.put_retrieval(found)
-                self._advance(case.tokens)
-                if done < count and self._spent(f"{at} of {subject.label}", done, count):
-                    return False
-            return True
+    def _measure(
+        self, subject: Subject, entry: str, at: str, scores: Iterator[int], counts: tuple[int, int], estimate: float
+    ) -> None:
+        """Take inputs from `scores` until all of them are measured, or the budget is spent.
 
-        self._progress.begin(f"{subject.label}, {count} facts in {length} tokens")
-        self._timed(subject, at, self.pace.facts(subject.label, length, missing), measure)
+        The entry is listed as left out if the budget is spent, the model has no such positions, or memory runs out. The
+        pace follows from measurements that the end of the budget did not interrupt. `counts` are the numbers of inputs
+        that are measured already and of all inputs.
+        """
+        start, (done, count), store = time.monotonic(), counts, self._stores[subject.label]
+        noted = len(store.noted)
+        with noting_missing(store, at, REMEDY):
+            while done < count and self._left() > 0:
+                self._advance(next(scores))
+                done += 1
+            if done == count:
+                self.pace.learn(subject.label, estimate, time.monotonic() - start)
+            else:
+                self._leave_out(f"{entry} ({done} of {count} are measured)")
+        for each in store.noted[noted:]:
+            self._leave_out(f"{entry}: {each.kind if each.kind == 'out of memory' else each.reason}")
 
     def _cases(self, length: int, count: int) -> Cases | None:
         """Return the first `count` cases; None if the length is too short for them."""
         if len(self._made.get(length, ())) < count:
             try:
-                self._made[length] = make_cases(self.form, length - FACT_TOKENS, count, self.file.result.settings.seed)
+                self._made[length] = make_cases(
+                    self.form, length - ANSWER_TOKENS, count, self._result.header.protocol.seed
+                )
             except LengthError as error:
                 self._leave_out(f"retrieval at {length} tokens: {error}")
                 return None
@@ -315,11 +316,11 @@ class Runner:
 
     def _in_order(self) -> list[Subject]:
         """Return the plain model, then the best methods so far."""
-        ranked, plain = self._result.ranked(), self.file.result.plain
+        ranked, plain = self._result.ranked(), self._result.plain
         return sorted(self.subjects, key=lambda each: (each.label != plain, ranked.index(each.label)))
 
     def _missing(self, goals: Mapping[Key, Goal]) -> float:
-        return missing_seconds(self.file.result, self.pace, goals)
+        return missing_seconds(self._result, self.pace, goals)
 
     def _left(self) -> float:
         return self._ends - time.monotonic()
@@ -329,34 +330,11 @@ class Runner:
         self._left_out = [line for line in self._left_out if not line.startswith(entry)]
         self._left_out.append(entry if seconds is None else f"{entry} (about {_duration(seconds)})")
 
-    def _spent(self, entry: str, done: int, count: int) -> bool:
-        """Return True if the budget is spent, and list the measurement as left out."""
-        if spent := self._left() <= 0:
-            self._leave_out(f"{entry} ({done} of {count} are measured)")
-        return spent
-
     def _advance(self, tokens: int) -> None:
         self._tokens += tokens
         self._progress.details = [f"{short(self._tokens)} tokens"]
         self._progress.remaining(min(self._left(), self._missing(self._goals)))
         self._progress.advance()
-
-    def _timed(self, subject: Subject, entry: str, estimate: float, measure: Callable[[], bool]) -> None:
-        """Measure, and list the entry as left out if the model has no such positions or memory runs out. The pace
-        follows from measurements that the end of the budget did not interrupt (True).
-        """
-        start = time.monotonic()
-        try:
-            finished = measure()
-        except PositionRangeError as error:
-            self._leave_out(f"{entry} of {subject.label}: {error}")
-        except (RuntimeError, MemoryError) as error:
-            if not results.out_of_memory(error):
-                raise
-            self._leave_out(f"{entry} of {subject.label}: out of memory")
-        else:
-            if finished:
-                self.pace.learn(subject.label, estimate, time.monotonic() - start)
 
 
 def _by_length(keys: Iterable[Key]) -> list[tuple[int, list[str]]]:

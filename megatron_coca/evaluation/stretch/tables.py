@@ -38,9 +38,9 @@ def main_table(result: StretchResult) -> Table:
         cells = [TableCell(f"{result.reach(name):,}", result.reach(name))]
         cells += [_perplexity(result, name, length) for length in lengths]
         rows.append(TableRow(name, (*cells, *(_found(result, name, length) for length in hidden))))
-    for each in (each for each in result.methods if each.error):
-        absent = TableCell("not supported", note=f"{each.name}: {each.error}", absent=True)
-        rows.append(TableRow(each.name, (absent, *[EMPTY] * (len(header) - 2))))
+    for name, reason in result.unsupported.items():
+        absent = TableCell("not supported", note=f"{name}: {reason}", absent=True)
+        rows.append(TableRow(name, (absent, *[EMPTY] * (len(header) - 2))))
     return Table("methods", "Perplexity and hidden facts by length", tuple(header), tuple(rows), tuple(notes(result)))
 
 
@@ -60,7 +60,7 @@ def _perplexity(result: StretchResult, method: str, length: int) -> TableCell:
     ratio = geometric_estimate(ratios, together(result))
     detail = f"{_ratio(ratio.mean)}x"
     detail += "" if math.isnan(ratio.low) else f", {_ratio(ratio.low)} to {_ratio(ratio.high)}"
-    most = max(len(each.nlls) for each in result.losses)
+    most = result.most_windows
     fewer = f"{len(ratios)} of {most} windows: " if len(ratios) < most else ""
     return TableCell(text, perplexity, fewer + detail)
 
@@ -85,10 +85,9 @@ def hits(result: StretchResult, method: str, length: int, task: str = "") -> int
 
 def notes(result: StretchResult) -> list[str]:
     """Explain the columns of the table."""
-    settings = result.settings
-    most = max((len(each.nlls) for each in result.losses), default=1)
+    scored, most, environment = result.header.protocol.scored, result.most_windows or 1, result.header.environment
     return [
-        f"Perplexity is of the last {settings.scored:,} tokens of each document ({most}), given the tokens before them "
+        f"Perplexity is of the last {scored:,} tokens of each document ({most}), given the tokens before them "
         "within the length (a window). All lengths score the same tokens. In brackets: the ratio to the perplexity of "
         f"{result.plain} at {result.trained:,} tokens in the same windows, and its interval. A perplexity of fewer "
         "windows follows from this ratio.",
@@ -97,8 +96,7 @@ def notes(result: StretchResult) -> list[str]:
         f"{result.trained:,} tokens, and the mean margin of its facts is above 0.",
         "The intervals of all methods in a column hold together in 95% of cases. They do not compare methods: the "
         "differences between two methods vary less, because all have the same facts and windows.",
-        f"Computed in {settings.environment.dtype} on {settings.environment.device}, torch "
-        f"{settings.environment.torch}.",
+        f"Computed in {environment.dtype} on {environment.device}, torch {environment.torch}.",
     ]
 
 
@@ -116,7 +114,7 @@ def fact_table(result: StretchResult) -> Table:
                 count = sum(case.task == task for case in cases)
                 cells.append(TableCell(f"{hits(result, name, length, task)}/{count}" if count else ""))
             rows.append(TableRow(name, (*cells, TableCell(f"{margin.mean:+.1f}", margin.mean, ends))))
-    prompts = "in the model's chat template" if result.settings.chat else "plain text"
+    prompts = "in the model's chat template" if result.header.protocol.chat else "plain text"
     return Table(
         "facts",
         "Hidden facts by kind",
@@ -171,13 +169,13 @@ def _ends(found: Estimate) -> str:
 
 
 def time_table(result: StretchResult) -> Table:
-    lengths = sorted({each.length for each in result.losses})
+    lengths = [length for length in result.lengths() if any(result.windows(name, length) for name in result.supported)]
     header = ("method", *(f"{length:,} tokens" for length in lengths), "facts (all prompts)")
     rows = []
     for name in result.ranked():
-        losses = [result.loss(name, length) for length in lengths]
-        seconds = [None if loss is None else loss.seconds / len(loss.nlls) for loss in losses]
-        facts = [each.seconds for each in result.retrieval if each.method == name]
+        seconds = [result.window_seconds(name, length) for length in lengths]
+        timed = ((result.fact_seconds(name, length), result.cases(name, length)) for length in result.lengths())
+        facts = [each * count for each, count in timed if each is not None]
         cells = [EMPTY if each is None else TableCell(f"{each:.2f}", each) for each in seconds]
         rows.append(TableRow(name, (*cells, TableCell(f"{sum(facts):.1f}", sum(facts)) if facts else EMPTY)))
     return Table("times", "Seconds for each input", header, tuple(rows))

@@ -1,5 +1,6 @@
 """`megatron-coca stretch` on a small model: results, page, budget, resumption, and the best method's use."""
 
+import datetime
 import io
 import json
 import shutil
@@ -19,15 +20,19 @@ from megatron_coca.checkpoints.exporting import export
 from megatron_coca.cli import main
 from megatron_coca.commands import stretch as stretch_command
 from megatron_coca.config import load_config
+from megatron_coca.data.tokenizers.chat import ChatTemplate
+from megatron_coca.evaluation.results import Store
 from megatron_coca.evaluation.stretch import running
 from megatron_coca.evaluation.stretch.choices import chosen_methods
-from megatron_coca.evaluation.stretch.command import prompt_form
+from megatron_coca.evaluation.stretch.command import chat_of
 from megatron_coca.evaluation.stretch.decision import decide
 from megatron_coca.evaluation.stretch.plans import read_plan
-from megatron_coca.evaluation.stretch.records import ResultFile, StretchResult
+from megatron_coca.evaluation.stretch.records import RESULTS, StretchResult, read_results, result_file
+from megatron_coca.evaluation.tasks.margin.task import windows_at
 from megatron_coca.model import build_model
 from megatron_coca.work.processes import PROGRAM
 from tests.checkpoint_files import write_checkpoint
+from tests.unit.evaluation.stretch_cases import entries_of
 
 ROOT = Path(__file__).parents[3]
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 512, "vocab_size": 512}
@@ -49,13 +54,20 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+METHODS = ("yarn", "rerope", "dynamic:3")
+
+
 def stretch(model: Path, text: Path, output: Path, *more: object) -> int:
-    given = ["stretch", model, "--data", text, "--to", "2x", "--output", output, "--methods", "yarn,rerope,dynamic:3"]
+    given = ["stretch", model, "--data", text, "--to", "2x", "--output", output, "--methods", ",".join(METHODS)]
     return main([str(each) for each in [*given, "--dtype", "float32", "--device", "cpu", *more]])
 
 
-def result_of(output: Path) -> StretchResult:
-    return StretchResult.model_validate_json((output / "results.json").read_bytes())
+def result_of(output: Path, *methods: str) -> StretchResult:
+    return read_results(output, methods)
+
+
+def files(output: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (output / RESULTS).iterdir() if not path.name.startswith(".")}
 
 
 def test_a_page_of_results_and_the_best_method_in_use(
@@ -63,32 +75,28 @@ def test_a_page_of_results_and_the_best_method_in_use(
 ) -> None:
     monkeypatch.setattr(running, "MOST_FACTS", 4)
     assert stretch(model, text, tmp_path / "out") == 0
-    result, page = result_of(tmp_path / "out"), (tmp_path / "out/stretch.md").read_text()
-    assert [method.name for method in result.methods] == ["plain", "yarn", "rerope", "dynamic:3"]
-    assert {(each.method, each.length) for each in result.losses} == {
-        (method.name, length) for method in result.methods for length in (512, 1024)
-    }
-    tasks = [[case.task for case in each.cases] for each in result.retrieval]
-    assert all(each == ["passkey", "needle", "passkey", "needle"][: len(each)] for each in tasks) and len(tasks) == 8
-    assert all(case.tokens <= each.length for each in result.retrieval for case in each.cases)
-    plain, dynamic = (result.loss(name, 512) for name in ("plain", "dynamic:3"))
-    assert plain is not None and dynamic is not None
-    assert plain.nlls[: len(dynamic.nlls)] == dynamic.nlls, "no extension at 1x"
+    result, page = result_of(tmp_path / "out", *METHODS), (tmp_path / "out/stretch.md").read_text()
+    entries = entries_of(result)
+    assert entries.keys() == {(name, length) for name in ("plain", *METHODS) for length in (512, 1024)}
+    tasks = [[case.task for case in entry.cases] for entry in entries.values()]
+    assert all(each == ["passkey", "needle", "passkey", "needle"][: len(each)] for each in tasks) and all(tasks)
+    assert all(case.tokens <= entry.length for entry in entries.values() for case in entry.cases)
+    plain, dynamic = (entries[name, 512].nlls for name in ("plain", "dynamic:3"))
+    assert dynamic and plain[: len(dynamic)] == dynamic, "no extension at 1x"
     best = decide(result).chosen
     load_config([tmp_path / "out/best.yml"], SHAPE)  # also if it changes nothing
     changes = yaml.safe_load((tmp_path / "out/best.yml").read_text())
-    (record,) = (method for method in result.methods if method.name == best)
-    assert changes.keys() == record.overrides.keys()
+    assert changes.keys() == result.results[best].overrides.keys()
     lines = page.splitlines()
     assert lines[0].startswith("# ") and [line for line in lines if line.startswith(("![", "| method"))]
     assert (tmp_path / "out/stretch.svg").read_bytes().startswith(b"<?xml")
     html = (tmp_path / "out/stretch.html").read_text()
     assert lines[0].removeprefix("# ") in html and html.count("<picture>") == 1 and html.index("<table>") > 0
     assert "dynamic:3" in html and "# " + best + ", chosen by" in html and "`" not in page.replace("```", "")
-    before = (tmp_path / "out/results.json").read_bytes()
+    before = files(tmp_path / "out")
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n"))
     assert stretch(model, text, tmp_path / "out", "--export", tmp_path / "exported", "--chat") == 0
-    assert (tmp_path / "out/results.json").read_bytes() == before, "nothing is measured again"
+    assert files(tmp_path / "out") == before, "nothing is measured again"
     assert (tmp_path / "exported/config.json").is_file()
     printed = capsys.readouterr().out
     assert "compared with" in printed and f"\n{best} is used: " in printed
@@ -102,9 +110,9 @@ def test_a_short_budget_leaves_out_and_the_same_command_continues(
     monkeypatch.setattr(running.Pace, "learn", lambda *args: None)
     monkeypatch.setattr(running, "_seconds", lambda model, tokens: 3600.0 * tokens / 1024)
     assert stretch(model, text, tmp_path / "out", "--budget", "75m") == 0
-    result, errors = result_of(tmp_path / "out"), capsys.readouterr().err
-    assert {(each.length, len(each.nlls)) for each in result.losses} == {(512, 1)} and len(result.losses) == 4
-    assert len(result.retrieval) == 4
+    entries, errors = entries_of(result_of(tmp_path / "out", *METHODS)), capsys.readouterr().err
+    assert {(length, len(each.nlls), len(each.cases)) for (_, length), each in entries.items()} == {(512, 1, 1)}
+    assert len(entries) == 4
     assert "--budget: 1:15:00 is too short for one window and one fact of each method at each length" in errors
     assert "left out: one window and one fact at 1024 tokens of plain" in errors
     page = (tmp_path / "out/stretch.md").read_text()
@@ -113,8 +121,9 @@ def test_a_short_budget_leaves_out_and_the_same_command_continues(
     monkeypatch.undo()
     monkeypatch.setattr(running, "MOST_FACTS", 2)
     assert stretch(model, text, tmp_path / "out") == 0
-    after = result_of(tmp_path / "out")
-    assert not after.left_out and not after.too_short and len(after.losses) == len(after.retrieval) == 8
+    after, page = entries_of(result_of(tmp_path / "out", *METHODS)), (tmp_path / "out/stretch.md").read_text()
+    assert "Left out" not in page and "was too short" not in page
+    assert len(after) == 8 and all(entry.nlls and entry.cases for entry in after.values())
 
 
 @pytest.mark.parametrize(
@@ -133,12 +142,49 @@ def test_mistakes(
     assert message in capsys.readouterr().err
 
 
+def test_results_of_an_earlier_version_are_not_resumed(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "MOST_FACTS", 1)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/results.json").write_text("{}")
+    assert stretch(model, text, tmp_path / "out", "--methods", "plain") == 2
+    said = "results.json: was written by an earlier version, whose results cannot be resumed; name another --output"
+    assert said in capsys.readouterr().err and not (tmp_path / "out/results").exists()
+    assert stretch(model, text, tmp_path / "out", "--methods", "rerope", "--to", "1x", "--overwrite") == 0
+    assert not (tmp_path / "out/results.json").exists() and (tmp_path / "out/stretch.md").exists()
+
+
+def test_results_of_other_settings_are_not_resumed(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are those of the task `margin`, so a report shows them."""
+    monkeypatch.setattr(running, "MOST_FACTS", 2)
+    assert stretch(model, text, tmp_path / "out", "--methods", "rerope") == 0
+    for more, differing in ((["--to", "1x"], "documents.max_length"), (["--documents", "1"], "documents.count")):
+        assert stretch(model, text, tmp_path / "out", "--methods", "rerope", *more) == 2
+        assert f"different {differing}" in capsys.readouterr().err
+    assert main(["evaluate", "report", str(tmp_path / "out/results"), "--output", str(tmp_path / "report")]) == 0
+    page = (tmp_path / "report/report.md").read_text()
+    margin = result_of(tmp_path / "out").margin("plain", 512)
+    assert "Margins of hidden facts" in page and "| rerope" in page and f"{margin:.1f}" in page
+
+
+def test_a_killed_run_keeps_the_date_of_its_prompts(caplog: pytest.LogCaptureFixture) -> None:
+    template = ChatTemplate("{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    tokenizer: Any = SimpleNamespace(chat=template, turn_ends=lambda: ([], []))
+    chat = chat_of(tokenizer, "2026-01-07")
+    assert chat is not None and chat.date == tokenizer.chat.now == "2026-01-07" and not caplog.text
+    tokenizer.chat = template
+    today = chat_of(tokenizer)
+    assert today is not None and today.date == datetime.date.today().isoformat()
+
+
 def test_a_chat_template_that_changes_the_text_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     def render(messages: list[dict[str, str]], prompt: bool) -> str:
         return f"<user>{messages[-1]['content'].lower()}"
 
-    form = prompt_form(cast(Any, SimpleNamespace(chat=SimpleNamespace(render=render), usual_start=5)))
-    assert form.chat is None and form.start == 5
+    assert chat_of(cast(Any, SimpleNamespace(chat=SimpleNamespace(render=render), usual_start=5))) is None
     assert "the facts are hidden in plain text, not in chats" in caplog.text
 
 
@@ -169,8 +215,8 @@ def test_the_contrasts_of_a_plan(model: Path, text: Path, tmp_path: Path, capsys
     (tmp_path / "plan.yml").write_text(PLAN)
     given = ["stretch", model, "--data", text, "--plan", tmp_path / "plan.yml", "--output", tmp_path / "out"]
     assert main([*map(str, given), "--dtype", "float32", "--device", "cpu"]) == 0
-    result, page = result_of(tmp_path / "out"), (tmp_path / "out/stretch.md").read_text()
-    assert {each.length: len(each.cases) for each in result.retrieval} == {512: 2, 1024: 6}
+    result, page = result_of(tmp_path / "out", "yarn", "rerope"), (tmp_path / "out/stretch.md").read_text()
+    assert {key[1]: len(entry.cases) for key, entry in entries_of(result).items()} == {512: 2, 1024: 6}
     pairs = zip(*(result.facts(name, 1024) for name in ("rerope", "yarn")), strict=True)
     mean = sum(case.margin - another.margin for case, another in pairs) / 6
     assert "| rerope - yarn, 2x" in page and f"{mean:+.3f}" in page and " 0.38 |" in page
@@ -181,11 +227,11 @@ def test_the_contrasts_of_a_plan(model: Path, text: Path, tmp_path: Path, capsys
     assert len(chosen_methods(shipped.methods, shipped.to, 8192)) == 9 and shipped.cases == {1: 24, 2: 24, 4: 8}
 
 
-def measured(output: Path) -> dict[str, list[float]]:
+def measured(output: Path, *methods: str) -> dict[str, list[float]]:
     """The numbers of a result, without times. Margins are rounded, because they depend on the prompt before."""
-    result = result_of(output)
-    found = {f"loss {each.key}": each.nlls for each in result.losses}
-    return found | {f"facts {each.key}": [round(case.margin, 3) for case in each.cases] for each in result.retrieval}
+    entries = entries_of(result_of(output, *methods))
+    found = {f"loss {key}": entry.nlls for key, entry in entries.items()}
+    return found | {f"facts {key}": [round(case.margin, 3) for case in entry.cases] for key, entry in entries.items()}
 
 
 def test_an_interrupted_run_continues_with_the_next_input(
@@ -197,25 +243,25 @@ def test_an_interrupted_run_continues_with_the_next_input(
     stretched = [stretch_command.main([str(each) for each in [*given, tmp_path / "whole"]])]
     written = 0
 
-    def stop(self: ResultFile, **changes: object) -> None:
+    def stop(self: Store[Any], *given: Any) -> None:
         nonlocal written
-        write(self, **changes)
-        written += "losses" in changes or "retrieval" in changes
-        if written in stops and changes:
+        put(self, *given)
+        written += 1
+        if written in stops:
             stops.remove(written)
             raise KeyboardInterrupt
 
-    write, stops = ResultFile.write, {1, 7}
-    monkeypatch.setattr(ResultFile, "write", stop)
+    put, stops = Store.put, {1, 7}
+    monkeypatch.setattr(Store, "put", stop)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             stretch_command.main([str(each) for each in [*given, tmp_path / "out"]])
-        assert sum(map(len, measured(tmp_path / "out").values())) == written == max({1, 7} - stops)
+        assert sum(map(len, measured(tmp_path / "out", "rerope").values())) == written == max({1, 7} - stops)
         assert not (tmp_path / "out/stretch.md").exists()
     shutil.copytree(tmp_path / "out", tmp_path / "fewer", dirs_exist_ok=True)
     stretched.append(stretch_command.main([str(each) for each in [*given, tmp_path / "out"]]))
     assert stretched == [0, 0] and written == 2 * (2 + 4), "every input is measured once"
-    assert measured(tmp_path / "out") == measured(tmp_path / "whole")
+    assert measured(tmp_path / "out", "rerope") == measured(tmp_path / "whole", "rerope")
     (tmp_path / "plan.yml").write_text("{title: Two, methods: [plain], to: 1, documents: 2, cases: {1: 2}}")
     assert stretch_command.main([str(each) for each in [*given, tmp_path / "fewer"]]) == 0
     fewer, whole = (
@@ -226,26 +272,29 @@ def test_an_interrupted_run_continues_with_the_next_input(
 
 @pytest.mark.slow
 def test_a_killed_process_is_resumed(model: Path, text: Path, tmp_path: Path) -> None:
-    plan, results = tmp_path / "plan.yml", tmp_path / "out/results.json"
+    plan, begun_file = tmp_path / "plan.yml", result_file(tmp_path / "out", "plain")
     plan.write_text("{title: T, methods: [plain, rerope], to: 2, documents: 4, cases: {1: 8, 2: 16}, seed: 3}")
     given = [*PROGRAM, "stretch", model, "--data", text, "--plan", plan, "--dtype", "float32", "--device", "cpu"]
     command = [*map(str, given), "--output", str(tmp_path / "out")]
     process = subprocess.Popen(command, cwd=ROOT)
-    while not (results.exists() and result_of(tmp_path / "out").losses):
+    while not (begun_file.exists() and entries_of(result_of(tmp_path / "out"))):
         assert process.poll() is None, "it must not end before it is killed"
         time.sleep(0.01)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     begun = result_of(tmp_path / "out")
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
-    done = result_of(tmp_path / "out")
-    assert done.settings.seed == 3 and len(done.losses) == len(done.retrieval) == 4
-    assert all(len(each.nlls) == 4 for each in done.losses) and not done.left_out
+    done = result_of(tmp_path / "out", "rerope")
+    assert done.header.protocol.seed == 3 and len(entries_of(done)) == 4
+    assert all(len(entry.nlls) == 4 for entry in entries_of(done).values())
+    assert "Left out" not in (tmp_path / "out/stretch.md").read_text()
     assert {len(done.facts(name, 512)) for name in ("plain", "rerope")} == {8}
     assert {len(done.facts(name, 1024)) for name in ("plain", "rerope")} == {16}
-    for each in begun.losses:
-        kept = done.loss(*each.key)
-        assert kept is not None and kept.nlls[: len(each.nlls)] == each.nlls and kept.seconds >= each.seconds
+    for key, entry in entries_of(begun).items():
+        assert entries_of(done)[key].nlls[: len(entry.nlls)] == entry.nlls
+        costs = [result.costs[key[0]].get(windows_at(key[1])) for result in (begun, done)]
+        assert costs[1] is not None, "the process may have ended before it wrote the first one"
+        assert costs[0] is None or costs[1].seconds >= costs[0].seconds
 
 
 @pytest.mark.slow
@@ -257,7 +306,7 @@ def test_a_trial_of_fine_tuning(method: str, model: Path, text: Path, tmp_path: 
     trained, after = open_checkpoint(tmp_path / f"out/finetuned_{method}"), result_of(tmp_path / f"out/after_{method}")
     assert trained.step == 2 and trained.trained.position.pos_emb == ("coca" if method == "coca" else "rotary")
     assert trained.trained.position.extension.name == ("default" if method == "coca" else "linear")
-    assert after.loss("plain", 1024) != result_of(tmp_path / "out").loss("plain", 1024)
+    assert after.losses("plain", 1024) != result_of(tmp_path / "out").losses("plain", 1024) != []
 
 
 @pytest.mark.slow
@@ -274,15 +323,15 @@ def test_a_trial_is_continued_only_by_the_same_model_with_more_steps(
         given = ["--methods", "plain", "--finetune", steps, *more]
         if stretch(tmp_path / name, text, tmp_path / "out", *given) != 0:
             return None
-        return result_of(tmp_path / "out/after_pi").settings.checkpoint.step
+        return result_of(tmp_path / "out/after_pi").header.checkpoint.step
 
     assert step("folder", 1) == 1 and step("folder", 2) == 2
     capsys.readouterr()
     assert step("folder", 1) is None and "has more than 1 steps; name another" in capsys.readouterr().err
-    shutil.move(tmp_path / "out/results.json", tmp_path / "kept.json")
+    shutil.move(tmp_path / "out/results", tmp_path / "kept")
     assert step("other", 3) is None and "a trial of another model" in capsys.readouterr().err
     (tmp_path / "plan.yml").write_text("{title: T, methods: [yarn], to: 1, cases: {1: 3}, seed: 5}")
     assert step("other", 1, "--overwrite", "--plan", tmp_path / "plan.yml") == 1
     after = result_of(tmp_path / "out/after_pi")
-    assert after.settings.to == 1.0 and after.settings.seed == 5, "the trial is measured by the plan"
-    assert [len(each.cases) for each in after.retrieval] == [3]
+    assert after.header.documents.max_length == 512 + 1 and after.header.protocol.seed == 5, "as the plan says"
+    assert [len(entry.cases) for entry in entries_of(after).values()] == [3]

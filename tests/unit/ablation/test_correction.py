@@ -30,7 +30,7 @@ def test_a_study_counts_when_all_of_its_models_are_finished() -> None:
 
 
 def test_contrasts_of_a_real_model_are_paired_by_fact_and_by_book() -> None:
-    plan, results = ROOT / "studies/real_model/plan.yml", ROOT / "studies/real_model/results.json"
+    plan, results = ROOT / "studies/real_model/plan.yml", ROOT / "studies/real_model"
     found = entries_of_stretch("real", plan, results)
     assert [each.quantity for each in found] == 3 * ["margin, nats"] + 3 * ["loss, nats per token"]
     assert [len(each.differences) for each in found] == [24, 24, 24, 8, 8, 8]

@@ -17,7 +17,14 @@ from megatron_coca.evaluation.documents import Documents, check_tokenizers, defa
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cost, EvaluationError, Show, Store, measured
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
-from megatron_coca.evaluation.tasks.margin.task import CaseMargin, MarginEntry, MarginProtocol, MarginResult
+from megatron_coca.evaluation.tasks.margin.task import (
+    CaseMargin,
+    MarginEntry,
+    MarginProtocol,
+    MarginResult,
+    facts_at,
+    windows_at,
+)
 from megatron_coca.evaluation.tasks.perplexity.measure import score_hidden
 from megatron_coca.evaluation.tasks.retrieval import cases as retrieval_cases
 from megatron_coca.evaluation.tasks.retrieval.cases import distinct_numbers
@@ -94,16 +101,6 @@ def prompt_form(tokenizer: Tokenizer, protocol: MarginProtocol) -> PromptForm:
     if protocol.chat is None:
         return PromptForm(tokenizer, protocol.start)
     return PromptForm(tokenizer, None, tokenizer.chat, protocol.chat.system)
-
-
-def facts_at(length: int) -> str:
-    """Return the name of the facts of a length among costs and missing entries."""
-    return f"length {length}"
-
-
-def windows_at(length: int) -> str:
-    """Return the name of the windows of a length among costs and missing entries."""
-    return f"length {length}, windows"
 
 
 def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: int, wanted: int | None) -> Documents:

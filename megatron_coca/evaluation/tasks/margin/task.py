@@ -82,6 +82,16 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+def facts_at(length: int) -> str:
+    """Return the name of the facts of a length among costs and missing entries."""
+    return f"length {length}"
+
+
+def windows_at(length: int) -> str:
+    """Return the name of the windows of a length among costs and missing entries."""
+    return f"length {length}, windows"
+
+
 class MarginProtocol(Record):
     text: str
     scored: int  # tokens of each document

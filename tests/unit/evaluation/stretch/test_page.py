@@ -1,20 +1,28 @@
 """The page of `megatron-coca stretch`, from results made by hand."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from megatron_coca.evaluation.contrasts import power_of
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.stretch.decision import decide
 from megatron_coca.evaluation.stretch.page import basis_of, sentence, write_page
 from megatron_coca.evaluation.stretch.plans import paired_differences, read_plan
-from megatron_coca.evaluation.stretch.records import Losses, Retrieval, StretchResult
-from tests.unit.evaluation.stretch_cases import PLAN, config_of, small_result, stretch_result
+from megatron_coca.evaluation.stretch.records import StretchResult
+from tests.unit.evaluation.stretch_cases import (
+    LENGTHS,
+    PLAN,
+    changed,
+    config_of,
+    entries_of,
+    small_result,
+    stretch_result,
+    with_entries,
+)
 
 
 def test_both_forms_of_the_page_say_the_same(tmp_path: Path) -> None:
@@ -42,7 +50,7 @@ def test_an_undecided_page_says_so_everywhere(tmp_path: Path) -> None:
         "plain": [(False, -3.0), (False, -7.0), (False, -1.0), (False, -4.0)],
     }
     result = small_result({name: {16384: facts} for name, facts in hidden.items()})
-    result = result.model_copy(update={"too_short": "The budget of 0:12:00 was too short."})
+    result = replace(result, too_short="The budget of 0:12:00 was too short.")
     text = write_page(result, {name: config_of(name) for name in hidden}, tmp_path)
     html = (tmp_path / "stretch.html").read_text()
     said = (
@@ -94,40 +102,42 @@ def test_contrasts_in_sequence(tmp_path: Path) -> None:
 
 def test_nothing_beyond_the_training_length() -> None:
     result = stretch_result()
-    cut = result.model_copy(
-        update={
-            "losses": [loss for loss in result.losses if loss.length == 8192],
-            "retrieval": [],
-        }
-    )
+    short = {key: entry.model_copy(update={"cases": []}) for key, entry in entries_of(result).items() if key[1] == 8192}
+    cut = with_entries(result, short)
     assert cut.lengths() == [8192] and sentence(cut, decide(cut)).startswith(
         "Nothing beyond the training length of 8,192 tokens"
     )
-    whole = cut.model_copy(update={"left_out": []})
+    whole = replace(cut, left_out=())
     assert sentence(whole, decide(whole)) == "Nothing beyond the training length of 8,192 tokens was measured", (
         "no reason is listed"
     )
 
 
 def without_facts(result: StretchResult, *absent: tuple[str, int]) -> StretchResult:
-    return result.model_copy(update={"retrieval": [each for each in result.retrieval if each.key not in absent]})
+    for method, length in absent:
+        result = changed(result, method, length, cases=[])
+    return result
+
+
+def with_losses_of(result: StretchResult, one: str, other: str) -> StretchResult:
+    """The result in which `other` has the losses of `one`."""
+    for (name, length), entry in entries_of(result).items():
+        if name == one:
+            result = changed(result, other, length, nlls=entry.nlls)
+    return result
 
 
 def test_a_method_without_facts_is_not_better_than_one_with_them() -> None:
     """With the losses of the best method, and no facts where the budget ended."""
-    result, (best, other) = stretch_result(), ("rerope+log_n", "rerope")
-    losses = [each for each in result.losses if each.method != other]
-    losses += [each.model_copy(update={"method": other}) for each in result.losses if each.method == best]
-    result = result.model_copy(update={"losses": losses})
+    best, other = "rerope+log_n", "rerope"
+    result = with_losses_of(stretch_result(), best, other)
     longest = without_facts(result, (other, 32768))
     assert longest.reach(other) == 16384 and longest.reach(best) == 32768 and longest.ranked()[0] == best
     assert without_facts(result, (other, 8192)).reach(other) == 32768, "the plain model finds facts at 1x"
-    worse = [each.model_copy(update={"margin": -1.0}) for each in result.retrieval[0].cases]
-    lost = [
-        each.model_copy(update={"cases": worse} if each.key == ("plain", 8192) else {}) for each in result.retrieval
-    ]
-    assert without_facts(result.model_copy(update={"retrieval": lost}), (other, 8192)).reach(other) == 0
-    neither = without_facts(result, *((method.name, 32768) for method in result.methods))
+    worse = [each.model_copy(update={"margin": -1.0}) for each in result.facts("plain", 8192)]
+    lost = changed(result, "plain", 8192, cases=worse)
+    assert without_facts(lost, (other, 8192)).reach(other) == 0
+    neither = without_facts(result, *((name, 32768) for name in result.supported))
     assert neither.reach(best) == neither.reach(other) == 32768
     said = sentence(neither, decide(neither))
     assert said.startswith("Undecided between") and said.endswith("only their perplexity was measured there")
@@ -135,45 +145,42 @@ def test_a_method_without_facts_is_not_better_than_one_with_them() -> None:
 
 def test_among_equals_a_missing_margin_does_not_decide() -> None:
     """Neither method holds at the longest length; the better one has facts there, and its margin is below 0."""
-    result, (worse, better) = stretch_result(), ("yarn:2", "yarn:4")
-    changes: dict[str, Any] = {"losses": [each for each in result.losses if each.method != better]}
-    changes["losses"] += [each.model_copy(update={"method": better}) for each in result.losses if each.method == worse]
-    changes["retrieval"] = [each for each in result.retrieval if each.method != better]
-    for each in (each for each in result.retrieval if each.method == worse):
-        cases = [case.model_copy(update={"margin": case.margin + 1}) for case in each.cases]
-        changes["retrieval"].append(each.model_copy(update={"method": better, "cases": cases}))
-    ranked = without_facts(result.model_copy(update=changes), (worse, 32768)).ranked()
+    worse, better = "yarn:2", "yarn:4"
+    result = with_losses_of(stretch_result(), worse, better)
+    for length in LENGTHS:
+        cases = [case.model_copy(update={"margin": case.margin + 1}) for case in result.facts(worse, length)]
+        result = changed(result, better, length, cases=cases)
+    ranked = without_facts(result, (worse, 32768)).ranked()
     assert ranked.index(better) < ranked.index(worse)
 
 
 def test_found_facts_decide_before_margins() -> None:
     """`one` and `other` have equal losses; `one` has the greater margins at the longest length."""
-    result, (one, other) = stretch_result(), ("rerope+log_n", "rerope")
+    one, other = "rerope+log_n", "rerope"
 
     def ranked(least: int, others: int) -> list[str]:
         """The better first, if they find the facts from these numbers on."""
-        losses = [each for each in result.losses if each.method != other]
-        losses += [each.model_copy(update={"method": other}) for each in result.losses if each.method == one]
-        retrieval = [each for each in result.retrieval if each.method not in (one, other)]
-        for each in (each for each in result.retrieval if each.method == one):
+        result = with_losses_of(stretch_result(), one, other)
+        for length in LENGTHS:
+            cases = result.facts(one, length)
             for name, first, margin in ((one, least, 17.0), (other, others, 16.0)):
                 found = [
                     case.model_copy(update={"found": place >= first, "margin": margin})
-                    for place, case in enumerate(each.cases)
+                    for place, case in enumerate(cases)
                 ]
-                retrieval.append(each.model_copy(update={"method": name, "cases": found}))
-        names = result.model_copy(update={"losses": losses, "retrieval": retrieval}).ranked()
-        return [name for name in names if name in (one, other)]
+                result = changed(result, name, length, cases=found)
+        return [name for name in result.ranked() if name in (one, other)]
 
     assert ranked(1, 0) == [other, one]
     assert ranked(0, 1) == ranked(0, 0) == ranked(99, 99) == [one, other]
 
 
-def test_results_without_numbers_are_damaged() -> None:
-    fields = {"method": "plain", "length": 8, "seconds": 1.0}
-    for kind, key in ((Losses, "nlls"), (Retrieval, "cases")):
-        with pytest.raises(ValidationError, match=key):
-            kind.model_validate(fields | {key: []})
+def test_an_entry_without_numbers_is_not_measured() -> None:
+    result = changed(without_facts(stretch_result(), ("plain", 8192)), "plain", 8192, nlls=[])
+    assert result.perplexity("plain", 8192) is result.margin("plain", 8192) is result.share("plain", 8192) is None
+    assert result.windows("plain", 8192) == result.reach("plain") == 0 and result.losses("plain", 8192) == []
+    plain = with_entries(result, {("plain", 8192): entries_of(result)["plain", 8192]})
+    assert plain.lengths() == []
 
 
 def test_names_and_numbers_of_a_plan(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from megatron_coca.evaluation.stretch.decision import decide
 from megatron_coca.evaluation.stretch.page import _table as markdown
 from megatron_coca.evaluation.stretch.page import basis_of, sentence
 from megatron_coca.evaluation.stretch.plans import read_plan
-from megatron_coca.evaluation.stretch.records import StretchResult
+from megatron_coca.evaluation.stretch.records import read_results
 
 ROOT = Path(__file__).parents[4]
-RESULT = StretchResult.model_validate_json((ROOT / "studies/real_model/results.json").read_text())
 PLAN = read_plan(ROOT / "studies/real_model/plan.yml")
+RESULT = read_results(ROOT / "studies/real_model", PLAN.methods)
 PAGE = (ROOT / "studies/real_model/README.md").read_text()
 EXAMPLE = (ROOT / "studies/real_model/stretch.md").read_text()
 
@@ -34,13 +34,12 @@ def test_the_example_is_the_page_of_the_results() -> None:
 
 
 def test_everything_in_the_plan_is_measured_but_the_facts_at_the_training_length() -> None:
-    assert RESULT.settings.seed == PLAN.seed and RESULT.settings.count == PLAN.documents
-    assert [method.name for method in RESULT.methods] == PLAN.methods
+    assert RESULT.header.protocol.seed == PLAN.seed and RESULT.header.documents.count == PLAN.documents
+    assert RESULT.supported == PLAN.methods
     for multiple, cases in PLAN.cases.items():
         length = round(multiple * RESULT.trained)
         for method in PLAN.methods:
-            losses = RESULT.loss(method, length)
-            assert losses is not None and len(losses.nlls) == PLAN.documents
+            assert RESULT.windows(method, length) == PLAN.documents
             assert multiple == 1 or len(RESULT.facts(method, length)) == cases
 
 

@@ -2,17 +2,21 @@
 
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_coca.evaluation.results import Meter, Store
 from megatron_coca.evaluation.stretch import running
-from megatron_coca.evaluation.stretch.records import MethodRecord, ResultFile, StretchResult
+from megatron_coca.evaluation.stretch.records import StretchResult, result_file
+from megatron_coca.evaluation.tasks.margin import measure
 from megatron_coca.evaluation.tasks.margin.task import CaseMargin
-from tests.unit.evaluation.stretch_cases import SCORED, TRAINED, settings_of
+from tests.unit.evaluation.stretch_cases import SCORED, TRAINED, empty_result, entries_of
 
 METHODS = ("plain", "yarn", "rerope", "ntk")
 LENGTHS = (TRAINED, 2 * TRAINED)
@@ -31,11 +35,12 @@ class World:
         self.failing: set[tuple[str, str, int]] = set()
         monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(running, "Pace", lambda model: self)
-        monkeypatch.setattr(running, "last_loss", self.last_loss)
+        monkeypatch.setattr(measure, "measured", self.measured)
+        monkeypatch.setattr(measure, "last_loss", self.last_loss)
         monkeypatch.setattr(
             running, "make_cases", lambda form, length, count, seed: [(length, each) for each in range(count)]
         )
-        monkeypatch.setattr(running, "margins", self.margins)
+        monkeypatch.setattr(measure, "margins", self.margins)
 
     def forward(self, method: str, tokens: int) -> float:
         return SECONDS[tokens]
@@ -51,16 +56,22 @@ class World:
         self.now += SECONDS[length]
         self.done.append((kind, method, length))
 
+    @contextmanager
+    def measured(self, device: torch.device) -> Iterator[Meter]:
+        meter, start = Meter(), self.now
+        yield meter
+        meter.seconds = self.now - start
+
     def last_loss(self, model: str, tokens: Any, length: int, scored: int, start: None) -> float:
         self._take("window", model, length)
         return SCORED * (6.0 if (model, length) == ("plain", LENGTHS[1]) else 3.0)
 
     def margins(
-        self, model: str, tokenizer: None, cases: Sequence[tuple[int, int]], known: Container[int]
+        self, model: str, tokenizer: object, cases: Sequence[tuple[int, int]], known: Container[int]
     ) -> Iterator[CaseMargin]:
         for made_at, number in cases:
             if number not in known:
-                length = made_at + running.FACT_TOKENS
+                length = made_at + measure.ANSWER_TOKENS
                 self._take("fact", model, length)
                 found = number % 8 < 8 * self.finding.get(model, 0.0)
                 margin = 9.0 + number % 3 if found else -9.0 + number % 3
@@ -74,13 +85,11 @@ class World:
         documents: int = 4,
         cases: Mapping[int, int] | None = None,
     ) -> StretchResult:
-        records = [MethodRecord(name=name, overrides={}) for name in methods]
-        file = ResultFile(self.folder / "results.json", settings_of(documents, 2.0, 0), records, overwrite=False)
-        subjects: Any = [SimpleNamespace(label=name, model=name) for name in methods]
+        stores = {name: Store(result_file(self.folder, name), empty_result(name, documents)) for name in methods}
+        device = torch.device("cpu")
+        subjects: Any = [SimpleNamespace(label=name, model=name, device=device, tokenizer=name) for name in methods]
         nothing = cast(Any, None)
-        runner = running.Runner(subjects, [np.zeros(1)] * documents, nothing, nothing, file, budget, cases)
-        runner.run(LENGTHS)
-        return file.result
+        return running.Runner(subjects, [np.zeros(1)] * documents, nothing, stores, budget, cases).run(LENGTHS)
 
 
 @pytest.fixture
@@ -137,9 +146,9 @@ def test_a_ratio_near_the_limit_gets_more_windows(world: World, monkeypatch: pyt
     def near(model: str, *rest: Any) -> float:
         return world.last_loss(model, *rest) + SCORED * (0.09 if model == "ntk" else 0.0)
 
-    monkeypatch.setattr(running, "last_loss", near)
+    monkeypatch.setattr(measure, "last_loss", near)
     result = world.stretch(10_000)
-    numbers = {(each.method, each.length): len(each.nlls) for each in result.losses}
+    numbers = {key: len(entry.nlls) for key, entry in entries_of(result).items()}
     assert numbers["ntk", LENGTHS[1]] == numbers["plain", TRAINED] == 4 and numbers["yarn", LENGTHS[1]] == 1
 
 
@@ -153,14 +162,14 @@ def test_no_memory_for_more_facts_ends_the_doubling(world: World) -> None:
 def test_a_single_method_is_measured_at_all_lengths(world: World) -> None:
     result = world.stretch(10_000, methods=["plain"])
     assert [len(result.facts("plain", length)) for length in LENGTHS] == [running.MOST_ALONE] * 2
-    assert all(len(each.nlls) == 4 for each in result.losses)
+    assert all(len(entry.nlls) == 4 for entry in entries_of(result).values())
 
 
 def test_a_plan_is_measured_wholly(world: World) -> None:
     """After one of each; the facts at 1x come last."""
     result = world.stretch(10_000, cases={TRAINED: 3, LENGTHS[1]: 6})
-    assert all(len(each.nlls) == 4 for each in result.losses) and not result.left_out
-    assert {each.key: len(each.cases) for each in result.retrieval} == {
+    assert all(len(entry.nlls) == 4 for entry in entries_of(result).values()) and not result.left_out
+    assert {key: len(entry.cases) for key, entry in entries_of(result).items()} == {
         (name, length): 3 if length == TRAINED else 6 for name in METHODS for length in LENGTHS
     }
     assert set(world.done[-8:]) == {("fact", name, TRAINED) for name in METHODS}

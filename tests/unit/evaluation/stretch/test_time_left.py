@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from megatron_coca.evaluation.stretch.running import Goal, Pace, missing_seconds
-from tests.unit.evaluation.stretch_cases import LENGTHS, PLAN, stretch_result
+from tests.unit.evaluation.stretch_cases import LENGTHS, PLAN, changed, entries_of, stretch_result, with_entries
 
 
 class OneSecond:
@@ -24,12 +24,11 @@ def left(result: Any, facts: dict[int, int]) -> float:
 def test_the_time_left_falls_within_a_measurement() -> None:
     whole, facts = stretch_result(), {length: PLAN.cases[length / LENGTHS[0]] for length in LENGTHS}
     assert left(whole, facts) == 0
-    loss, retrieval = whole.losses[0], whole.retrieval[0]
-    assert loss.seconds == 60 and len(loss.nlls) == PLAN.documents and len(retrieval.cases) == facts[LENGTHS[0]]
-    some = loss.model_copy(update={"nlls": loss.nlls[:2]})
-    found = retrieval.model_copy(update={"cases": retrieval.cases[:5]})
-    part = whole.model_copy(update={"losses": [some, *whole.losses[1:]], "retrieval": [found, *whole.retrieval[1:]]})
+    entry = entries_of(whole)["plain", LENGTHS[0]]
+    assert len(entry.nlls) == PLAN.documents and len(entry.cases) == facts[LENGTHS[0]]
+    assert whole.window_seconds("plain", LENGTHS[0]) == 60 / PLAN.documents
+    part = changed(whole, "plain", LENGTHS[0], nlls=entry.nlls[:2], cases=entry.cases[:5])
     # 30 s for each document so far, and a second for each case
     assert left(part, facts) == 30 * (PLAN.documents - 2) + facts[LENGTHS[0]] - 5
-    none = whole.model_copy(update={"losses": whole.losses[1:], "retrieval": whole.retrieval[1:]})
+    none = with_entries(whole, {key: each for key, each in entries_of(whole).items() if each is not entry})
     assert left(none, facts) == PLAN.documents + facts[LENGTHS[0]]

@@ -16,7 +16,8 @@ from megatron_coca.evaluation.report.plots.figures import COLUMN, PAGE, Figure, 
 from megatron_coca.evaluation.report.plots.looks import COLOURS, LOOKS, Member, look_of, recoloured
 from megatron_coca.evaluation.report.plots.panels import SHARES, Line, Panel, panels
 from megatron_coca.evaluation.stretch import tables
-from megatron_coca.evaluation.stretch.records import StretchResult
+from megatron_coca.evaluation.stretch.plans import read_plan
+from megatron_coca.evaluation.stretch.records import read_results
 
 ROOT = Path(__file__).parents[5]
 LENGTHS = (64.0, 128.0, 256.0, 512.0, 1024.0)
@@ -116,7 +117,8 @@ def leaders(axes: Any) -> list[tuple[str, Outline]]:
 @pytest.mark.parametrize("layout", [COLUMN, PAGE], ids=["column", "page"])
 def test_leaders_of_the_real_model_cross_no_name(layout: Layout) -> None:
     """Nine methods, of which seven end at nearly the same perplexity."""
-    result = StretchResult.model_validate_json((ROOT / "studies/real_model/results.json").read_text())
+    plan = read_plan(ROOT / "studies/real_model/plan.yml")
+    result = read_results(ROOT / "studies/real_model", plan.methods)
     canvas = drawn(tables.figure(result), layout)
     assert not covered(canvas)
     assert sum(len(leaders(axes)) for axes in canvas.axes) >= 12
