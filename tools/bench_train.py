@@ -1,8 +1,9 @@
-"""Speed and memory of whole training steps: of position methods, and of Hugging Face transformers' models.
+"""Speed and memory of whole training steps: of position methods, of engines, and of Hugging Face transformers' models.
 
     python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods rotary coca --peer transformers
+    python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods coca --engines deepspeed native
 
-Our implementation runs the step of `megatron-coca train`, DeepSpeed included; the peer runs plain PyTorch in a separate
+Our implementation runs the step of `megatron-coca train`, engine included; the peer runs plain PyTorch in a separate
 process, as its users do. On a CPU, the peer is measured a second time with our C library setting that keeps freed
 memory. All implementations take turns, step by step, on the same random tokens, so that a slow phase of the machine
 affects all of them. A ratio is the median over the rounds. The script appends one JSON line per implementation to
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +57,7 @@ class Contestant:
     """A training implementation.
 
     Attributes:
-        name: the position method, or the peer's name.
+        name: the position method, with the engine if there are several, or the peer's name.
         step: a function that runs a step on micro-batches and returns the loss.
         peak: a function that returns the peak memory of a step in bytes, without weights and optimizer states.
         backend: our attention backend and, on a GPU, its kernel; None for the peer.
@@ -91,6 +93,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
     methods = "values of pos_emb; without a value, only the peer"
     parser.add_argument("--methods", nargs="*", default=["rotary", "coca"], help=methods)
+    engines = "values of engine, each with every method (default: that of the configuration)"
+    parser.add_argument("--engines", nargs="+", choices=["deepspeed", "native"], default=[None], help=engines)
     parser.add_argument("--peer", choices=PEERS, help="also measure this implementation, and report ratios to it")
     parser.add_argument("--seconds", type=float, metavar="S", help="begin no round after this time (at least 3 rounds)")
     parser.add_argument(
@@ -104,10 +108,12 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     files, given = split_inputs(options.inputs)
     given = [*given, f"torch_compile={str(options.compile).lower()}"]
     methods = []
-    for name in options.methods:
-        config = load_config(files, [*given, f"pos_emb={name}"])
+    for name, engine in product(options.methods, options.engines):
+        keys = [f"pos_emb={name}"] if engine is None else [f"pos_emb={name}", f"engine={engine}"]
+        config = load_config(files, [*given, *keys])
         step, backend = own_step(config)
-        methods.append(Contestant(name, config, step, peak_of(step), backend))
+        called = name if engine is None else f"{name}, {engine}"
+        methods.append(Contestant(called, config, step, peak_of(step), backend))
     if options.peer is None:
         return methods
     config = load_config(files, [*given, "pos_emb=rotary"]).override(PEERS[options.peer].keys)
