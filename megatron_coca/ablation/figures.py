@@ -21,7 +21,7 @@ from megatron_coca.evaluation.report.plots.panels import SHARES, Line, Panel, ar
 from megatron_coca.evaluation.results import EvaluationError, read_record
 from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate
 from megatron_coca.evaluation.tasks import TASKS
-from megatron_coca.evaluation.tasks.perplexity.task import LOSSES, PERPLEXITY
+from megatron_coca.evaluation.tasks.perplexity.task import PERPLEXITY
 from megatron_coca.evaluation.tasks.recall.section import head_panels
 from megatron_coca.evaluation.tasks.recall.task import accuracy_of
 
@@ -271,7 +271,8 @@ class Figures:
         ours, theirs = self._windows[label], self._windows[other]
         pairs = [(ours[seed][multiple,], theirs[seed][multiple,]) for seed in sorted(ours.keys() & theirs.keys())]
         tokens = pairs[0][0].tokens_scored
-        by_seed = [np.subtract(LOSSES(one), LOSSES(another)) for one, another in pairs]
+        sums = PERPLEXITY.numbers[0].values
+        by_seed = [np.subtract(sums(one), sums(another)) for one, another in pairs]
         differences = (np.mean(by_seed, axis=0) / tokens).tolist()
         low, high = map(math.exp, bootstrap_interval(differences, inside))
         return Estimate(math.exp(sum(differences)), low, high, len(differences))

@@ -163,13 +163,15 @@ def collect_documents(
     num_documents: int | None = None,
     repeated: int | None = None,
     start: int | None = None,
+    joined: bool = False,
 ) -> Documents:
     """Return the first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to that length.
 
     `start` is put before every document that does not begin with it already, as some prepared documents do.
 
     With `repeated`, a document needs only that many tokens: its first `repeated` tokens are tiled to `max_length`, as
-    in Su's pages on ReRoPE (kexue.fm/archives/9708).
+    in Su's pages on ReRoPE (kexue.fm/archives/9708). With `joined`, if too few documents are long enough, the rest of
+    the data is joined and divided.
 
     `names` are those of `find_sources`; text files need the tokenizer. Raises DataError for unreadable sources,
     EvaluationError for token ids outside 0 .. vocab_size-1 or if no document is long enough.
@@ -177,6 +179,7 @@ def collect_documents(
     sources = find_sources(names)
     check_tokenizers(sources, tokenizer)
     kept: list[np.ndarray] = []
+    rest, waiting = [np.zeros(0, np.int64)], (num_documents or 0) * max_length if joined else 0
     longest, needed = 0, repeated or max_length
     sample = Sample()
     documents = ((source, tokens) for source in sources for tokens in tokens_of(source, tokenizer, sample))
@@ -189,8 +192,19 @@ def collect_documents(
             longest = max(longest, len(tokens))
             if len(tokens) >= needed:
                 kept.append(np.resize(tokens[:needed], max_length))
+                tokens = tokens[needed:]
+            if waiting > 0:
+                rest.append(tokens)
+                waiting -= len(tokens)
             if len(kept) == num_documents:
                 break
+    if joined:
+        together, missing = np.concatenate(rest), (num_documents or 0) - len(kept)
+        kept += np.split(together, range(max_length, len(together) + 1, max_length))[:-1][:missing]
+    if not kept and joined:
+        raise EvaluationError(
+            f"{', '.join(names)}: has fewer than {max_length} tokens; name longer texts with --data, or lower lengths"
+        )
     if not kept:
         raise EvaluationError(
             f"{', '.join(names)}: no document has the required {needed} tokens (the longest has {longest}); "

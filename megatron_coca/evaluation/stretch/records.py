@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_coca.evaluation.labels import slug
+from megatron_coca.evaluation.numbers import Number
 from megatron_coca.evaluation.results import Cost, read_costs, read_record
 from megatron_coca.evaluation.statistics import exponential
 from megatron_coca.evaluation.stretch.choices import PLAIN
@@ -100,13 +101,15 @@ class StretchResult:
         return MARGIN.values(entry) if entry else []
 
     def margin(self, method: str, length: int) -> float | None:
-        entry = self.entry(method, length)
-        return MARGIN.value(entry) if entry else None
+        return self._value(MARGIN, method, length)
 
     def share(self, method: str, length: int) -> float | None:
         """Return the share of the facts that greedy decoding finds."""
+        return self._value(FOUND, method, length)
+
+    def _value(self, number: Number, method: str, length: int) -> float | None:
         entry = self.entry(method, length)
-        return FOUND.value(entry) if entry else None
+        return number.value(entry) if entry else None
 
     def windows(self, method: str, length: int) -> int:
         return len(self.losses(method, length))

@@ -60,6 +60,22 @@ def test_long_documents_in_order_truncated(corpus: Path) -> None:
     assert (record.count, record.tokens, record.max_length, record.sources) == (3, 48, 16, [str(corpus)])
 
 
+def test_the_rest_is_joined_and_divided_if_too_few_documents_are_long_enough(corpus: Path) -> None:
+    """Documents first, in order; then everything that was left of them and of the short ones."""
+    whole = [[*text.encode(), TOKENIZER.eod] for text in TEXTS]
+    length = max(map(len, whole))
+    first = next(tokens for tokens in whole if len(tokens) == length)
+    rest = [token for tokens in whole for token in (tokens[length:] if len(tokens) >= length else tokens)]
+    found = collect(corpus, max_length=length, num_documents=9, joined=True)
+    parts = [rest[at : at + length] for at in range(0, len(rest) - length + 1, length)]
+    assert parts and [tokens.tolist() for tokens in found.arrays] == [first, *parts]
+    assert [tokens.tolist() for tokens in collect(corpus, max_length=length, num_documents=1, joined=True).arrays] == [
+        first
+    ]
+    with pytest.raises(EvaluationError, match="has fewer than 9999 tokens"):
+        collect(corpus, max_length=9999, num_documents=2, joined=True)
+
+
 def test_documents_of_a_repeated_beginning(corpus: Path) -> None:
     found = collect(corpus, max_length=20, repeated=8)
     assert [bytes(tokens.tolist()).decode() for tokens in found.arrays] == [(text[:8] * 3)[:20] for text in TEXTS[1:]]

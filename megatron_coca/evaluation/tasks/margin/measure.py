@@ -13,7 +13,7 @@ import torch
 
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.chats import chat_record
-from megatron_coca.evaluation.documents import Documents, check_tokenizers, default_data, find_sources, tokens_of
+from megatron_coca.evaluation.documents import Documents, collect_documents, default_data
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cost, EvaluationError, Show, Store, measured
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
@@ -106,42 +106,17 @@ def prompt_form(tokenizer: Tokenizer, protocol: MarginProtocol) -> PromptForm:
 def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: int, wanted: int | None) -> Documents:
     """Return the first `wanted` documents of at least `length` tokens, truncated to it; None: up to DOCUMENTS.
 
-    If too few are long enough, the rest of the data is joined and divided. Raises EvaluationError if the data are too
-    short, or were prepared with another tokenizer.
+    If too few are long enough, the rest of the data is joined and divided. Raises EvaluationError or DataError.
     """
-    count = wanted or DOCUMENTS
-    names = list(data) if data else default_data(evaluation)
-    sources = find_sources(names)
-    check_tokenizers(sources, evaluation.tokenizer)
-    found: list[np.ndarray] = []
-    short: list[np.ndarray] = []
-    joined = 0
-    with Progress("reading documents", unit="documents") as progress:
-        for tokens in (each for source in sources for each in tokens_of(source, evaluation.tokenizer)):
-            progress.advance()
-            if len(tokens) >= length:
-                found.append(tokens[:length])
-                tokens = tokens[length:]
-            if joined < count * length:
-                short.append(tokens)
-                joined += len(tokens)
-            if len(found) == count:
-                break
-    if len(found) < count and short:
-        together = np.concatenate(short)
-        parts = [together[start : start + length] for start in range(0, len(together) - length + 1, length)]
-        found += parts[: count - len(found)]
-    if not found:
+    names, shape = list(data or default_data(evaluation)), evaluation.opened.trained.model
+    vocabulary = shape.vocab_size or shape.padded_vocab_size
+    found = collect_documents(names, evaluation.tokenizer, vocabulary, length, wanted or DOCUMENTS, joined=True)
+    if len(found.arrays) < (wanted or 1):
         raise EvaluationError(
-            f"{', '.join(names)}: has fewer than {length} tokens; name longer texts with --data, or measure shorter "
-            "lengths"
+            f"{', '.join(names)}: has only {len(found.arrays)} times {length} tokens, not {wanted} times; name more "
+            "texts with --data, or ask for fewer documents"
         )
-    if wanted is not None and len(found) < wanted:
-        raise EvaluationError(
-            f"{', '.join(names)}: has only {len(found)} times {length} tokens, not {count} times; name more texts "
-            "with --data, or ask for fewer documents"
-        )
-    return Documents(tuple(found), tuple(names), length)
+    return found
 
 
 def begun(store: Store[MarginResult], length: int) -> MarginEntry:

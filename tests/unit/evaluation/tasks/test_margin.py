@@ -16,6 +16,8 @@ import torch
 from megatron_coca import build_model, load_config, load_model
 from megatron_coca.commands.evaluate import main
 from megatron_coca.evaluation.results import Store
+from megatron_coca.evaluation.suite import option_arguments
+from megatron_coca.evaluation.tasks import measurements
 from megatron_coca.evaluation.tasks.margin.measure import _scores
 from megatron_coca.evaluation.tasks.margin.task import CaseMargin, MarginEntry, MarginResult
 from megatron_coca.evaluation.tasks.retrieval.cases import needle, passkey
@@ -248,3 +250,9 @@ def test_perplexities_of_some_documents_are_not_shown() -> None:
     cases = [CaseMargin(task="needle", number=n, tokens=9, depth=0.5, margin=n, found=n > 0) for n in (0, 1, 3)]
     entry = entry.model_copy(update={"cases": cases})
     assert entry.margins == [0.0, 1.0] and entry.margin == 0.5 and entry.found is not None and entry.found.correct == 1
+
+
+def test_suites_know_the_task() -> None:
+    options = {"lengths": ["1L", "2L"], "facts": 8, "apply_chat_template": True}
+    given = option_arguments("margin", options, 512)
+    assert given == ["--lengths", "512,1024", "--facts", "8", "--apply-chat-template"] and "margin" in measurements()
