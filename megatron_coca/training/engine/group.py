@@ -297,6 +297,13 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     return value
 
 
+def send_weights(module: torch.nn.Module) -> None:
+    """Give the parameters of `module` the values that they have on rank 0, in place."""
+    if world_size() > 1:
+        for parameter in module.parameters():
+            dist.broadcast(parameter.detach(), 0)
+
+
 def gather_floats(values: list[float]) -> list[list[float]]:
     """Return the values of all ranks, indexed by rank. All ranks must pass the same number of values."""
     own = torch.tensor(values, dtype=torch.float64, device=local_device())

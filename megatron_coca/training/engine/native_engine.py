@@ -68,7 +68,7 @@ class NativeEngine:
     loss_scale: float | None = None
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
-        """Move the weights to the memory of the engine. Every rank must call this.
+        """Move the weights to the memory of the engine. All ranks begin with those of rank 0, and must call this.
 
         Args:
             model: maps samples int64 [micro_batch, length + 1] and the other arrays of a batch to a scalar loss.
@@ -79,6 +79,7 @@ class NativeEngine:
         self.device = next(model.parameters()).device
         dtype, ranks = DTYPES[config.precision.dtype], group.world_size()
         self._module = model.to(dtype)
+        group.send_weights(model)
         self._names = {parameter: name.removeprefix("model.") for name, parameter in model.named_parameters()}
         self._weights: FlatWeights | WholeWeights
         if ranks == 1 and dtype == torch.float32:

@@ -77,6 +77,10 @@ CASES: dict[str, dict[str, Any]] = {
 STEPS = {case: LONG if case in ("fp32", "bfloat16", "bfloat16, sums in fp32") else SHORT for case in CASES}
 
 
+OTHER_WEIGHTS = "other weights"
+"""Target of a part in which each rank draws other weights."""
+
+
 class Part(NamedTuple):
     """Steps [first, last) of a case with an engine, from the state in the folder `source` unless that is None. The last
     state is written to `target`, and that after half of the case's steps to `target`/half.
@@ -108,8 +112,8 @@ def save(engine: Engine, folder: Path) -> None:
 def train(part: Part, root: Path) -> dict[str, Any]:
     """Run a part; return the losses, norms and step count, and a digest of the weights that the model computes with."""
     keys = {name: value for name, value in (KEYS | CASES[part.case]).items() if value is not None}
-    config = load_config([], keys | {"engine": part.engine})
-    torch.manual_seed(0 if part.source is None else 1)
+    seed = 1 if part.source is not None else dist.rank() if part.target == OTHER_WEIGHTS else 0
+    config = load_config([], keys | {"engine": part.engine, "seed": seed})
     model = assemble_model(config, "cpu").train()
     train_only_parts(model, config.optimizer)
     sizes = config.batch.resolve(dist.world_size())
@@ -198,6 +202,13 @@ def test_both_engines_train_the_same_bits(world: int, tmp_path: Path) -> None:
                 norms = [[row[1] for row in rows] for rows in (each["figures"], expected)]
                 assert norms[0] == pytest.approx(norms[1], rel=1e-6), target
             assert_equal_state(tmp_path / target, tmp_path / f"{case}/deepspeed")
+
+
+def test_all_ranks_begin_with_the_weights_of_the_first(tmp_path: Path) -> None:
+    """Even if they drew others."""
+    first, again = (Part("bfloat16", "native", 0, 2, None, name) for name in ("equal weights", OTHER_WEIGHTS))
+    found = launch(tmp_path, 2, [first, again])
+    assert found[first.target] == found[again.target]
 
 
 def test_the_number_of_ranks_may_change_with_the_engine(tmp_path: Path) -> None:
