@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart real-model test test-slow test-all test-cuda soak gpu-report gpu-wheels lint docs clean
+.PHONY: quickstart real-model test test-slow test-all test-cuda soak gpu-report gpu-wheels gpu-caches lint docs clean
 
 # One thread per test process, and three processes on two cores, because many tests wait. Tests that time code or measure
 # memory (marked serial) run afterwards, one at a time. PYTHONDONTWRITEBYTECODE is unset so that processes started by tests
@@ -75,6 +75,14 @@ gpu-report: $(if $(filter .venv-gpu/bin/python,$(GPU_PYTHON)),.venv-gpu/ready) $
 gpu-wheels:
 	$(PYTHON) -m venv .venv-wheels
 	.venv-wheels/bin/python -m pip wheel --disable-pip-version-check --wheel-dir $(WHEELS) -r requirements.txt $(GPU_TESTS)
+
+# Compile the kernels of `make gpu-report ARGS=--first` on the stand-in device into WHEELS/cache, with the versions of Python,
+# PyTorch and Triton of CUDA_PYTHON, which must be those of the machine with the GPU. For other GPUs than an H100 80GB:
+#   PRETEND_NAME="NVIDIA H200" make gpu-caches
+gpu-caches: $(filter .venv-cuda/ready,$(CUDA_PYTHON:bin/python=ready))
+	rm -rf build/gpu_caches $(WHEELS)/cache
+	TRITON_CACHE_DIR=$(abspath $(WHEELS))/cache/triton TORCHINDUCTOR_CACHE_DIR=$(abspath $(WHEELS))/cache/inductor \
+	$(CUDA_PYTHON) -m tests.pretend run tools/gpu_report.py --stand-in --first --skip tests --limits 20 --minutes 240 --output build/gpu_caches
 
 .venv-gpu/ready: requirements.txt
 	$(PYTHON) -m venv .venv-gpu

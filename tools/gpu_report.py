@@ -76,12 +76,13 @@ def run(plan: Mapping[str, Part], whole: Mapping[str, Part], options: argparse.N
     """Run the parts of `plan` that are missing, and write the page of the `whole` plan; return the exit status."""
     from megatron_coca.support.atomic_write import write_file
     from tools.gpu.page import page
-    from tools.gpu.runner import DONE, MISSING, execute, items, read_record, waiting
+    from tools.gpu.runner import DONE, MISSING, carry_caches, execute, items, read_record, waiting
     from tools.records import machine
 
     here = machine()
     if options.stand_in:
         here["gpu"] = f"the stand-in for {here['gpu']}, where kernels compute nothing and times are host times"
+    carry_caches(options.caches, options.output)
     found, everything = items(plan, options.output), items(whole, options.output)
     file, left = options.output / "gpu_report.md", list(waiting(found, here))
     try:
@@ -109,6 +110,8 @@ def parser() -> argparse.ArgumentParser:
     first = "the plan of one call for one GPU: what decides most, in less than ten minutes"
     parser.add_argument("--first", action="store_true", help=first)
     parser.add_argument("--gpus", type=int, choices=PLANS, default=1, help="the plan (default: %(default)s)")
+    caches = "compiled kernels to begin with, from `make gpu-caches` (default: wheels/cache)"
+    parser.add_argument("--caches", type=Path, default=ROOT / "wheels/cache", metavar="DIR", help=caches)
     only = "run only these parts, or runs such as step.coca_16, in this order"
     parser.add_argument("--only", nargs="+", metavar="PART", help=only)
     parser.add_argument("--skip", nargs="+", default=[], metavar="PART", help="leave out these parts or runs")

@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,8 @@ CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 """Variables of PyTorch and Triton with folders of compiled kernels. They are below the output folder, so that a run
 that continues does not compile again.
 """
+LOCAL = ("*.so", "*.best_config")
+"""Files of these folders that are for one machine: libraries for its C library, and choices among kernels by time."""
 
 
 class Item(NamedTuple):
@@ -163,6 +166,18 @@ def _written(item: Item, record: Record) -> Record:
     item.record.parent.mkdir(parents=True, exist_ok=True)
     write_file(item.record, json.dumps(record, indent=1))
     return record
+
+
+def carry_caches(source: Path, output: Path) -> None:
+    """Let a report begin with the compiled kernels in `source`, if that folder exists and the report has none yet.
+
+    PyTorch and Triton use a kernel only for the same versions and type of GPU, and compile all others.
+    """
+    target, partial = output / "cache", output / "cache.part"
+    if source.is_dir() and not target.exists():
+        shutil.rmtree(partial, ignore_errors=True)  # of a call that was killed
+        shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*LOCAL))
+        partial.rename(target)
 
 
 def _environment(output: Path) -> dict[str, str]:

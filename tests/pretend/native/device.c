@@ -23,6 +23,12 @@ const struct gpu *gpu(void) {
     exit(2);
 }
 
+// The name of the device: that of `gpu`, or PRETEND_NAME.
+static const char *device_name(void) {
+    const char *name = getenv("PRETEND_NAME");
+    return name ? name : gpu()->name;
+}
+
 static __thread int device;
 int current_device(void) { return device; }
 
@@ -98,7 +104,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int index
         .managedMemory = 1,
         .canMapHostMemory = 1,
     };
-    snprintf(properties->name, sizeof properties->name, "%s", chosen->name);
+    snprintf(properties->name, sizeof properties->name, "%s", device_name());
     return cudaSuccess;
 }
 
@@ -160,7 +166,7 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute number, CUdevice in
 }
 CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice index) { return *bytes = device_memory(), CUDA_SUCCESS; }
 CUresult cuDeviceGetName(char *text, int length, CUdevice index) {
-    snprintf(text, length, "%s", gpu()->name);
+    snprintf(text, length, "%s", device_name());
     return CUDA_SUCCESS;
 }
 

@@ -136,6 +136,13 @@ def test_a_graph_is_captured_over_joined_streams_and_replayed_as_one_launch(cuda
     assert counted["launch", "scale"] == 2
 
 
+def test_the_name_of_the_device_can_be_given(cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = ctypes.create_string_buffer(64)
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        assert cuda.cuDeviceGetName(text, 64, 0) == 0 and text.value == name.encode()
+        monkeypatch.setenv("PRETEND_NAME", "NVIDIA H200")
+
+
 def test_an_unknown_device_is_an_error(cuda: ctypes.CDLL) -> None:
     code = f"import ctypes; ctypes.CDLL({cuda._name!r}).cuDeviceGetName(ctypes.create_string_buffer(64), 64, 0)"
     child = [sys.executable, "-c", code]

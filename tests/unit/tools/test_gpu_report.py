@@ -23,7 +23,7 @@ from tools.gpu import runner
 from tools.gpu.cases import read_lines, run_cases, write_line
 from tools.gpu.contents import closure, digest
 from tools.gpu.plans import EIGHT_GPUS, FIRST, ONE_GPU, PLANS, Part, Run
-from tools.gpu.runner import DONE, FAILED, LATE, MISSING, RUNNING, execute, items, read_record, waiting
+from tools.gpu.runner import DONE, FAILED, LATE, MISSING, RUNNING, carry_caches, execute, items, read_record, waiting
 
 HERE = {
     "gpu": "NVIDIA A100-SXM4-80GB",
@@ -461,6 +461,23 @@ def test_the_kernel_of_the_first_check_is_right() -> None:
     """In Triton's interpreter."""
     pytest.importorskip("triton")
     exec((gpu_report.KERNEL + gpu_report.CHECK).replace('device="cuda"', 'device="cpu"'), {})
+
+
+def test_a_report_begins_with_carried_kernels(tmp_path: Path) -> None:
+    """Without libraries and choices of another machine; kernels of an earlier call stay."""
+    carried, output = tmp_path / "carried", tmp_path / "output"
+    carry_caches(carried, output)
+    assert not output.exists(), "nothing is carried"
+    for name in ("triton/a/kernel.cubin", "triton/b/utils.so", "inductor/fxgraph/c", "inductor/d/e.best_config"):
+        (carried / name).parent.mkdir(parents=True, exist_ok=True)
+        (carried / name).write_text("carried")
+    (output / "cache.part/rest").mkdir(parents=True)
+    carry_caches(carried, output)
+    files = {str(file.relative_to(output)) for file in output.rglob("*") if file.is_file()}
+    assert files == {"cache/triton/a/kernel.cubin", "cache/inductor/fxgraph/c"}
+    (output / "cache/triton/a/kernel.cubin").write_text("compiled here")
+    carry_caches(carried, output)
+    assert (output / "cache/triton/a/kernel.cubin").read_text() == "compiled here"
 
 
 def test_a_dry_run_prints_the_selected_parts(capsys: pytest.CaptureFixture[str]) -> None:
