@@ -1,4 +1,4 @@
-"""Checks before training that the prompts of passkey, needle and ruler fit into their lengths."""
+"""Checks before training that the prompts of tasks fit into their lengths."""
 
 import json
 from argparse import Namespace
@@ -8,9 +8,8 @@ from pathlib import Path
 from megatron_coca.data import Tokenizer
 from megatron_coca.data.builtin import builtin_folder
 from megatron_coca.evaluation.suite import Command, task_parser
-from megatron_coca.evaluation.tasks.retrieval.measure import check_lengths
+from megatron_coca.evaluation.tasks import TASKS, function_of
 from megatron_coca.evaluation.tasks.retrieval.prompts import BUILTIN, LengthError
-from megatron_coca.evaluation.tasks.retrieval.task import ENTRIES
 
 
 class PromptLengths:
@@ -26,7 +25,8 @@ class PromptLengths:
 
         Raises the errors of `load_haystack`.
         """
-        lines = [self._fault(command, tokenizer, data_root) for command in commands if command.arguments[0] in ENTRIES]
+        checked = [command for command in commands if TASKS[command.arguments[0]].fits]
+        lines = [self._fault(command, tokenizer, data_root) for command in checked]
         return [line for line in lines if line is not None]
 
     def _fault(self, command: Command, tokenizer: Tokenizer, data_root: Path) -> str | None:
@@ -39,7 +39,7 @@ class PromptLengths:
             if builtin and not self._prepare and not builtin_folder(data_root).exists():
                 return None
             try:
-                check_lengths(args, tokenizer, data_root)
+                function_of(TASKS[args.task].fits)(args, tokenizer, data_root)
             except LengthError as error:
                 self._known[key] = f"tasks.{command.task}: {error}"
         return self._known[key]

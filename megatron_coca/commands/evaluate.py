@@ -9,13 +9,12 @@ from argparse import ArgumentParser, BooleanOptionalAction, Namespace, RawDescri
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.declaration import Task
 from megatron_coca.evaluation.options import add_device_options, job_count, label_and_path
 from megatron_coca.evaluation.results import Result
-from megatron_coca.evaluation.tasks import TASKS, measurements
+from megatron_coca.evaluation.tasks import TASKS, function_of, measurements
 from megatron_coca.support.arguments import local_path
 from megatron_coca.support.errors import InputError, report
 from megatron_coca.support.output import survive
@@ -90,8 +89,7 @@ def show(*results: Result) -> None:
 
 
 def run_measurement(task: Task, args: Namespace) -> int:
-    module, _, name = task.measure.rpartition(".")
-    return int(getattr(import_module(f"megatron_coca.evaluation.tasks.{module}"), name)(args, show))
+    return int(function_of(task.measure)(args, show))
 
 
 def run_report(args: Namespace) -> int:

@@ -53,6 +53,9 @@ class Task:
         at: the name of a missing entry, in which {} is the length.
         divided_by: the option with values that several processes can measure independently. Without it, a task is
             divided by variant only.
+        fits: the function that checks, before a model is trained, that the task's prompts fit into their lengths, as
+            `folder.module.function`. It takes the parsed options, the tokenizer and the folder of the built-in corpus,
+            and raises LengthError.
         by_document: whether the task itself measures a part of the documents (`--part`).
         sections: its sections of the report.
         place: its place in help texts and in results.csv.
@@ -70,6 +73,7 @@ class Task:
     comparable: Comparable = field(default_factory=lambda: {"protocol": "protocol"})
     at: str = "length {}"
     divided_by: str = ""
+    fits: str = ""
     by_document: bool = False
     sections: tuple[TaskSection, ...] = ()
     place: int = LAST

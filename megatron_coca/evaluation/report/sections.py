@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 
 from megatron_coca.evaluation.declaration import LAST, Task, TaskSection
 from megatron_coca.evaluation.report import overview_sections as overview
@@ -15,7 +14,7 @@ from megatron_coca.evaluation.report.reading import LoadedResult, group_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.tidy import TidyRow, speed_rows, tidy_rows
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.tasks import TASKS
+from megatron_coca.evaluation.tasks import TASKS, function_of
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ def builder_of(task: Task, section: TaskSection) -> shared.Builder:
     """Return the function that makes the blocks of a task's section."""
     if not section.build:
         return number_blocks(task, section)
-    module, _, function = section.build.rpartition(".")
-    builder: shared.Builder = getattr(import_module(f"megatron_coca.evaluation.tasks.{module}"), function)
+    builder: shared.Builder = function_of(section.build)
     return builder
 
 

@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from megatron_coca.evaluation.declaration import Task
 
@@ -20,3 +21,9 @@ TASKS = declared()
 def measurements() -> dict[str, Task]:
     """Return the tasks that measure a checkpoint. Suites and ablations can run any of them."""
     return {name: task for name, task in TASKS.items() if task.of_checkpoint}
+
+
+def function_of(path: str) -> Any:
+    """Return a function that a declaration names as `folder.module.function`. Its module may import PyTorch."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -17,12 +17,19 @@ def cells_of(file: Path) -> list[Cell]:
     return expand(read_ablation(file), "cpu")
 
 
-@pytest.mark.parametrize("task", ["passkey", "needle", "ruler"])
+@pytest.mark.parametrize("task", ["passkey", "needle", "ruler", "margin"])
 def test_a_length_without_room_for_a_prompt_is_found_before_training(task: str, write: Write) -> None:
     tokenizer = {"tokenizer_type": "CharLevelTokenizer"}
-    others = {"needle": {"depths": [50]}, "ruler": {"tasks": ["multi_key"]}}.get(task, {})
-    tasks = {task: {"lengths": [1024, "1L"], "cases": 2, **others}}
-    with pytest.raises(EvaluationError, match=rf"^tasks\.{task}: length 32: the prompt has \d+ tokens even without"):
+    own = {
+        "needle": {"cases": 2, "depths": [50]},
+        "ruler": {"cases": 2, "tasks": ["multi_key"]},
+        "margin": {"facts": 2},
+    }
+    tasks = {task: {"lengths": [1024, "1L"], **own.get(task, {"cases": 2})}}
+    length = 32 - 8 * (task == "margin")  # without room for the answer
+    with pytest.raises(
+        EvaluationError, match=rf"^tasks\.{task}: length {length}: the prompt has \d+ tokens even without"
+    ):
         cells_of(write(tokenizer, tasks=tasks))
     tasks[task]["lengths"] = [1024]
     assert len(cells_of(write(tokenizer, tasks=tasks))) == 4

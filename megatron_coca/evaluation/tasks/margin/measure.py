@@ -6,6 +6,7 @@ distinguishes models that all answer right, or all wrong.
 
 from argparse import Namespace
 from collections.abc import Container, Iterator, Sequence
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.chats import chat_record
 from megatron_coca.evaluation.documents import Documents, collect_documents, default_data
+from megatron_coca.evaluation.multiples import is_multiple
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cost, EvaluationError, Show, Store, measured
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
@@ -28,7 +30,7 @@ from megatron_coca.evaluation.tasks.margin.task import (
 from megatron_coca.evaluation.tasks.perplexity.measure import score_hidden
 from megatron_coca.evaluation.tasks.retrieval import cases as retrieval_cases
 from megatron_coca.evaluation.tasks.retrieval.cases import distinct_numbers
-from megatron_coca.evaluation.tasks.retrieval.measure import noting_errors
+from megatron_coca.evaluation.tasks.retrieval.measure import form_of, noting_errors
 from megatron_coca.evaluation.tasks.retrieval.prompts import FILLER_HAYSTACK, Case, PromptForm
 from megatron_coca.model import GPT, SharedPrefix, prefix_order
 from megatron_coca.model.shared_prefix import common_prefix
@@ -95,6 +97,16 @@ def run(args: Namespace, show: Show) -> int:
 
 def default_scored(evaluation: Evaluation) -> int:
     return min(MOST_SCORED, evaluation.opened.trained.model.seq_length // 2)
+
+
+def check_lengths(args: Namespace, tokenizer: Tokenizer, data_root: Path) -> None:
+    """Raise LengthError if the prompts do not fit into a length of `args`, the parsed options.
+
+    Multiples of the training length, as in the default, are not checked.
+    """
+    form = form_of(args, tokenizer)
+    for length in sorted({each for each in args.lengths if not is_multiple(each)}):
+        make_cases(form, length - ANSWER_TOKENS, min(args.facts, 2), args.seed)
 
 
 def prompt_form(tokenizer: Tokenizer, protocol: MarginProtocol) -> PromptForm:

@@ -158,6 +158,7 @@ MARGINS = Task(
         "protocol": "protocol.text",
     },
     divided_by="lengths",
+    fits="margin.measure.check_lengths",
     sections=(TaskSection("margin", "Margins of hidden facts", place=75, sentence=45),),
     place=55,
 )

@@ -128,13 +128,18 @@ def check_lengths(args: Namespace, tokenizer: Tokenizer, data_root: Path) -> Non
         "needle": lambda: [tasks.needle(args.depths[0], haystack, args.answer_stub)],  # all depths have equal texts
         "ruler": lambda: [tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks],
     }
-    chat = tokenizer.chat if args.apply_chat_template else None
-    chat = None if chat is None else with_variables(chat, args.chat_template_kwargs)
-    start = None if args.start_token is None or chat is not None else tokenizer.token(args.start_token)
-    form = PromptForm(tokenizer, start, chat, args.system_instruction)
+    form = form_of(args, tokenizer)
     for task in kinds[args.task]():
         for length in sorted(set(args.lengths)):
             task.check_length(form, length, args.cases, args.seed)
+
+
+def form_of(args: Namespace, tokenizer: Tokenizer) -> PromptForm:
+    """Return the form of prompts that the parsed options select."""
+    chat = tokenizer.chat if args.apply_chat_template else None
+    chat = None if chat is None else with_variables(chat, args.chat_template_kwargs)
+    start = None if args.start_token is None or chat is not None else tokenizer.token(args.start_token)
+    return PromptForm(tokenizer, start, chat, args.system_instruction)
 
 
 def evaluation_in_haystack(args: Namespace, task: str, show: Show) -> tuple[Evaluation, Haystack]:

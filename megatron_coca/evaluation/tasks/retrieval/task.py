@@ -246,6 +246,7 @@ PASSKEY = Task(
     ),
     comparable=COMPARABLE,
     divided_by="lengths",
+    fits="retrieval.measure.check_lengths",
     sections=(TaskSection("passkey", "Passkey retrieval", "retrieval.section.passkey_blocks", place=60, sentence=20),),
     place=30,
 )
@@ -259,6 +260,7 @@ NEEDLE = Task(
     numbers=(accuracy("accuracy, depth {entry.depth}%"),),
     comparable={**COMPARABLE, "depths": "protocol.depths"},
     divided_by="lengths",
+    fits="retrieval.measure.check_lengths",
     sections=(
         TaskSection("needle", "A needle in a haystack", "retrieval.section.needle_blocks", place=70, sentence=30),
     ),
@@ -274,6 +276,7 @@ RULER = Task(
     numbers=(accuracy("accuracy, {entry.task}"),),
     comparable=COMPARABLE,
     divided_by="lengths",
+    fits="retrieval.measure.check_lengths",
     sections=(TaskSection("ruler", "RULER-style tasks", "retrieval.section.ruler_blocks", place=80, sentence=40),),
     place=60,
 )
