@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from megatron_coca.checkpoints.exporting import export, export_neox
 from megatron_coca.config import load_config
@@ -45,6 +47,7 @@ RUN = {
     "megatron-coca train configs/finetune": "save=runs/new",
     "megatron-coca train configs/finetune/llama7b_coca.yml": "num_nodes=-1 save=runs/new",
     "megatron-coca train models/llama-7b": "train_iters=2 train_batch_size=2 seq_length=64 save=runs/new",
+    "megatron-coca train adapters": "train_iters=2 train_batch_size=2 seq_length=64 save=runs/new",
     "megatron-coca estimate": "",
     "megatron-coca status": "",
     "python tools/gpu_report.py --dry-run": "",
@@ -266,6 +269,7 @@ def make_workspace(folder: Path) -> None:
     for name in ("models/llama-7b", "downloads/llama-7b"):
         export("runs/llama", name)
         shutil.copy(pieces, folder / name)
+    make_adapters(Path("adapters"), Path("models/llama-7b"))
     shutil.copy("models/llama-7b/tokenizer.json", "20B_tokenizer.json")
     exports = {
         "350M_roformer": "350M_roformer",
@@ -281,6 +285,16 @@ def make_workspace(folder: Path) -> None:
     for path in (ROOT / "studies/methods/pilot").glob("*.json"):
         text = path.read_text().replace("RoFormer RoFormer", "RoFormer")  # the label that documents compare with
         (folder / "results/pilot" / path.name).write_text(text)
+
+
+def make_adapters(folder: Path, base: Path) -> None:
+    """Adapters of rank 2 for the query projection of the first layer of a LLaMA folder."""
+    width = json.loads((base / "config.json").read_text())["hidden_size"]
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    adapters = {f"{name}.lora_A.weight": torch.ones(2, width), f"{name}.lora_B.weight": torch.ones(width, 2)}
+    save_file(adapters, folder / "adapter_model.safetensors")
 
 
 def make_data(folder: Path) -> None:

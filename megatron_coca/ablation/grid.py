@@ -16,6 +16,7 @@ from megatron_coca.ablation.inputs import InputDigests
 from megatron_coca.ablation.prompt_lengths import PromptLengths
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import check_same_model
+from megatron_coca.checkpoints.load import source_overrides
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
 from megatron_coca.config.schema import default_of
 from megatron_coca.data import DataError, Tokenizer
@@ -288,8 +289,7 @@ def _initial_weights(config: Config) -> str | None:
     given = config.checkpoint.load if config.checkpoint.finetune else None
     if given is None:
         return None
-    own = {"imports": config.position.imports, "ignore_keys": config.checkpoint.ignore_keys}
-    return open_checkpoint(given, False, config.checkpoint.iteration, overrides=own).identity
+    return open_checkpoint(given, False, config.checkpoint.iteration, source_overrides(config)).identity
 
 
 def _cell(

@@ -1,4 +1,6 @@
-"""Detect PEFT adapters in a folder. Transformers applies them when it loads the folder, so they change the model."""
+"""Folders with PEFT adapters: which model they change, and for adapters that only peft can apply the lines that merge
+them. `huggingface/adapted.py` reads the others.
+"""
 
 import os
 import re
@@ -9,40 +11,70 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_coca.checkpoints.files import CheckpointError, read_json
-from megatron_coca.checkpoints.huggingface.read import GENERATION
+from megatron_coca.checkpoints.huggingface.adapted import (
+    BESIDE,
+    MODELS,
+    SETTINGS,
+    TOKENIZER_FILES,
+    WRAPPED,
+    Adapters,
+    UnsupportedAdapters,
+    read_adapters,
+)
+from megatron_coca.checkpoints.huggingface.gguf_file import gguf_files
+from megatron_coca.checkpoints.huggingface.read import has_weights, is_huggingface_folder
 from megatron_coca.checkpoints.huggingface.tokenizer_files import own_files
 from megatron_coca.checkpoints.weights import load_pickle, read_layout
-from megatron_coca.data.tokenizers import end_tokens
 
-CONFIG = "adapter_config.json"
 PATTERN = "adapter_model*"
-BESIDE = ("trainable_params.bin", "non_lora_trainables.bin")
-"""Files of LongLoRA and LLaVA with weights that were trained as a whole. peft does not read them."""
-WRAPPED = "base_model.model."
-"""The prefix that peft adds to the name of a weight of the base model."""
 EMBEDDINGS = re.compile(
     r"(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|lm_head|embed_out)(\.base_layer)?\.weight$"
 )
 """Names of weights with a row for each token, as peft stores them."""
-TOKENIZER_FILES = frozenset(end_tokens.TOKENIZER_FILES) - {GENERATION}
-MODELS = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json"})
-"""Files that contain a tokenizer's vocabulary."""
 
 
-def check_no_adapters(folder: Path) -> None:
-    """Raise CheckpointError if a folder has PEFT adapters. The message contains the commands that merge them."""
-    described = os.path.isfile(folder / CONFIG)
-    found = [CONFIG] * described + sorted(path.name for path in folder.glob(PATTERN) if os.path.isfile(path))
-    if not found:
-        return
-    if not described:
+def has_adapters(folder: Path) -> bool:
+    """Return whether a folder has PEFT adapters. Raises CheckpointError if the file that describes them is missing."""
+    described = os.path.isfile(folder / SETTINGS)
+    found = sorted(path.name for path in folder.glob(PATTERN) if os.path.isfile(path))
+    if found and not described:
         raise CheckpointError(
-            f"{folder}: has {found[0]} but no {CONFIG}, which describes it; add {CONFIG}, or move {found[0]} elsewhere"
+            f"{folder}: has {found[0]} but no {SETTINGS}, which describes it; add {SETTINGS}, or move {found[0]} "
+            "elsewhere"
         )
-    raise CheckpointError(
-        f"{folder}: has PEFT adapters ({', '.join(found)}), which only transformers applies; merge them into their "
-        "base model, and use the merged folder:\n" + "\n".join(f"    {line}" for line in merging_lines(folder))
-    )
+    return described
+
+
+def find_adapters(folder: Path, base: Path | None) -> tuple[Adapters, Path] | None:
+    """Return the adapters in a folder and the folder of the model that they change; None if the folder has none.
+
+    `base` is the folder that the user names. If it is None, the model must be beside the adapters. The name in
+    adapter_config.json is not followed, because it is the name of a place on the computer of whoever trained them.
+    Raises CheckpointError.
+    """
+    if not has_adapters(folder):
+        return None
+    try:
+        adapters = read_adapters(folder)
+    except UnsupportedAdapters as error:
+        raise CheckpointError(
+            f"{folder}: has PEFT adapters that only peft can apply ({error}); merge them into their base model, and "
+            "use the merged folder:\n" + "\n".join(f"    {line}" for line in merging_lines(folder))
+        ) from error
+    if base is None and not has_weights(folder) and not gguf_files(folder):
+        named = adapters.settings.get("base_model_name_or_path")
+        trained = f" (they were trained on {named!r:.200})" if named else ""
+        raise CheckpointError(
+            f"{folder}: has PEFT adapters, but not the model that they change{trained}; name its folder with "
+            "--base FOLDER, or in a file with base_model: FOLDER"
+        )
+    found = base or folder
+    if not is_huggingface_folder(found):
+        raise CheckpointError(
+            f"base_model: {found}: is not a Hugging Face folder or GGUF file; name the model that {folder} was trained "
+            "on"
+        )
+    return adapters, found
 
 
 def merging_lines(folder: Path) -> list[str]:
@@ -52,7 +84,7 @@ def merging_lines(folder: Path) -> list[str]:
     that the adapters were trained with, and save a tokenizer. Raises CheckpointError if a file of the folder is
     damaged, or if a tokenizer file is a link that leads out of the folder.
     """
-    named = read_json(folder / CONFIG).get("base_model_name_or_path")
+    named = read_json(folder / SETTINGS).get("base_model_name_or_path")
     within = not isinstance(named, str) or not named or Path(named).resolve() == folder.resolve()
     base, adapters, merged = str(folder if within else named), str(folder), f"{folder}-merged"
     beside = [folder / name for name in BESIDE if os.path.isfile(folder / name)]

@@ -15,7 +15,7 @@ from megatron_coca.checkpoints.native.object_store import fetch
 from megatron_coca.checkpoints.opened import check_fit
 from megatron_coca.checkpoints.weights import open_safetensors_file
 from megatron_coca.config import ConfigError, load_saved_config, named_imports
-from megatron_coca.config.source import given_values
+from megatron_coca.config.source import Overrides, given_values
 from megatron_coca.support.markdown_tables import format_table
 from megatron_coca.support.regular_files import open_regular
 from megatron_coca.support.remote_files import is_url
@@ -120,13 +120,13 @@ def describe(folder: Path, verify: bool = True) -> Description:
     return found
 
 
-def describe_other(folder: Path, layout: str) -> Description:
+def describe_other(folder: Path, layout: str, overrides: Overrides = ()) -> Description:
     """Describe a checkpoint of another layout. It has no checksums: names and shapes of its weights are compared with
-    its configuration.
+    its configuration. `overrides` are those of `open_checkpoint`.
 
     Raises CheckpointError or ConfigError if its configuration cannot be read.
     """
-    opened = open_checkpoint(folder)
+    opened = open_checkpoint(folder, overrides=overrides)
     found = Description(folder, layout=layout, verified=False)
     flat = opened.trained.flat()
     found.keys = {name: flat.get(name) for name in SHOWN_KEYS if name != "seed"}

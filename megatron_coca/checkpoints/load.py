@@ -3,23 +3,25 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.adapters import check_no_adapters
+from megatron_coca.checkpoints.adapters import find_adapters, has_adapters
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import read as huggingface
+from megatron_coca.checkpoints.huggingface.adapted import open_adapted
 from megatron_coca.checkpoints.native.object_store import fetch
 from megatron_coca.checkpoints.neox import read as neox
 from megatron_coca.checkpoints.opened import LoadedModel, OpenedCheckpoint
 from megatron_coca.checkpoints.weights import open_safetensors_file
-from megatron_coca.config import load_saved_config
+from megatron_coca.config import Config, load_saved_config
 from megatron_coca.config.source import Overrides, given_values
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import GPT
 from megatron_coca.support.arguments import local_path
 from megatron_coca.support.remote_files import HUB, hub_hint, is_url
 
-IGNORED = "ignore_keys"
+IGNORED, BASE = "ignore_keys", "base_model"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 HUB_COPIES = ["*/*", "consolidated*"]
 """Patterns of files on the Hugging Face Hub to download, and of files to skip, which are copies for other programs."""
@@ -51,7 +53,7 @@ def open_checkpoint(
     overrides: Overrides = (),
     files: Sequence[str | Path] = (),
 ) -> OpenedCheckpoint:
-    """Open a native checkpoint, a Hugging Face folder or a GPT-NeoX checkpoint.
+    """Open a native checkpoint, a Hugging Face folder, PEFT adapters or a GPT-NeoX checkpoint.
 
     Args:
         path: a folder, `hf://NAME` for a model on the Hugging Face Hub, or the URL of a native checkpoint on an object
@@ -59,14 +61,16 @@ def open_checkpoint(
         verify: compare the checksums of a native checkpoint's files; otherwise, compare only their sizes.
         step: step in the save folder; by default the latest.
         overrides, files: config overrides and YAML files of the user. Only their keys `imports` and `ignore_keys` are
-            read. Files that a checkpoint imports are never run unless the user names them.
+            read, and `base_model`. Files that a checkpoint imports are never run unless the user names them.
 
     Raises CheckpointError. Raises ConfigError if `imports` is needed but not given, or if a file in it cannot be run.
     """
-    folder = _local_folder(path, step)
-    check_no_adapters(folder)
+    folder, ignored = _local_folder(path, step), ignored_names(overrides, files)
+    named = given_values(overrides, files).get(BASE)
+    if adapted := find_adapters(folder, None if named is None else _local_folder(str(named), None)):
+        return open_adapted(*adapted, ignored)
     if huggingface.is_huggingface_folder(folder):
-        return huggingface.open_folder(folder, ignored_names(overrides, files))
+        return huggingface.open_folder(folder, ignored)
     neox_folder = neox.find_step(folder)
     if neox_folder is not None:
         return neox.open_step(neox_folder, overrides, files)
@@ -79,14 +83,19 @@ def ignored_names(overrides: Overrides = (), files: Sequence[str | Path] = ()) -
     return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
 
 
+def source_overrides(config: Config) -> dict[str, Any]:
+    """Return the keys of a run with which `open_checkpoint` opens the model in its key `load`."""
+    keys = config.checkpoint
+    return {"imports": config.position.imports, IGNORED: keys.ignore_keys, BASE: keys.base_model}
+
+
 def find_native(path: str | Path, step: int | None = None) -> Path | None:
     """Return the native step folder that `open_checkpoint` would open, or None if the checkpoint has another layout.
 
     Raises CheckpointError.
     """
     folder = _local_folder(path, step)
-    check_no_adapters(folder)
-    theirs = huggingface.is_huggingface_folder(folder) or neox.find_step(folder) is not None
+    theirs = has_adapters(folder) or huggingface.is_huggingface_folder(folder) or neox.find_step(folder) is not None
     return None if theirs else native.locate(folder)
 
 
@@ -98,6 +107,8 @@ def find_other_layout(path: str | Path) -> tuple[Path, str] | None:
     if is_url(path) and not str(path).startswith(HUB):
         return None
     folder = _local_folder(path, None) if str(path).startswith(HUB) else local_path(str(path))
+    if has_adapters(folder):
+        return folder, "PEFT adapters and their model"
     if huggingface.is_huggingface_folder(folder):
         return folder, "Hugging Face folder" if (folder / huggingface.CONFIG).is_file() else "GGUF file"
     found = neox.find_step(folder)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
-from megatron_coca.support.arguments import add_ignore_option, expanded, ignoring, local_path
+from megatron_coca.support.arguments import add_source_options, expanded, local_path, source_keys
 from megatron_coca.support.plain_text import plain
 
 
@@ -30,7 +30,7 @@ def parser() -> ArgumentParser:
         added.add_argument(
             "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes
         )
-        add_ignore_option(added)
+        add_source_options(added)
         added.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: as saved")
         return added
 
@@ -87,7 +87,7 @@ def write_huggingface(args: Namespace) -> list[str]:
     done = export(
         args.checkpoint,
         args.folder,
-        [*args.overrides, *ignoring(args)],
+        [*args.overrides, *source_keys(args)],
         args.dtype,
         tokenizer=args.tokenizer,
         notes=CardNotes(args.licence, args.base_model, results),
@@ -105,7 +105,7 @@ def write_neox(args: Namespace) -> list[str]:
     from megatron_coca.checkpoints.exporting import export_neox
 
     division = args.model_parallel_size, args.pipe_parallel_size
-    done = export_neox(args.checkpoint, args.folder, [*args.overrides, *ignoring(args)], args.dtype, *division)
+    done = export_neox(args.checkpoint, args.folder, [*args.overrides, *source_keys(args)], args.dtype, *division)
     print(f"{done.folder}: load it with `load: {done.folder}` and `finetune: true`")
     foreign = [f"stock GPT-NeoX does not support its keys {', '.join(done.foreign)}"] if done.foreign else []
     return [*foreign, done.note] if done.note is not None else foreign

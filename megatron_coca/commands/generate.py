@@ -27,10 +27,10 @@ from megatron_coca.evaluation.results import EvaluationError, check_writable, ou
 from megatron_coca.support.arguments import (
     add_chat_variables,
     add_configurations,
-    add_ignore_option,
+    add_source_options,
     expanded,
-    ignoring,
     local_path,
+    source_keys,
 )
 from megatron_coca.support.plain_text import plain
 from megatron_coca.support.remote_files import hub_hint, is_url
@@ -95,7 +95,7 @@ def parser() -> ArgumentParser:
     _add_prompt_options(described)
     _add_sampling_options(described)
     _add_output_options(described)
-    add_ignore_option(described)
+    add_source_options(described)
     add_batch_option(described, 16384)
     add_device_options(described)
     return described
@@ -287,7 +287,7 @@ def run(args: Namespace, prompts: Mapping[str, str] | None) -> int:
     from megatron_coca.text_generation import load_generator
 
     sampling = sampling_of(args)
-    files, overrides = split_inputs([*args.changes, *ignoring(args)], args.conf_dir)
+    files, overrides = split_inputs([*args.changes, *source_keys(args)], args.conf_dir)
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "stops": args.stop}
     device = resolve_device(args.device)
     try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
-from megatron_coca.support.arguments import add_ignore_option, expanded, ignoring
+from megatron_coca.support.arguments import add_source_options, expanded, source_keys
 from megatron_coca.support.plain_text import plain
 
 
@@ -25,12 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("folder", type=expanded, metavar="FOLDER", help="new folder to write")
     changes = "overrides for the imported configuration, e.g. pos_emb=coca for GPT-NeoX folders by CoCA's authors"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
-    add_ignore_option(parser)
+    add_source_options(parser)
     add("--dtype", choices=DTYPES, help="dtype of the weights; default: as in the source")
     args = parser.parse_args(arguments)
     from megatron_coca.checkpoints.importing import import_checkpoint
 
-    done = import_checkpoint(args.source, args.folder, [*args.overrides, *ignoring(args)], args.dtype)
+    done = import_checkpoint(args.source, args.folder, [*args.overrides, *source_keys(args)], args.dtype)
     print(f"{done.folder}: {done.parameters:,} parameters, pos_emb {done.config.position.pos_emb}, weights only")
     kept = "sampling defaults and the tokenizer's rules for special tokens are not imported"
     remedy = f"{kept}; export with --tokenizer {done.huggingface_folder} to copy them from the source"

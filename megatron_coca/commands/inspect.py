@@ -34,7 +34,14 @@ from megatron_coca.data.tokenizers.chat import shipped_templates, template_path,
 from megatron_coca.data.tokenizers.chat_labels import Counted, encode_chat, roles_of
 from megatron_coca.data.verify import verify_shards
 from megatron_coca.evaluation.options import token_count, whole_number
-from megatron_coca.support.arguments import add_chat_variables, add_configurations, expanded, local_path
+from megatron_coca.support.arguments import (
+    add_chat_variables,
+    add_configurations,
+    add_source_options,
+    expanded,
+    local_path,
+    source_keys,
+)
 from megatron_coca.support.atomic_write import write_file
 from megatron_coca.support.markdown_tables import format_table, percent
 from megatron_coca.support.plain_text import plain
@@ -174,7 +181,7 @@ def _checkpoint(options: argparse.Namespace) -> Inspection:
 
     other = find_other_layout(options.path)
     if other is not None:
-        found = [describe_other(*other)]
+        found = [describe_other(*other, source_keys(options))]
     else:
         found = [describe(folder, not options.no_verify) for folder in checkpoints_in(options.path)]
     text = "\n\n".join(describe_text(each) for each in found)
@@ -191,7 +198,13 @@ def _method(options: argparse.Namespace) -> Inspection:
 
     files, overrides = split_inputs(options.inputs, options.conf_dir)
     models = _models(files, overrides)
-    given = {"variant": options.variant or [["plain"]], "overrides": [], "ignored_keys": [], "label": None}
+    given = {
+        "variant": options.variant or [["plain"]],
+        "overrides": [],
+        "ignored_keys": [],
+        "base": None,
+        "label": None,
+    }
     variants = read_variants(argparse.Namespace(**given, conf_dir=options.conf_dir))
     trained = [load_config(model, overrides) for model in models]
     length = options.length or 4 * max(config.model.seq_length for config in trained)
@@ -292,9 +305,10 @@ def parser() -> argparse.ArgumentParser:
         "path",
         type=expanded,
         help="a run's save folder or one of its step folders, or the URL of one on an object store; or a Hugging Face "
-        "folder, hf://NAME, GGUF file or GPT-NeoX checkpoint",
+        "folder, hf://NAME, GGUF file, PEFT adapters or GPT-NeoX checkpoint",
     )
     checkpoint.add_argument("--no-verify", action="store_true", help="compare only names and sizes")
+    add_source_options(checkpoint)
     return options
 
 

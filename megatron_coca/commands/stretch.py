@@ -16,7 +16,7 @@ from megatron_coca.evaluation.labels import slug
 from megatron_coca.evaluation.options import AUTO, DTYPES, positive_int
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.stretch.choices import CHOICES, DEFAULT, MOST
-from megatron_coca.support.arguments import add_ignore_option, expanded, local_path
+from megatron_coca.support.arguments import add_source_options, expanded, local_path
 from megatron_coca.support.plain_text import plain
 
 EPILOG = f"""\
@@ -75,7 +75,7 @@ def parser() -> ArgumentParser:
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     dtype = "dtype of weights and computation; default: %(default)s, the faster one in a short measurement"
     add("--dtype", default=AUTO, choices=(*DTYPES, AUTO), help=dtype)
-    add_ignore_option(described)
+    add_source_options(described)
     after = described.add_argument_group("with the method of best.yml, after the page is written")
     after.add_argument("--export", type=local_path, metavar="DIR", help="write a Hugging Face folder with it")
     after.add_argument("--chat", action="store_true", help="chat with it; an empty line or Ctrl-D ends the chat")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
-from megatron_coca.support.arguments import GGUF, add_configurations, add_ignore_option, expanded, ignoring
+from megatron_coca.support.arguments import GGUF, add_configurations, add_source_options, expanded, source_keys
 from megatron_coca.support.errors import InputError
 from megatron_coca.support.remote_files import HUB, hub_hint
 from megatron_coca.work import error_report
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--auto-resume", action="store_true", help="resume from the latest valid checkpoint in `save`, if there is one"
     )
-    add_ignore_option(parser)
+    add_source_options(parser)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # set by launchers, in addition to LOCAL_RANK
     return parser
 
@@ -81,7 +81,7 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
         raise ConfigError(f"{first}: no such file or folder{hint}")
     if options.hostfile is not None and not os.path.isfile(options.hostfile):
         raise ConfigError(f"--hostfile: {options.hostfile}: no such file; write a line `name slots=8` for each host")
-    keys += ignoring(options)
+    keys += source_keys(options)
     names = ("num_gpus", "hostfile")
     keys += [f"{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
     given = [*keys, "auto_resume=true"] if options.auto_resume else keys

@@ -49,6 +49,9 @@ class CheckpointConfig(ConfigGroup):
         "Keys in the config.json of the Hugging Face folder in `load` to ignore. Use it for keys that this package does"
         " not support and that do not change the model.",
     )
+    base_model: str | None = key(
+        None, "Folder, or hf://NAME, of the model that the PEFT adapters in `load` change; null: it is beside them."
+    )
     no_load_optim: bool = key(
         False,
         "Continue from `load` with a new optimizer state; the optimizer may be of another type. `save` must be another"

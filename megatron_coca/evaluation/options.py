@@ -13,10 +13,10 @@ from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.support.arguments import (
     add_chat_variables,
     add_conf_dir,
-    add_ignore_option,
+    add_source_options,
     expanded,
-    ignoring,
     local_path,
+    source_keys,
 )
 from megatron_coca.work.parts import PART_HELP, part_of
 
@@ -161,7 +161,7 @@ def add_subject_options(parser: ArgumentParser) -> None:
     add("--checkpoint", type=expanded, required=True, metavar="DIR", help=checkpoint)
     overrides = "config overrides for all variants, e.g. rope_scaling.rope_type=dynamic"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
-    add_ignore_option(parser)
+    add_source_options(parser)
     add_conf_dir(parser)
     variant = "a label, then YAML overlays and KEY=VALUE overrides; repeat the option for each variant"
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variant)
@@ -250,14 +250,14 @@ def read_variants(args: Namespace) -> tuple[Variant, ...]:
     """Read `--variant`, `--conf_dir`, `--label` and `--set`, which applies to every variant. Raises EvaluationError."""
     if not args.variant:
         label = args.label or " ".join([Path(args.checkpoint).resolve().name, *args.overrides])
-        return (Variant(label, (), (*args.overrides, *ignoring(args))),)
+        return (Variant(label, (), (*args.overrides, *source_keys(args))),)
     variants = []
     for label, *changes in args.variant:
         files, keys = split_inputs(changes, args.conf_dir)
         for file in files:
             if not Path(file).is_file():
                 raise EvaluationError(f"--variant {label}: no such file: {file}; correct its path, or write KEY=VALUE")
-        overrides = (*args.overrides, *ignoring(args), *keys)
+        overrides = (*args.overrides, *source_keys(args), *keys)
         variants.append(Variant(full_label(args.label, label), tuple(files), overrides))
     return tuple(variants)
 

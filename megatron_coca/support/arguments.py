@@ -97,12 +97,15 @@ def add_chat_variables(add: Callable[..., Any], when: str = "") -> None:
     add("--chat-template-kwargs", "--chat_template_kwargs", type=json_object, metavar="JSON", help=text)
 
 
-def add_ignore_option(parser: ArgumentParser) -> None:
-    """Declare the option that `ignoring` reads."""
+def add_source_options(parser: ArgumentParser) -> None:
+    """Declare the options that `source_keys` reads."""
     ignored = "key to ignore in the config.json of a Hugging Face folder; repeat the option for each key"
     parser.add_argument("--ignore-key", action="append", default=[], metavar="NAME", dest="ignored_keys", help=ignored)
+    base = "the model that PEFT adapters change, a folder or hf://NAME; by default it is beside them"
+    parser.add_argument("--base", metavar="FOLDER", help=base)
 
 
-def ignoring(options: Namespace) -> list[str]:
-    """Return the config override that the options `--ignore-key` mean, if there are any."""
-    return [f"ignore_keys={json.dumps(options.ignored_keys)}"] if options.ignored_keys else []
+def source_keys(options: Namespace) -> list[str]:
+    """Return the config overrides that the options of `add_source_options` mean."""
+    keys = [f"ignore_keys={json.dumps(options.ignored_keys)}"] if options.ignored_keys else []
+    return keys + ([f"base_model={json.dumps(options.base)}"] if options.base is not None else [])

@@ -76,6 +76,11 @@ NAMED = 5
 BIASES = "biases follow from use_bias_in_norms, use_bias_in_qkv, use_bias_in_attn_linear and use_bias_in_mlp"
 
 
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has weight files of a known format, apart from GGUF files."""
+    return any((folder / name).is_file() for kind in FORMATS for name in (kind.single_file, kind.index_file))
+
+
 def find_weights(folder: Path) -> tuple[WeightFormat, dict[str, Path]]:
     """Return the weight file format and the file of each weight, including weights that the index does not list.
 
@@ -143,18 +148,18 @@ def read_config(folder: Path) -> Config:
     folders by CoCA's authors cannot be distinguished from RoPE models and need the override pos_emb=coca. Raises
     CheckpointError if config.json or the weight files are invalid, or if they describe an unsupported model.
     """
-    return _Folder(folder).config
+    return Folder(folder).config
 
 
 def gguf_formats(folder: Path) -> Counter[str]:
     """Return the number of tensors in each format of the GGUF file at `folder`; empty if its weights are not read from
     such a file. Raises CheckpointError.
     """
-    gguf = _Folder(folder).gguf
+    gguf = Folder(folder).gguf
     return Counter() if gguf is None else Counter(tensor.tensor_type.name for tensor in gguf.tensors.values())
 
 
-class _Folder:
+class Folder:
     """The text network in a Hugging Face folder or a GGUF file, read on first use. Reading may raise CheckpointError.
 
     Attributes:
@@ -165,8 +170,7 @@ class _Folder:
 
     def __init__(self, place: Path, ignored: Collection[str] = ()) -> None:
         self.path, self.ignored = place.parent if place.suffix == GGUF and place.is_file() else place, ignored
-        usual = (name for kind in FORMATS for name in (kind.single_file, kind.index_file))
-        named = place != self.path or not any((place / name).is_file() for name in usual)
+        named = place != self.path or not has_weights(place)
         found = find_gguf(place) if named else None
         self.gguf = GgufFile(found) if found is not None else None
         self.source = self.path / CONFIG
@@ -313,23 +317,17 @@ def _first_rows(weights: Weights, rows: int | None) -> Weights:
     return replace(weights, entries=entries, read=lambda name: weights.read(name)[: rows if name == ROWS_OF else None])
 
 
-def _open_weights(folder: _Folder) -> Weights:
+def _open_weights(folder: Folder) -> Weights:
     """Open the weights of the text network under our names, in the dtype on disk and in the order of the files.
 
     Raises CheckpointError if a weight is missing, or if the folder has a weight that the model does not have.
     """
-    model, config, files = folder.config.model, folder.network.settings, folder.files
-    kind_of_model = str(config["model_type"])
-    if family := families.FAMILIES.get(kind_of_model):
-        table, unneeded = family.rows(model), UNNEEDED
-    else:
-        table, unneeded = READERS[kind_of_model].rows(config, files), READERS[kind_of_model].unneeded
+    model, files = folder.config.model, folder.files
+    kind_of_model = str(folder.network.settings["model_type"])
+    family = families.FAMILIES.get(kind_of_model)
+    unneeded = UNNEEDED if family is not None else READERS[kind_of_model].unneeded
     heads, tied = weight_map.heads_of(folder.config), not model.no_weight_tying
-    rows = weight_map.expand(table, model.num_layers)
-    if model.skip_first_norm:
-        rows = [row for row in rows if not row.ours.startswith("blocks.0.input_layernorm.")]
-    if not any(name in files for row in rows for name in row.theirs):
-        rows = _of_base_class(rows, folder, tied)
+    rows = rows_of(folder)
     wanted = [row for row in rows if not OPTIONAL.fullmatch(row.ours) or any(name in files for name in row.theirs)]
     if tied:
         wanted = [row for row in wanted if row.ours != HEAD]
@@ -360,12 +358,26 @@ def _open_weights(folder: _Folder) -> Weights:
     return replace(weights, remedy=f"{remedy} ({BIASES}), or use other weights") if family else weights
 
 
+def rows_of(folder: Folder) -> list[weight_map.Row]:
+    """Return the table of the weights of the text network, a row for each of ours. Raises CheckpointError."""
+    model, config, files = folder.config.model, folder.network.settings, folder.files
+    kind = str(config["model_type"])
+    family = families.FAMILIES.get(kind)
+    table = family.rows(model) if family is not None else READERS[kind].rows(config, files)
+    rows = weight_map.expand(table, model.num_layers)
+    if model.skip_first_norm:
+        rows = [row for row in rows if not row.ours.startswith("blocks.0.input_layernorm.")]
+    if any(name in files for row in rows for name in row.theirs):
+        return rows
+    return _of_base_class(rows, folder, not model.no_weight_tying)
+
+
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"
 
 
-def _of_base_class(rows: list[weight_map.Row], folder: _Folder, tied: bool) -> list[weight_map.Row]:
+def _of_base_class(rows: list[weight_map.Row], folder: Folder, tied: bool) -> list[weight_map.Row]:
     """Return the rows with the names in a folder that was saved from the class without an output head.
 
     Raises CheckpointError if the folder does not have these names either, or if the model needs a head of its own.
@@ -390,7 +402,11 @@ def open_folder(place: Path, ignored: Collection[str] = ()) -> OpenedCheckpoint:
 
     Raises CheckpointError.
     """
-    folder = _Folder(place, ignored)
+    return opened_folder(Folder(place, ignored))
+
+
+def opened_folder(folder: Folder) -> OpenedCheckpoint:
+    """Return the checkpoint with the text network in a folder. Raises CheckpointError."""
     trained = folder.config
     folder.log()
     guessed = {}

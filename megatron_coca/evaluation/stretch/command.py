@@ -22,7 +22,7 @@ from megatron_coca.evaluation.subject import Evaluation, Subject, dtype_of
 from megatron_coca.evaluation.tasks.margin.measure import PROTOCOL, default_scored, prompt_form, read_documents
 from megatron_coca.evaluation.tasks.margin.task import MarginProtocol, MarginResult
 from megatron_coca.evaluation.tasks.retrieval.prompts import PromptForm, Text
-from megatron_coca.support.arguments import ignoring
+from megatron_coca.support.arguments import source_keys
 from megatron_coca.support.errors import InputError
 from megatron_coca.work.locks import exclusive_lock
 
@@ -68,7 +68,7 @@ def planned(args: Namespace) -> Namespace:
 
 def _measure(args: Namespace) -> Done:
     plan: Plan | None = args.plan
-    ignored = tuple(ignoring(args))
+    ignored = tuple(source_keys(args))
     trained = open_checkpoint(args.model, verify=False, overrides=ignored).trained
     dtype = dtype_of(trained, args.dtype, args.device, [result_file(args.output, PLAIN)])
     plain = Variant(PLAIN, (), ignored)

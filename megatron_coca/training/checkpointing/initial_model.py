@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, open_checkpoint
 from megatron_coca.checkpoints.compare import POSITION_WEIGHTS, check_same_architecture, extension_note
+from megatron_coca.checkpoints.load import source_overrides
 from megatron_coca.checkpoints.opened import load_weights
 from megatron_coca.checkpoints.tokenizer import made_of
 from megatron_coca.config import KEYS, Config, adds_norms
@@ -48,8 +49,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     keys = config.checkpoint
     if not keys.finetune or keys.load is None:
         return InitialModel(assemble_model(config, device), None)
-    given = {"imports": config.position.imports, "ignore_keys": keys.ignore_keys}
-    source = open_checkpoint(keys.load, verify, keys.iteration, given)
+    source = open_checkpoint(keys.load, verify, keys.iteration, source_overrides(config))
     saved = source.trained
     check_same_architecture(source.folder, saved, config)
     check_same_tokenizer(source, config, tokenizer)

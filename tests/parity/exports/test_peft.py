@@ -1,4 +1,4 @@
-"""LoRA by peft on exported CoCA models: only the adapters are trained; merged models give the same logits here."""
+"""LoRA by peft on exported CoCA models: only adapters are trained, and the logits here are the same, merged or not."""
 
 import re
 from pathlib import Path
@@ -72,6 +72,8 @@ def test_adapters_train_and_their_merger_is_read_here(kind: str, tmp_path: Path)
         expected, ours = merged(batch).logits, load_model(tmp_path / "merged")(batch)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
         assert (ours - load_model(checkpoint)(batch)).abs().max() > 0.1
+        read = load_model(tmp_path / "adapters", {"base_model": str(tmp_path / "exported")})
+        torch.testing.assert_close(read(batch), expected, rtol=1e-5, atol=1e-5)
         again = PeftModel.from_pretrained(remote(checkpoint, tmp_path / "base"), tmp_path / "adapters").eval()
         torch.testing.assert_close(again(batch).logits, expected, rtol=1e-4, atol=1e-4)
 

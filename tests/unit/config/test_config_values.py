@@ -85,6 +85,7 @@ OURS = {
     "object_store_timeout",
     "auto_resume",
     "ignore_keys",
+    "base_model",
     "join_timeout",
     "reset_attention_mask",
     "reset_position_ids",

@@ -37,7 +37,7 @@ COMMANDS = set(parse(EXTRAS["logging"] + EXTRAS["harness"]))
 """Extras that commands of the README use."""
 OPTIONAL = {
     name
-    for extra in ("logging", "corpora", "harness", "gguf", "kernels", "object-stores")
+    for extra in ("logging", "corpora", "harness", "gguf", "adapters", "kernels", "object-stores")
     for name in parse(EXTRAS[extra])
 }
 UNINSTALLED = {name for extra in ("cluster", "mlflow", "comet") for name in parse(EXTRAS[extra])}

@@ -41,7 +41,7 @@ from megatron_coca.evaluation.tasks.speed.task import (
     SpeedResult,
 )
 from megatron_coca.model import GPT, build_model
-from megatron_coca.support.arguments import ignoring
+from megatron_coca.support.arguments import source_keys
 from megatron_coca.support.console import track
 from megatron_coca.support.host import keep_freed_memory, processor_name
 from megatron_coca.support.plain_text import masked
@@ -368,7 +368,7 @@ def run(args: Namespace, show: Show) -> int:
             print(f"megatron-coca evaluate: {note}", file=sys.stderr)
             config = config.override({"vocab_size": ASSUMED_VOCABULARY})
     else:
-        given = [*args.overrides, *ignoring(args)]
+        given = [*args.overrides, *source_keys(args)]
         config = open_checkpoint(args.checkpoint, overrides=given).trained.override(given)
     variants = read_variants(args) if args.variant else ()
     methods, unsupported = build_methods(config, args.methods, variants, device, DTYPES[args.dtype])

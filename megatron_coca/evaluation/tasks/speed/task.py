@@ -9,7 +9,7 @@ from megatron_coca.evaluation.declaration import Task, TaskSection
 from megatron_coca.evaluation.numbers import Number
 from megatron_coca.evaluation.options import add_device_options, int_list, names_of, positive_int
 from megatron_coca.evaluation.results import Entry, Record, Result
-from megatron_coca.support.arguments import add_conf_dir, add_ignore_option, expanded, local_path
+from megatron_coca.support.arguments import add_conf_dir, add_source_options, expanded, local_path
 
 KindOfWork = Literal["layer forward", "layer forward+backward", "model forward", "model forward+backward", "decode"]
 KINDS_OF_WORK: tuple[KindOfWork, ...] = get_args(KindOfWork)
@@ -105,7 +105,7 @@ def add_speed_options(parser: ArgumentParser) -> None:
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
     add("--lengths", required=True, type=int_list, metavar="N,N,...", help="sequence lengths in tokens")
     add("--methods", type=names_of(METHODS), default=["rotary", "coca"], help=", ".join(METHODS))
-    add_ignore_option(parser)
+    add_source_options(parser)
     add_conf_dir(parser)
     variants = "an additional method: its name, then YAML overlays and KEY=VALUE; repeat the option for each"
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variants)

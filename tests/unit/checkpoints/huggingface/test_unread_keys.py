@@ -15,7 +15,7 @@ from megatron_coca.checkpoints.huggingface.unread_keys import NEVER_READ, keys_o
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands import evaluate, export, generate, import_checkpoint, train
 from megatron_coca.evaluation.options import subject_options
-from megatron_coca.support.arguments import ignoring
+from megatron_coca.support.arguments import source_keys
 
 LLAMA = Path(__file__).parents[3] / "golden" / "authors" / "coca_llama"
 
@@ -86,7 +86,7 @@ def test_every_command_that_opens_a_folder_has_the_option(folder: Path, tmp_path
     config, _ = train.read_config(options)
     assert config.checkpoint.ignore_keys == ["sliding_window"] and config.checkpoint.load == str(folder)
     chosen = generate.parser().parse_intermixed_args(["--checkpoint", str(folder), *option, *option[:1], "b"])
-    assert ignoring(chosen) == ['ignore_keys=["sliding_window", "b"]']
+    assert source_keys(chosen) == ['ignore_keys=["sliding_window", "b"]']
     command = ["perplexity", "--checkpoint", str(folder), "--data", "x", "--windows", "32", "--stride", "1", *option]
     (variant,) = subject_options(evaluate.parser().parse_args(command)).variants
     assert variant.overrides == ('ignore_keys=["sliding_window"]',) and variant.label == "source"
