@@ -47,13 +47,11 @@ def stretch(args: Namespace) -> Done:
     lock = args.output / f".{RESULTS}.lock"
     busy = f"{args.output}: another process is measuring there; wait for it, or name another --output"
     with exclusive_lock(lock, EvaluationError, busy, temporary=True):
-        if (earlier := args.output / EARLIER).exists():
-            if not args.overwrite:
-                raise EvaluationError(
-                    f"{earlier}: was written by an earlier version, whose results cannot be resumed; name another "
-                    "--output, or replace it with --overwrite"
-                )
-            earlier.unlink()
+        if (args.output / EARLIER).exists() and not args.overwrite:
+            raise EvaluationError(
+                f"{args.output / EARLIER}: was written by an earlier version, whose results cannot be resumed; name "
+                "another --output, or replace it with --overwrite"
+            )
         return _measure(args)
 
 
@@ -87,6 +85,7 @@ def _measure(args: Namespace) -> Done:
     )
     fields = {"protocol": protocol, "documents": documents.record()}
     subjects, stores = load_methods(evaluation, methods, ignored, fields)
+    (args.output / EARLIER).unlink(missing_ok=True)
     form = prompt_form(tokenizer, protocol)
     cases = {round(multiple * length): count for multiple, count in plan.cases.items()} if plan else None
     result = Runner(subjects, documents.arrays, form, stores, args.budget, cases).run(lengths)

@@ -151,6 +151,8 @@ def test_results_of_an_earlier_version_are_not_resumed(
     assert stretch(model, text, tmp_path / "out", "--methods", "plain") == 2
     said = "results.json: was written by an earlier version, whose results cannot be resumed; name another --output"
     assert said in capsys.readouterr().err and not (tmp_path / "out/results").exists()
+    assert stretch(model, text, tmp_path / "out", "--methods", "yarm", "--overwrite") == 2
+    assert (tmp_path / "out/results.json").exists(), "a mistake removes nothing"
     assert stretch(model, text, tmp_path / "out", "--methods", "rerope", "--to", "1x", "--overwrite") == 0
     assert not (tmp_path / "out/results.json").exists() and (tmp_path / "out/stretch.md").exists()
 
