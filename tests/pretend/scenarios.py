@@ -26,6 +26,8 @@ METHODS = {
 }
 
 TRAINED = {
+    "native": ("engine=native", "reset_attention_mask=true"),
+    "native, fp32, compile": ("engine=native", "precision=fp32", "torch_compile=true"),
     "zero 2": ("zero_optimization={stage: 2}",),
     "zero 3": ("zero_optimization={stage: 3}",),
     "fp16": ("precision=fp16",),
@@ -80,6 +82,7 @@ class Scenario(NamedTuple):
 
 SCENARIOS: dict[str, Scenario] = {
     **{f"step: {name}": Scenario("step", (*MODEL, *keys)) for name, keys in METHODS.items() if name != "none"},
+    "step: coca, native engine": Scenario("step", (*MODEL, "engine=native")),
     **{f"layer: {name}": Scenario("layers", (*MODEL, *keys)) for name, keys in METHODS.items()},
     "layer: pope": Scenario("layers", (*MODEL, "pos_emb=pope")),
     "layer: pope + rerope": Scenario("layers", (*MODEL, "pos_emb=pope", *METHODS["coca + rerope"])),
@@ -94,7 +97,9 @@ SCENARIOS: dict[str, Scenario] = {
         for name, keys in (METHODS | {"kerple": ("pos_emb=kerple_log",), "rpe": ("pos_emb=rpe",)}).items()
     },
     "training loop": Scenario("loop", SMALL),
+    "training loop, native engine": Scenario("loop", (*SMALL, "engine=native")),
     "overlap: 8 ranks": Scenario("overlap", MODEL),
+    "overlap: 8 ranks, native engine": Scenario("overlap", (*MODEL, "engine=native")),
     **{f"train: {name}": Scenario("train", (*SHORT, *keys)) for name, keys in TRAINED.items()},
     **{
         f"compile: {name}": Scenario("compiled", (*SMALL, "vocab_size=512", "torch_compile=true", *keys))
