@@ -44,6 +44,8 @@ def layout(name: str, ranks: int, stops: Sequence[int], slow: bool = True, **cha
     [
         layout("one process", 1, (3, 4, 6, 8, 9), slow=False),
         layout("ZeRO 1, fp32 sums of bf16", 2, (4, 9), precision="bfloat16", zero_stage=1),
+        layout("native engine", 1, (3, 8), engine="native"),
+        layout("native engine, bf16, in two processes", 2, (4, 9), engine="native", precision="bfloat16"),
         layout("ZeRO 2", 2, (4, 9), zero_stage=2),
         layout("ZeRO 3", 2, (3, 8), zero_stage=3),
         layout("pipeline stages", 2, (4, 9), pipe_parallel_size=2, hidden_dropout=0.0),
