@@ -24,10 +24,12 @@ COMMANDS = {
     "train": ("commands.train", "train a model"),
     "evaluate": ("commands.evaluate", "evaluate checkpoints and write reports"),
     "generate": ("commands.generate", "generate continuations of prompts"),
+    "chat": ("commands.chat", "talk with a model that has a chat template"),
     "prepare": ("commands.prepare", "prepare training data from text files"),
     "status": ("commands.status", "show the state, progress and restarts of runs"),
     "requeue": ("commands.requeue", "decide whether a Slurm job is requeued; slurm.sbatch calls it"),
     "inspect": ("commands.inspect", "show and verify prepared data, training samples and checkpoints"),
+    "download": ("commands.download", "download a model from the Hugging Face Hub and check it"),
     "import": ("commands.import_checkpoint", "import Hugging Face and GPT-NeoX models"),
     "export": ("commands.export", "export checkpoints to Hugging Face or GPT-NeoX"),
     "stretch": ("commands.stretch", "compare methods that extend a model beyond its training length"),
@@ -42,7 +44,6 @@ REMOVED = {"train-tokenizer": "use prepare --train-tokenizer VOCAB_SIZE"}
 """Removed subcommands, with the replacement."""
 
 ELSEWHERE = {
-    "chat": "generate --chat",
     "convert": "import or export",
     "finetune": "train MODEL data.yml",
     "tokenize": "prepare",
@@ -50,9 +51,9 @@ ELSEWHERE = {
 }
 """Names that other programs give to what a subcommand does here."""
 
-RESUMABLE = ("prepare", "ablate", "stretch")
+RESUMABLE = ("prepare", "download", "ablate", "stretch")
 
-WRITES_FILES = ("train", "prepare", "import", "export", "stretch", "ablate", "quickstart")
+WRITES_FILES = ("train", "prepare", "download", "import", "export", "stretch", "ablate", "quickstart")
 """Subcommands whose results are files. They end their work even if nobody can read their output."""
 
 EPILOG = """for example:

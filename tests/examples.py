@@ -104,6 +104,8 @@ NOT_RUN = {
     "mkdir ": "of docker/README.md",
     "docker ": PROGRAM,
     "megatron-coca export huggingface runs/coca": "uploads; test_export_push.py runs it",
+    "megatron-coca download": "needs the Hugging Face Hub; tests/unit/commands/test_download.py has one",
+    "megatron-coca chat": "holds a conversation at a terminal; tests/integration/product/test_typed_prompts.py has one",
     "aws ": PROGRAM,
     "vllm ": PROGRAM,
     "sbatch ": PROGRAM,

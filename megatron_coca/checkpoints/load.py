@@ -8,6 +8,7 @@ from typing import Any
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.adapters import find_adapters, has_adapters
 from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.hub import from_hub
 from megatron_coca.checkpoints.huggingface import read as huggingface
 from megatron_coca.checkpoints.huggingface.adapted import open_adapted
 from megatron_coca.checkpoints.native.object_store import fetch
@@ -22,11 +23,6 @@ from megatron_coca.support.arguments import local_path
 from megatron_coca.support.remote_files import HUB, hub_hint, is_url
 
 IGNORED, BASE = "ignore_keys", "base_model"
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
-HUB_COPIES = ["*/*", "consolidated*"]
-"""Patterns of files on the Hugging Face Hub to download, and of files to skip, which are copies for other programs."""
-HUB_PICKLES = "pytorch_model*"
-"""Pattern of the files to download in addition if the model has no safetensors files."""
 
 
 def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> GPT:
@@ -118,7 +114,7 @@ def find_other_layout(path: str | Path) -> tuple[Path, str] | None:
 def _local_folder(path: str | Path, step: int | None) -> Path:
     """Return the local folder of a checkpoint or of a run. A remote checkpoint is downloaded."""
     if str(path).startswith(HUB):
-        return _from_hub(str(path).removeprefix(HUB))
+        return from_hub(str(path).removeprefix(HUB))
     if is_url(path):
         return fetch(str(path), step)
     path = local_path(str(path))
@@ -128,23 +124,6 @@ def _local_folder(path: str | Path, step: int | None) -> Path:
         return path
     folder = native.step_folder(path, step)
     return folder if neox.is_step(folder) else native.locate(path, step)
-
-
-def _from_hub(name: str) -> Path:
-    """Download a model from the Hugging Face Hub into the cache of huggingface_hub, unless it is cached already."""
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise CheckpointError(
-            f"{HUB}{name}: huggingface_hub is not installed; run `pip install huggingface_hub`"
-        ) from error
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES))
-        if any(folder.glob("*.safetensors")):
-            return folder
-        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES, HUB_PICKLES], ignore_patterns=HUB_COPIES))
-    except Exception as error:  # the HTTP client raises another class in each version
-        raise CheckpointError(f"{HUB}{name}: cannot be downloaded ({error}); check the name and the network") from error
 
 
 def _open_native(path: Path, verify: bool, overrides: Overrides, files: Sequence[str | Path]) -> OpenedCheckpoint:

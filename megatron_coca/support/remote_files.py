@@ -58,8 +58,8 @@ def hub_hint(path: str | Path, bare: bool = False) -> str:
     if local or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return ""
     return (
-        f"; for a model on the Hugging Face hub, run `hf download {path} --local-dir "
-        f"models/{Path(path).name}`, or name it {HUB}{path}"
+        f"; for a model on the Hugging Face hub, run `megatron-coca download {path}` and use "
+        f"models/{Path(path).name}, or name it {HUB}{path}"
     )
 
 

@@ -23,8 +23,8 @@ def test_typed_lines_with_history_until_ctrl_d(chat: bool, tmp_path: Path) -> No
     tokenizer.chat = ChatTemplate(source + "{% if add_generation_prompt %}assistant:{% endif %}", {})
     config = load_config([], TINY | {"vocab_size": 512, "max_position_embeddings": 256})
     write_checkpoint(tmp_path / "run", config, talkative_model(config).state_dict(), tokenizer=tokenizer)
-    command = [sys.executable, "-m", "megatron_coca", "generate", "--checkpoint", str(tmp_path / "run")]
-    command += ["--max-new-tokens", "12", *(["--chat"] if chat else [])]
+    command = [sys.executable, "-m", "megatron_coca", *(["chat"] if chat else ["generate", "--checkpoint"])]
+    command += [str(tmp_path / "run"), "--max-new-tokens", "12"]
     keys = [b"the sea" + ENTER, UP + ENTER, CTRL_D]
     status, written = on_terminal(command, 200, typed=("> ", keys))
     generator, messages, answers = load_generator(tmp_path / "run"), [], []

@@ -688,7 +688,7 @@ def test_a_folder_without_the_prefix_of_the_class_with_a_head(tmp_path: Path) ->
 
 def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"):
+    with pytest.raises(CheckpointError, match="megatron-coca download Qwen/Qwen3-0.6B. and use models/Qwen3-0.6B"):
         load_model("Qwen/Qwen3-0.6B")
     with pytest.raises(CheckpointError, match="give its whole name, hf://OWNER/gpt2"):
         load_model("gpt2")

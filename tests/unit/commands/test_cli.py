@@ -47,7 +47,10 @@ NOT_FRONTS = {
 }
 AT = ["--checkpoint", "none"]
 REFUSED = {
-    "command of other programs": (["chat"], "'chat' is not a command; use generate --chat"),
+    "command of other programs": (["convert"], "'convert' is not a command; use import or export"),
+    "a chat without a model": (["chat", "--system", "x"], "the following arguments are required: MODEL"),
+    "a chat with a folder that does not exist": (["chat", "nope"], "--checkpoint: nope: no such folder"),
+    "a download without its owner": (["download", "gpt2"], "'gpt2' is not the name of a model on the hub"),
     "mistyped command": (["trian"], "'trian' is not a command; did you mean `train`?"),
     "no command": ([], "required: COMMAND"),
     "mistyped option": (["train", "--num_gpu", "2", *TRAINABLE, "--nothing"], "unrecognized arguments: --nothing"),
@@ -58,7 +61,7 @@ REFUSED = {
     "no checkpoint": (["generate", "--checkpoint", "nope", "--prompt", "x"], "--checkpoint: nope: no such folder"),
     "a name of the hub": (
         ["generate", "--checkpoint", "me/it", "--prompt", "x"],
-        "`hf download me/it --local-dir models/it`",
+        "`megatron-coca download me/it` and use models/it",
     ),
     "a name of the hub without its owner": (["generate", *AT, "--prompt", "x"], "its whole name, hf://OWNER/none"),
     "a run's name is none of the hub": (["train", "runs/it"], "runs/it.yml: no such file"),

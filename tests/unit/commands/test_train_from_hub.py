@@ -16,7 +16,7 @@ def test_a_hub_name_is_the_model_of_the_run(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(name)
         raise CheckpointError("no network")
 
-    monkeypatch.setattr(load, "_from_hub", download)
+    monkeypatch.setattr(load, "from_hub", download)
     with pytest.raises(CheckpointError, match="no network"):
         train.read_config(train.parser().parse_intermixed_args(["hf://some/model", "train_iters=1"]))
     assert asked == ["some/model"]
