@@ -178,19 +178,35 @@ def resumed(case: str, engine: str, other: str) -> Part:
     return Part(case, engine, half, STEPS[case], f"{case}/{other}/half", f"{case}/{engine} after {other}")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_both_engines_train_the_same_bits(world: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder and the figures of `all_parts` on two ranks."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    return folder, launch(folder, 2, all_parts())
+
+
+def all_parts() -> list[Part]:
     """Each engine trains all steps at once, and goes on from the state of either engine after half of them."""
-    wholes = {case: [whole(case, engine) for engine in ENGINES] for case in CASES}
-    others = {case: [resumed(case, one, other) for one in ENGINES for other in ENGINES] for case in CASES}
-    found = launch(tmp_path, world, [part for parts in (*wholes.values(), *others.values()) for part in parts])
+    wholes = [whole(case, engine) for case in CASES for engine in ENGINES]
+    return wholes + [resumed(case, one, other) for case in CASES for one in ENGINES for other in ENGINES]
+
+
+def test_one_process_trains_the_same_bits(tmp_path: Path) -> None:
+    assert_equal_runs(tmp_path, launch(tmp_path, 1, all_parts()), 1)
+
+
+def test_two_ranks_train_the_same_bits(two_ranks: tuple[Path, dict[str, Any]]) -> None:
+    assert_equal_runs(*two_ranks, 2)
+
+
+def assert_equal_runs(folder: Path, found: dict[str, Any], world: int) -> None:
     for case in CASES:
         expected_run = found[f"{case}/deepspeed"]
-        assert expected_run["figures"][-1][0] < expected_run["figures"][0][0] - 0.05, f"{case}: does not learn"
+        assert expected_run["figures"][-1][0] < expected_run["figures"][0][0] - 0.02, f"{case}: does not learn"
         clips = (KEYS | CASES[case])["gradient_clipping"] > 0
         exact_norm = "small buckets" not in case or world == 1
         assert not clips or any(norm > 0.2 for _, norm, *_ in expected_run["figures"]), f"{case}: never clips"
-        for target in [part.target for part in (*wholes[case], *others[case])]:
+        for target in [part.target for part in all_parts() if part.case == case]:
             each = found[target]
             assert each["weights"] == expected_run["weights"], target
             assert each["held out"] == expected_run["held out"] and each["step"] == expected_run["step"], target
@@ -201,7 +217,7 @@ def test_both_engines_train_the_same_bits(world: int, tmp_path: Path) -> None:
                 assert [row[0] for row in each["figures"]] == [row[0] for row in expected], target
                 norms = [[row[1] for row in rows] for rows in (each["figures"], expected)]
                 assert norms[0] == pytest.approx(norms[1], rel=1e-6), target
-            assert_equal_state(tmp_path / target, tmp_path / f"{case}/deepspeed")
+            assert_equal_state(folder / target, folder / f"{case}/deepspeed")
 
 
 def test_all_ranks_begin_with_the_weights_of_the_first(tmp_path: Path) -> None:
@@ -211,10 +227,10 @@ def test_all_ranks_begin_with_the_weights_of_the_first(tmp_path: Path) -> None:
     assert found[first.target] == found[again.target]
 
 
-def test_the_number_of_ranks_may_change_with_the_engine(tmp_path: Path) -> None:
+def test_the_number_of_ranks_may_change_with_the_engine(two_ranks: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """From the state that two ranks saved, one process goes on the same with both engines, and back."""
-    launch(tmp_path, 2, [whole(case, engine) for case in CASES for engine in ENGINES])
-    alone = launch(tmp_path, 1, [resumed(case, one, other) for case in CASES for one in ENGINES for other in ENGINES])
+    parts = [resumed(case, one, other) for case in CASES for one in ENGINES for other in ENGINES]
+    alone = launch(tmp_path, 1, [part._replace(source=str(two_ranks[0] / str(part.source))) for part in parts])
     for case in CASES:
         targets = [resumed(case, one, other).target for one in ENGINES for other in ENGINES]
         assert len({alone[target]["weights"] for target in targets}) == 1, case
