@@ -8,10 +8,11 @@ that they change is the one that the user names.
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import WeightEntry, Weights, load_pickle, open_safetensors_file
 from megatron_coca.data.tokenizers import end_tokens
 
+logger = logging.getLogger(__name__)
 SETTINGS = "adapter_config.json"
 STORED = ("adapter_model.safetensors", "adapter_model.bin")
 """Names of the file with the adapters, in peft's order of preference."""
@@ -55,6 +57,8 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 """Settings that matter in training only, follow from the names of the weights, or are read elsewhere."""
+CHOICES = 4
+"""Maximum number of repetitions and groups in a pattern of ranks or alphas. Patterns of peft have at most 3."""
 INITIAL = "init_lora_weights"
 DRAWN = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of `INITIAL` that leave the weights of the base model as they are."""
@@ -84,6 +88,8 @@ class Adapters:
         tensors: all tensors, by their names in the files.
         modules: name of a module of the base model -> (parameter of its adapter -> name in the files).
         replaced: name of a weight of the base model -> name in the files of the weight that takes its place.
+        trained_names: name of a module -> its name in the model that was trained, if it differs. Patterns of ranks and
+            alphas match that name.
     """
 
     folder: Path
@@ -91,6 +97,7 @@ class Adapters:
     tensors: Weights
     modules: Mapping[str, Mapping[str, str]]
     replaced: Mapping[str, str]
+    trained_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def changed(self) -> set[str]:
@@ -120,8 +127,9 @@ class Adapters:
         if ROWS in parts:
             return self._with_rows(value, parts[ROWS], module)
         try:
-            return _merged(module, kind, value, parts, self.settings, turned)
-        except (RuntimeError, ValueError, TypeError, KeyError, re.error) as error:
+            trained = self.trained_names.get(module, module)
+            return _merged(trained, kind, value, parts, self.settings, turned)
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OverflowError, re.error) as error:
             raise CheckpointError(
                 f"{self.folder}: peft cannot merge the adapter of {module} ({str(error).splitlines()[0]:.200}); use "
                 "the model that the adapters were trained on as --base"
@@ -130,7 +138,8 @@ class Adapters:
     def _with_rows(self, weight: Tensor, rows: Tensor, module: str) -> Tensor:
         listed = self.settings.get(TOKENS)
         if isinstance(listed, Mapping):
-            listed = next((listed[name] for name in listed if module.endswith(name)), None)
+            trained = self.trained_names.get(module, module)
+            listed = next((listed[name] for name in listed if trained.endswith(name)), None)
         if (
             not isinstance(listed, list)
             or len(listed) != len(rows)
@@ -151,6 +160,8 @@ class Adapters:
             for path in adapter_files(self.folder)
         ]
         kept = {name: self.settings[name] for name in (*READ, TOKENS) if self.settings.get(name)}
+        if self.settings.get("lora_alpha") == 0:  # adapters without effect, not the default
+            kept["lora_alpha"] = 0
         return hashlib.sha256(json.dumps([digests, kept], sort_keys=True).encode()).hexdigest()
 
 
@@ -165,7 +176,7 @@ def _merged(
         raise CheckpointError(
             "peft: not installed, but only peft can apply adapters; run `pip install peft`"
         ) from error
-    weight = value
+    own, weight = _own_settings(module, parts, settings), value
     if kind == "bias":
         shape = parts["lora_B.weight"].shape[0], parts["lora_A.weight"].shape[1]
         weight = torch.zeros(shape[::-1] if turned else shape, dtype=value.dtype)
@@ -185,8 +196,7 @@ def _merged(
         inner.add_module(name, nn.Module())
         inner = inner.get_submodule(name)
     inner.add_module(last, leaf)
-    given = {name: settings.get(name) or default for name, default in READ.items()}
-    inject_adapter_in_model(LoraConfig(target_modules=[module], **given), tree, low_cpu_mem_usage=True)
+    inject_adapter_in_model(LoraConfig(target_modules=[module], **own), tree, low_cpu_mem_usage=True)
     exact = {f"{module}.{part}": tensor.to(value.dtype) for part, tensor in parts.items()}
     unread = set_peft_model_state_dict(tree, exact, low_cpu_mem_usage=True).unexpected_keys
     if unread:
@@ -195,6 +205,35 @@ def _merged(
     adapted.merge()
     changed: Tensor = getattr(adapted.get_base_layer(), kind)
     return changed.detach()
+
+
+def _check_patterns(settings: Mapping[str, Any], source: Path) -> None:
+    """Raise CheckpointError for a regular expression in the settings that could take years to match a name."""
+    for name in ("rank_pattern", "alpha_pattern"):
+        for pattern in settings.get(name) or ():
+            choices = len(re.findall(r"[*+?{(]", str(pattern).replace("(?", "(")))
+            if re.search(r"\)[*+{]", str(pattern)) or choices > CHOICES:
+                raise CheckpointError(
+                    f"{source}: {name}: {pattern!r:.80} repeats a group or has more than {CHOICES} repetitions and "
+                    "groups, so matching it might not end; write the names of the modules"
+                )
+
+
+def _own_settings(module: str, parts: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the adapter of one module, with its own rank and alpha in place of patterns.
+
+    Raises ValueError if the weights have another rank, before peft allocates weights of that rank.
+    """
+    from peft.utils.other import get_pattern_key
+
+    given = {name: default if settings.get(name) is None else settings[name] for name, default in READ.items()}
+    for name, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        given[name] = given[patterns].get(get_pattern_key(given[patterns].keys(), module), given[name])
+        given[patterns] = {}
+    found = len(parts["lora_embedding_A" if "lora_embedding_A" in parts else "lora_A.weight"])
+    if type(given["r"]) is not int or given["r"] != found:
+        raise ValueError(f"its settings have rank {given['r']!r:.20}, its weights rank {found}")
+    return given
 
 
 def read_adapters(folder: Path) -> Adapters:
@@ -210,6 +249,7 @@ def read_adapters(folder: Path) -> Adapters:
     known = {*READ, *WITHOUT_EFFECT, INITIAL}
     if unknown := sorted(name for name, value in settings.items() if value and name not in known):
         raise UnsupportedAdapters(f"{', '.join(unknown)} is not supported")
+    _check_patterns(settings, folder / SETTINGS)
     tensors = None
     for path in adapter_files(folder):
         if path.suffix == ".safetensors":
@@ -242,25 +282,45 @@ class AdaptedFolder(Folder):
     def __init__(self, place: Path, ignored: Collection[str], adapters: Adapters) -> None:
         super().__init__(place, ignored)
         self.base = Folder(place, ignored)
-        rename = self.base.network.rename
-        self.adapters = replace(
-            adapters,
-            modules={
-                _renamed(rename, f"{name}.weight")[: -len(".weight")]: parts for name, parts in adapters.modules.items()
-            },
-            replaced={_renamed(rename, name): own for name, own in adapters.replaced.items()},
-        )
         rows = rows_of(self.base)
         ends = {row.ours: row.theirs[0] for row in rows if row.ours in (HEAD, EMBEDDING)}
         self.embedding, self.head = ends[EMBEDDING], ends.get(HEAD, "")
         self._turned = {
             name for row in rows if row.packing in (weight_map.TURNED, weight_map.FUSED_TURNED) for name in row.theirs
         }
+        modules, trained = dict[str, Mapping[str, str]](), dict[str, str]()
+        for name, parts in adapters.modules.items():
+            if (own := self._own_name(f"{name}.weight")) is not None:
+                modules[module := own.removesuffix(".weight")] = parts
+                trained[module] = name
+        named = {self._own_name(name): stored for name, stored in adapters.replaced.items()}
+        replaced = {name: stored for name, stored in named.items() if name is not None}
+        self.adapters = replace(adapters, modules=modules, replaced=replaced, trained_names=trained)
+        self._left_out = len(adapters.modules) + len(adapters.replaced) - len(modules) - len(replaced)
         if unknown := sorted(self.adapters.changed - self.base.files.keys() - {self.head}):
             raise CheckpointError(
                 f"{adapters.folder}: has an adapter for {unknown[0]}, which {self.path} does not have; use the model "
                 "that the adapters were trained on as --base"
             )
+        if not self.adapters.changed:
+            raise CheckpointError(
+                f"{adapters.folder}: has no adapter for a weight of the text network in {self.path}; use the model "
+                "that the adapters were trained on as --base"
+            )
+
+    def _own_name(self, name: str) -> str | None:
+        """Return the name in the base model of a weight that the adapters name, or None if the text network lacks it.
+
+        Classes of transformers name the head `lm_head` where their files have another name, and the class without a
+        head leaves out the first part of all names.
+        """
+        plain = self.base.network.rename(name)
+        if plain is None:
+            return None
+        known = self.base.files.keys() | {self.head}
+        others = [self.head] if plain == "lm_head.weight" else []
+        others += [plain.partition(".")[2], f"{self.embedding.partition('.')[0]}.{plain}"]
+        return plain if plain in known else next((other for other in others if other in known), plain)
 
     @cached_property
     def network(self) -> Network:
@@ -268,6 +328,8 @@ class AdaptedFolder(Folder):
         network, settings = self.base.network, dict(self.base.network.settings)
         own = [self.adapters.replaced[name] for name in (self.embedding, self.head) if name in self.adapters.replaced]
         rows = {self.adapters.tensors.entries[name].shape[0] for name in own} - {settings.get("vocab_size")}
+        if network.rows is not None:
+            rows -= {self.base.open_whole([self.embedding]).entries[self.embedding].shape[0]}
         if rows:
             settings["vocab_size"] = max(rows)
         if self.separated:
@@ -293,11 +355,11 @@ class AdaptedFolder(Folder):
             files.setdefault(self.head, files[self.embedding])
         return files
 
-    def open(self, names: Iterable[str]) -> Weights:
-        """Open weights after the change."""
+    def open_whole(self, names: Iterable[str]) -> Weights:
+        """Open weights after the change, with all rows."""
         wanted = [name for name in names if name in self.files]
         held = {name: name if name in self.base.files else self.embedding for name in wanted}
-        opened = self.base.open(dict.fromkeys(held.values()))
+        opened = self.base.open_whole(dict.fromkeys(held.values()))
         base = replace(
             opened,
             entries={name: opened.entries[held[name]] for name in wanted},
@@ -313,6 +375,16 @@ class AdaptedFolder(Folder):
                 self.adapters.change(name, base, name in self._turned) if name in changed else base.read(name)
             ),
         )
+
+    def log(self) -> None:
+        """Log also the adapters that are left out."""
+        super().log()
+        if self._left_out:
+            logger.warning(
+                "%s: %d adapters of other parts than the text network are left out",
+                self.adapters.folder,
+                self._left_out,
+            )
 
     def identity(self) -> str:
         """Return the identity of the text network."""
@@ -335,7 +407,3 @@ def open_adapted(adapters: Adapters, base: Path, ignored: Collection[str] = ()) 
             f"{opened.folder}"
         )
     return opened
-
-
-def _renamed(rename: Any, name: str) -> str:
-    return str(rename(name) or name)

@@ -240,16 +240,18 @@ class Folder:
 
     def open(self, names: Iterable[str]) -> Weights:
         """Open weights under their names in the text network, with full precision and only the rows in use."""
+        return _first_rows(self.open_whole(names), self.network.rows)
+
+    def open_whole(self, names: Iterable[str]) -> Weights:
+        """Open weights as `open` does, but with all rows of the embedding."""
         names = list(names)
         if self.gguf is not None:
-            weights = self.weights.only(name for name in names if name in self.weights.entries)
-        elif self.scaled:
+            return self.weights.only(name for name in names if name in self.weights.entries)
+        if self.scaled:
             present = [name for name in names if name in self.files]
             size = quantized.block_size(self.network.settings, self.source)
-            weights = quantized.open_dequantized(self._open_stored, present, self.originals.keys(), size)
-        else:
-            weights = self._open_stored(name for name in names if name in self.files)
-        return _first_rows(weights, self.network.rows)
+            return quantized.open_dequantized(self._open_stored, present, self.originals.keys(), size)
+        return self._open_stored(name for name in names if name in self.files)
 
     def _open_stored(self, names: Iterable[str]) -> Weights:
         kind, files = self.stored

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
@@ -15,11 +16,13 @@ from megatron_coca import cli, load_model
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.commands import train
 from megatron_coca.training.checkpointing.initial_model import initial_model
+from tests.parity.families import test_wrappers
 from tests.parity.families.test_families import in_float64
 from tests.parity.foreign import TRAINED, tokens
 
 SHAPE = {"vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
 LLAMA = SHAPE | {"intermediate_size": 40, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1}
+ADAPTERS = "adapters/adapter_model.safetensors"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -69,7 +72,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "GPT-2": (gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "GPT-2, DoRA": (gpt2, {"target_modules": ["c_attn", "attn.c_proj"], "use_dora": True, "fan_in_fan_out": True}),
-    "GPT-NeoX": (gpt_neox, {"target_modules": ["query_key_value", "dense"], "modules_to_save": ["embed_out"]}),
+    "GPT-NeoX": (gpt_neox, {"target_modules": ["query_key_value", "dense"], "modules_to_save": ["lm_head"]}),
+    "GPT-NeoX, adapter of the head": (gpt_neox, {"target_modules": ["query_key_value", "lm_head"]}),
 }
 
 
@@ -170,9 +174,88 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another method": ({"peft_type": "IA3"}, "only peft can apply .peft_type 'IA3' is not LoRA.; merge them into"),
     "a start that changes the model": ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base"),
     "an unknown setting": ({"layer_replication": [[0, 2]]}, r"layer_replication is not supported\); merge them"),
+    "patterns that are a list": ({"rank_pattern": ["q_proj"]}, "peft cannot merge the adapter of model.layers.0.self_"),
+    "a pattern that cannot be read": (
+        {"alpha_pattern": {"q{9999999999999999999}": 1}},
+        "peft cannot merge the adapter",
+    ),
+    "a pattern that never ends": (
+        {"alpha_pattern": {r"(\w|\.)*(\w|\.)*!": 1}},
+        "alpha_pattern: .* repeats a group or has more than 4 repetitions and groups, .*; write the names",
+    ),
+    "an alpha too large": ({"lora_alpha": 10**400}, "peft cannot merge the adapter of model.layers.0.self_attn.q_proj"),
     "another rank": ({"r": 5}, "peft cannot merge the adapter of model.layers.0.self_attn.q_proj"),
     "no settings of tokens": ({"trainable_token_indices": "3"}, ""),
 }
+
+
+def test_an_alpha_of_zero_is_not_the_default(tmp_path: Path) -> None:
+    adapted("attention", tmp_path)
+    batch, path = tokens(TRAINED) % 96, tmp_path / "adapters/adapter_config.json"
+    settings, given = json.loads(path.read_text()), {"base_model": str(tmp_path / "base")}
+    identities = set()
+    for alpha in (None, 0):
+        path.write_text(json.dumps(settings | {"lora_alpha": alpha}))
+        identities.add(open_checkpoint(tmp_path / "adapters", overrides=given).identity)
+    assert len(identities) == 2
+    with torch.no_grad():
+        plain = open_checkpoint(tmp_path / "base").load(dtype=torch.float64).model(batch)
+    torch.testing.assert_close(ours(tmp_path, batch), plain, rtol=1e-9, atol=1e-9)
+
+
+INSIDE = "model.language_model.layers"
+PARTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "patterns of names in the whole model": (
+        "llava",
+        {
+            "target_modules": rf"{INSIDE}.*_proj",
+            "rank_pattern": {f"^{INSIDE}.1.mlp.up_proj": 2},
+            "alpha_pattern": {f"{INSIDE}.0.self_attn.q_proj": 5},
+        },
+        0,
+    ),
+    "other parts": (
+        "qwen2_vl",
+        {"target_modules": ["q_proj", "qkv", "fc1"], "modules_to_save": ["norm", "merger"]},
+        2 + 6,
+    ),
+    "layers and rows that text does not use": ("mllama", {"target_modules": ["q_proj", "embed_tokens"]}, 2 + 2),
+    "rows that were trained as a whole": (
+        "mllama",
+        {"target_modules": [f"{INSIDE}.0.self_attn.q_proj"], "modules_to_save": ["embed_tokens"]},
+        0,
+    ),
+}
+"""Wrapper, options, and number of modules and weights that are left out."""
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_the_text_network_of_a_wrapper(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapper, options, left = PARTS[case]
+    monkeypatch.setitem(CASES, case, (lambda: test_wrappers.build(wrapper), options))
+    model, batch = adapted(case, tmp_path), tokens(TRAINED) % 96
+    torch.testing.assert_close(ours(tmp_path, batch), theirs(model, batch), rtol=1e-9, atol=1e-9)
+    assert f"{left} adapters of other parts than the text network are left out" in caplog.text or not left
+
+
+def test_adapters_of_another_part_than_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "images", (lambda: test_wrappers.build("qwen2_vl"), {"target_modules": ["fc1"]}))
+    adapted("images", tmp_path)
+    with pytest.raises(CheckpointError, match="has no adapter for a weight of the text network in .*base; use the"):
+        ours(tmp_path, tokens(TRAINED) % 96)
+
+
+@pytest.mark.parametrize("part", ["base", "adapters"])
+def test_the_class_without_a_head(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}
+    monkeypatch.setitem(CASES, "inner", (lambda: llama(tie_word_embeddings=True), options))
+    model, batch = adapted("inner", tmp_path), tokens(TRAINED) % 96
+    path, own = {"base": ("base/model.safetensors", "model."), "adapters": (ADAPTERS, "base_model.model.model.")}[part]
+    weights = {name.replace(own, own.removesuffix("model."), 1): w for name, w in load_file(tmp_path / path).items()}
+    save_file(weights, tmp_path / path, {"format": "pt"})
+    torch.testing.assert_close(ours(tmp_path, batch), theirs(model, batch), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", REFUSED)
