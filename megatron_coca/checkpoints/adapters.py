@@ -69,6 +69,11 @@ def find_adapters(folder: Path, base: Path | None) -> tuple[Adapters, Path] | No
             "--base FOLDER, or in a file with base_model: FOLDER"
         )
     found = base or folder
+    if found.resolve() != folder.resolve() and has_adapters(found):
+        raise CheckpointError(
+            f"base_model: {found}: has PEFT adapters of its own; name the folder of a model without adapters, which "
+            "`megatron-coca export huggingface` writes"
+        )
     if not is_huggingface_folder(found):
         raise CheckpointError(
             f"base_model: {found}: is not a Hugging Face folder or GGUF file; name the model that {folder} was trained "

@@ -198,9 +198,11 @@ def _merged(
     inner.add_module(last, leaf)
     inject_adapter_in_model(LoraConfig(target_modules=[module], **own), tree, low_cpu_mem_usage=True)
     exact = {f"{module}.{part}": tensor.to(value.dtype) for part, tensor in parts.items()}
-    unread = set_peft_model_state_dict(tree, exact, low_cpu_mem_usage=True).unexpected_keys
-    if unread:
-        raise ValueError(f"its settings have no {unread[0]}")
+    read = set_peft_model_state_dict(tree, exact, low_cpu_mem_usage=True)
+    if read.unexpected_keys:
+        raise ValueError(f"its settings have no {read.unexpected_keys[0]}")
+    if missing := [name for name in read.missing_keys if ".lora_" in name]:
+        raise ValueError(f"its file has no {missing[0]}")
     adapted: Any = tree.get_submodule(module)
     adapted.merge()
     changed: Tensor = getattr(adapted.get_base_layer(), kind)
@@ -265,7 +267,9 @@ def read_adapters(folder: Path) -> Adapters:
     for name in tensors.entries:
         plain = name.removeprefix(WRAPPED).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
         if part := PARAMETER.search(plain):
-            modules.setdefault(plain[: part.start()], {})[part[1]] = name
+            parts = modules.setdefault(plain[: part.start()], {})
+            if (other := parts.setdefault(part[1], name)) != name:
+                raise CheckpointError(f"{folder}: has {plain} twice, as {other} and {name}; download the folder again")
         else:
             replaced[plain] = name
     return Adapters(folder, settings, tensors, modules, replaced)
@@ -327,7 +331,8 @@ class AdaptedFolder(Folder):
         """The description of the text network, with as many rows and as many heads as the adapters have."""
         network, settings = self.base.network, dict(self.base.network.settings)
         own = [self.adapters.replaced[name] for name in (self.embedding, self.head) if name in self.adapters.replaced]
-        rows = {self.adapters.tensors.entries[name].shape[0] for name in own} - {settings.get("vocab_size")}
+        rows = {size for name in own for size in self.adapters.tensors.entries[name].shape[:1]}
+        rows.discard(settings.get("vocab_size"))
         if network.rows is not None:
             rows -= {self.base.open_whole([self.embedding]).entries[self.embedding].shape[0]}
         if rows:
@@ -336,14 +341,23 @@ class AdaptedFolder(Folder):
             settings["tie_word_embeddings"] = False
         return replace(network, settings=settings, rows=None if rows else network.rows)
 
+    def _parts(self, weight: str) -> Mapping[str, str]:
+        """Return the parameters of the adapter of a weight; empty if it has none."""
+        return self.adapters.modules.get(weight.removesuffix(".weight"), {})
+
     @cached_property
     def separated(self) -> bool:
         """Whether the base model ties its head to the embedding, but only one of them changes, or to other values."""
         ends, replaced = {self.embedding, self.head}, self.adapters.replaced
         if self.base.config.model.no_weight_tying or not ends & self.adapters.changed:
             return False
-        if any(ROWS in parts for name, parts in self.adapters.modules.items() if f"{name}.weight" == self.embedding):
-            return False  # peft gives the rows to the head, too
+        if ROWS in self._parts(self.embedding):
+            if (parts := self._parts(self.head)) and ROWS not in parts:
+                raise CheckpointError(
+                    f"{self.adapters.folder}: has rows of the embedding and an adapter of the head, which are one "
+                    "weight in the model; merge the adapters with peft, and use the merged folder"
+                )
+            return self.head in self.adapters.changed  # otherwise peft gives the rows to the head, too
         both = ends <= replaced.keys() and not ends & {f"{name}.weight" for name in self.adapters.modules}
         return not (both and torch.equal(*(self.adapters.tensors.read(replaced[name]) for name in ends)))
 

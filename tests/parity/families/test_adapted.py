@@ -70,6 +70,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: llama(tie_word_embeddings=True),
         {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [3, 90]}},
     ),
+    "other rows of the two ends of a tied model": (
+        lambda: llama(tie_word_embeddings=True),
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [3, 90], "lm_head": [4, 5]}},
+    ),
     "GPT-2": (gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "GPT-2, DoRA": (gpt2, {"target_modules": ["c_attn", "attn.c_proj"], "use_dora": True, "fan_in_fan_out": True}),
     "GPT-NeoX": (gpt_neox, {"target_modules": ["query_key_value", "dense"], "modules_to_save": ["lm_head"]}),
@@ -266,6 +270,47 @@ def test_settings_that_do_not_fit(name: str, tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(CheckpointError, match=message or "trainable_token_indices: must list 3 tokens of the 96"):
         load_model(tmp_path / "adapters", {"base_model": str(tmp_path / "base")})
+
+
+MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
+DAMAGED: dict[str, tuple[str, Tensor | None, str]] = {
+    "a missing matrix": (f"{MODULE}.lora_B.weight", None, r"peft cannot merge .*its file has no .*q_proj.lora_B"),
+    "a matrix twice": (f"{MODULE[17:]}.lora_A.weight", torch.ones(4, 32), r"q_proj.lora_A.weight twice, as .* and"),
+    "an adapter of a norm": ("base_model.model.model.norm.lora_A.weight", torch.ones(4, 32), "peft cannot merge"),
+    "an embedding without rows": ("base_model.model.model.embed_tokens.weight", torch.tensor(1.0), "do not fit"),
+}
+"""Name of a weight in the file, its value or None to remove it, and the message."""
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_files(case: str, tmp_path: Path) -> None:
+    name, value, message = DAMAGED[case]
+    adapted("attention", tmp_path)
+    weights = load_file(tmp_path / ADAPTERS)
+    if value is None:
+        del weights[name]
+    else:
+        weights[name] = value
+    save_file(weights, tmp_path / ADAPTERS)
+    with pytest.raises(CheckpointError, match=message):
+        ours(tmp_path, tokens(TRAINED) % 96)
+
+
+def test_rows_and_an_adapter_of_the_tied_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"target_modules": ["lm_head"], "trainable_token_indices": [3, 90]}
+    monkeypatch.setitem(CASES, "both", (lambda: llama(tie_word_embeddings=True), options))
+    adapted("both", tmp_path)
+    with pytest.raises(CheckpointError, match="has rows of the embedding and an adapter of the head, which are one we"):
+        ours(tmp_path, tokens(TRAINED) % 96)
+
+
+def test_a_base_with_adapters_of_its_own(tmp_path: Path) -> None:
+    adapted("attention", tmp_path)
+    for path in (tmp_path / "adapters").iterdir():
+        (tmp_path / "base" / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match="base_model: .*base: has PEFT adapters of its own; name the folder of a"):
+        ours(tmp_path, tokens(TRAINED) % 96)
+    open_checkpoint(tmp_path / "base", overrides={"base_model": str(tmp_path / "base")})
 
 
 def test_settings_of_strangers_run_no_code(tmp_path: Path) -> None:
