@@ -103,6 +103,7 @@ def test_make_takes_the_cpu_build_where_no_gpu_is(tmp_path: Path, gpu: bool) -> 
     for name in ("python3", "sh", "grep", *["nvidia-smi"] * gpu):
         (tmp_path / name).symlink_to("/bin/true" if name == "nvidia-smi" else f"/usr/bin/{name}")
     make, environment = ["/usr/bin/make", "-n", "-B", ".venv/ready"], {**os.environ, "PATH": str(tmp_path)}
+    environment.pop("MAKEFLAGS", None)  # has the variables of `make test TORCH_INDEX=...`
     said = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     cpu = [line for line in said.splitlines() if "https://download.pytorch.org/whl/cpu torch==" in line]
     assert len(cpu) == (not gpu) and said.count("install") == 3 - gpu
