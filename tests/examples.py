@@ -257,6 +257,10 @@ def make_workspace(folder: Path) -> None:
         (folder / name).mkdir()
     for path in (*(ROOT / "docs").glob("*.md"), ROOT / "docs/generate.py"):
         shutil.copy(path, folder / "docs")
+    for path in (*(ROOT / "studies").glob("*/*.yml"), *(ROOT / "studies").glob("*/*.zst"), ROOT / "studies/README.md"):
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
     make_configs(folder)
     make_data(folder)
     pieces = "data/builtin/tokenizer.model"

@@ -86,7 +86,7 @@ QUICK = ("methods/README.md", "random_filler/text.md", "books_power/README.md", 
 def copied(archives: Path) -> None:
     """Link what a page reads into the working folder, without unpacked results, which may have newer cells."""
     for path in archives.rglob("*"):
-        if path.suffix in (".yml", ".j2", ".zst") or path.name == "results.json":
+        if path.suffix in (".yml", ".j2", ".zst") or path.parent.name == "results":
             link = Path("studies") / path.relative_to(archives)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(path)
