@@ -19,8 +19,9 @@ from megatron_coca.evaluation.stretch.plans import Plan, read_plan
 from megatron_coca.evaluation.stretch.records import RESULTS, result_file
 from megatron_coca.evaluation.stretch.running import Runner
 from megatron_coca.evaluation.subject import Evaluation, Subject, dtype_of
-from megatron_coca.evaluation.tasks.margin.measure import PROTOCOL, default_scored, prompt_form, read_documents
+from megatron_coca.evaluation.tasks.margin.measure import PROTOCOL, default_scored, read_documents
 from megatron_coca.evaluation.tasks.margin.task import MarginProtocol, MarginResult
+from megatron_coca.evaluation.tasks.retrieval.measure import prompt_form
 from megatron_coca.evaluation.tasks.retrieval.prompts import PromptForm, Text
 from megatron_coca.support.arguments import source_keys
 from megatron_coca.support.errors import InputError
@@ -86,7 +87,7 @@ def _measure(args: Namespace) -> Done:
     fields = {"protocol": protocol, "documents": documents.record()}
     subjects, stores = load_methods(evaluation, methods, ignored, fields)
     (args.output / EARLIER).unlink(missing_ok=True)
-    form = prompt_form(tokenizer, protocol)
+    form = prompt_form(tokenizer, protocol.start, protocol.chat)
     cases = {round(multiple * length): count for multiple, count in plan.cases.items()} if plan else None
     result = Runner(subjects, documents.arrays, form, stores, args.budget, cases).run(lengths)
     if not result.lengths():

@@ -30,7 +30,7 @@ from megatron_coca.evaluation.tasks.margin.task import (
 from megatron_coca.evaluation.tasks.perplexity.measure import score_hidden
 from megatron_coca.evaluation.tasks.retrieval import cases as retrieval_cases
 from megatron_coca.evaluation.tasks.retrieval.cases import distinct_numbers
-from megatron_coca.evaluation.tasks.retrieval.measure import form_of, noting_errors
+from megatron_coca.evaluation.tasks.retrieval.measure import form_of, noting_errors, prompt_form
 from megatron_coca.evaluation.tasks.retrieval.prompts import FILLER_HAYSTACK, Case, PromptForm
 from megatron_coca.model import GPT, SharedPrefix, prefix_order
 from megatron_coca.model.shared_prefix import common_prefix
@@ -80,7 +80,7 @@ def run(args: Namespace, show: Show) -> int:
         start=evaluation.start_token(args.start_token),
         chat=chat_record(args, tokenizer),
     )
-    form, cases = prompt_form(tokenizer, protocol), dict[int, Cases]()
+    form, cases = prompt_form(tokenizer, protocol.start, protocol.chat), dict[int, Cases]()
     for subject, store in evaluation.variants(MarginResult, protocol=protocol, documents=documents.record()):
         for length in lengths:
             with Progress(f"{subject.label}, length {length}", unit="inputs") as progress:
@@ -107,12 +107,6 @@ def check_lengths(args: Namespace, tokenizer: Tokenizer, data_root: Path) -> Non
     form = form_of(args, tokenizer)
     for length in sorted({each for each in args.lengths if not is_multiple(each)}):
         make_cases(form, length - ANSWER_TOKENS, min(args.facts, 2), args.seed)
-
-
-def prompt_form(tokenizer: Tokenizer, protocol: MarginProtocol) -> PromptForm:
-    if protocol.chat is None:
-        return PromptForm(tokenizer, protocol.start)
-    return PromptForm(tokenizer, None, tokenizer.chat, protocol.chat.system)
 
 
 def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: int, wanted: int | None) -> Documents:

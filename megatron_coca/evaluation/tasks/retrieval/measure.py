@@ -13,6 +13,7 @@ import torch
 from megatron_coca.data import Tokenizer
 from megatron_coca.data.tokenizers.chat import with_variables
 from megatron_coca.data.tokenizers.stops import text_before_stop
+from megatron_coca.evaluation.chat_settings import ChatRecord
 from megatron_coca.evaluation.chats import chat_record
 from megatron_coca.evaluation.documents import builtin_root
 from megatron_coca.evaluation.options import subject_options
@@ -168,10 +169,11 @@ def protocol_fields(
     }
 
 
-def prompt_form(tokenizer: Tokenizer, protocol: RetrievalProtocol) -> PromptForm:
-    if protocol.chat is None:
-        return PromptForm(tokenizer, protocol.start)
-    return PromptForm(tokenizer, None, tokenizer.chat, protocol.chat.system)
+def prompt_form(tokenizer: Tokenizer, start: int | None, chat: ChatRecord | None) -> PromptForm:
+    """Return the form of prompts that a protocol records."""
+    if chat is None:
+        return PromptForm(tokenizer, start)
+    return PromptForm(tokenizer, None, tokenizer.chat, chat.system)
 
 
 def measure(
@@ -179,7 +181,7 @@ def measure(
 ) -> int:
     """Make the cases of each unit; generate, score and store the answers of each variant. Return the exit status."""
     tokenizer = evaluation.needed_tokenizer()
-    form = prompt_form(tokenizer, protocol)
+    form = prompt_form(tokenizer, protocol.start, protocol.chat)
     stops = tokenizer.turn_ends()[1] if protocol.chat is not None else []
     cases: dict[str, list[tuple[RetrievalTask, Case]]] = {}  # by unit; the same for every variant
     remedy = f"lower --tokens-per-batch (now {protocol.tokens_per_batch}; at least one prompt) or use --dtype bfloat16"
