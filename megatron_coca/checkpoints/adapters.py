@@ -45,15 +45,13 @@ def has_adapters(folder: Path) -> bool:
     return described
 
 
-def find_adapters(folder: Path, base: Path | None) -> tuple[Adapters, Path] | None:
-    """Return the adapters in a folder and the folder of the model that they change; None if the folder has none.
+def find_adapters(folder: Path, base: Path | None) -> tuple[Adapters, Path]:
+    """Return the adapters in a folder that has some, and the folder of the model that they change.
 
     `base` is the folder that the user names. If it is None, the model must be beside the adapters. The name in
     adapter_config.json is not followed, because it is the name of a place on the computer of whoever trained them.
     Raises CheckpointError.
     """
-    if not has_adapters(folder):
-        return None
     try:
         adapters = read_adapters(folder)
     except UnsupportedAdapters as error:

@@ -62,9 +62,10 @@ def open_checkpoint(
     Raises CheckpointError. Raises ConfigError if `imports` is needed but not given, or if a file in it cannot be run.
     """
     folder, ignored = _local_folder(path, step), ignored_names(overrides, files)
-    named = given_values(overrides, files).get(BASE)
-    if adapted := find_adapters(folder, None if named is None else _local_folder(str(named), None)):
-        return open_adapted(*adapted, ignored)
+    if has_adapters(folder):
+        named = given_values(overrides, files).get(BASE)
+        base = None if named is None else _local_folder(str(named), None)
+        return open_adapted(*find_adapters(folder, base), ignored)
     if huggingface.is_huggingface_folder(folder):
         return huggingface.open_folder(folder, ignored)
     neox_folder = neox.find_step(folder)

@@ -364,3 +364,13 @@ def test_every_command_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[
     config, _ = train.read_config(options)
     started = initial_model(config, "cpu").model.state_dict()
     assert all(torch.equal(started[name], weight.to(torch.float32)) for name, weight in expected.items())
+
+
+def test_the_model_of_adapters_is_not_fetched_for_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`evaluate --checkpoint MODEL --checkpoint ADAPTERS --base hf://NAME` opens MODEL without the network."""
+    llama().save_pretrained(tmp_path / "base")
+    monkeypatch.setattr("megatron_coca.checkpoints.load.from_hub", pytest.fail)
+    given = {"base_model": "hf://owner/name"}
+    assert open_checkpoint(tmp_path / "base", overrides=given).folder == tmp_path / "base"
