@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.inputs import DistanceBias, PackedDocuments
+from megatron_coca.attention.inputs import AttentionInputs, Backend, DistanceBias, PackedDocuments
 from megatron_coca.attention.positions.distance_maps import Band, MapPositions
 from megatron_coca.attention.positions.forms import RotaryTables, check_range, growth, rotary_tables
 
@@ -39,6 +39,10 @@ class HeadShard:
         """Return this rank's slice of tokens [..., length]."""
         return tokens
 
+    def held(self, tokens: Tensor) -> Tensor:
+        """Select from tokens [..., length] those whose queries and keys this rank has in attention, after `gather`."""
+        return tokens
+
     def gather(self, x: Tensor) -> Tensor:
         """Exchange projections [batch, own length, heads, width] for [batch, length, own heads, width]."""
         return x
@@ -47,9 +51,13 @@ class HeadShard:
         """Invert `gather`."""
         return x
 
-    def mean(self, loss: Tensor, loss_mask: Tensor | None) -> Tensor:
-        """Convert the mean loss over this rank's tokens to the mean over all tokens. `loss_mask` [batch, length] marks
-        the tokens that count.
+    def attend(self, backend: Backend, inputs: AttentionInputs, length: int) -> Tensor:
+        """Compute attention, [batch, heads, tokens, width of V]. The whole sequence has `length` tokens."""
+        return backend.attend(inputs)
+
+    def mean(self, loss: Tensor, loss_mask: Tensor | None, length: int) -> Tensor:
+        """Convert the mean loss over this rank's tokens to the mean over all tokens, `length` in each row. `loss_mask`
+        [batch, length] marks the tokens that count.
         """
         return loss
 
@@ -131,6 +139,7 @@ class PositionContext:
         of_new_keys: whether the tables cover only the new keys (in decoding).
         head_factor: logit scaling in the shape of `query_factor` if every head adds a bias to it, or None. If set, the
             tables and `query_factor` do not include it.
+        length: number of tokens of the sequence, of which a rank may have a part.
     """
 
     segments: tuple[SegmentTables, ...]
@@ -139,6 +148,7 @@ class PositionContext:
     documents: PackedDocuments | None = None
     of_new_keys: bool = False
     head_factor: Tensor | None = None
+    length: int = 0
 
 
 def segment_tables(

@@ -53,7 +53,7 @@ class GatedAttentionUnit(SelfAttention):
         inputs = self._inputs(query[:, None], key[:, None], pieces, context, cache, hidden)
         copies = pieces.shape[1]
         segments = tuple(_copied(each, copies) for each in inputs.segments)
-        out = self._attend(inputs.replace(segments=segments), cache)
+        out = self._attend(inputs.replace(segments=segments), cache, context.length)
         return self.dense(gate * out.transpose(1, 2).flatten(2))
 
 

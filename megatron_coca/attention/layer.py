@@ -340,14 +340,14 @@ class SelfAttention(ShardedModule):
         With a cache, the hidden states belong to the tokens after the cached tokens.
         """
         inputs = self._inputs(*self._heads(self.query_key_value(hidden)), context, cache, hidden)
-        out = self.share.scatter(self._attend(inputs, cache).transpose(1, 2))
+        out = self.share.scatter(self._attend(inputs, cache, context.length).transpose(1, 2))
         if self.output_gate is not None:
             out = out * self.output_gate(hidden).sigmoid().unflatten(-1, (out.shape[2], -1))
         return self.dense(out.flatten(2))
 
-    def _attend(self, inputs: AttentionInputs, cache: CachedTokens | None) -> Tensor:
-        """Compute attention, [batch, heads, length, width of V]; a cache decides how its tokens are read."""
-        return self.backend.attend(inputs) if cache is None else cache.attend(self.backend, inputs)
+    def _attend(self, inputs: AttentionInputs, cache: CachedTokens | None, length: int) -> Tensor:
+        """Compute attention, [batch, heads, tokens, width of V]; a cache decides how its tokens are read."""
+        return self.share.attend(self.backend, inputs, length) if cache is None else cache.attend(self.backend, inputs)
 
     def _inputs(
         self,

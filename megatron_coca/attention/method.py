@@ -430,7 +430,8 @@ class PositionEncoding(ShardedModule):
         elif self.clex is not None:
             extended = self.clex.factor_for(length)
         rotary = self._frequencies(length, extended, positions.device)
-        keys = _token_positions(positions if key_positions is None else key_positions, documents, reached)
+        tokens = (positions if key_positions is None else key_positions).shape[-1]
+        keys = self._held(_token_positions(positions if key_positions is None else key_positions, documents, reached))
         queries = keys
         if key_positions is not None:
             first = keys.first if keys.first.shape[-1] == 1 else keys.first[..., -positions.shape[-1] :]
@@ -449,8 +450,7 @@ class PositionEncoding(ShardedModule):
             bias = method.bias.fixed.to(positions.device)
         bands = method.trained_bands if self.training else method.bands
         if method.chunk is not None:
-            length = (positions if key_positions is None else key_positions).shape[-1]
-            documents = in_chunks(documents, method.chunk, batch, length, positions.device)
+            documents = in_chunks(documents, method.chunk, batch, tokens, positions.device)
         return PositionContext(
             tuple(segment_tables(band, queries, keys, rotary, factor, dtype) for band in bands),
             None if factor is None else column(factor, dtype),
@@ -458,7 +458,18 @@ class PositionEncoding(ShardedModule):
             documents,
             of_new_keys,
             head_factor,
+            tokens,
         )
+
+    def _held(self, tokens: TokenPositions) -> TokenPositions:
+        """Select the tokens that this rank has in attention."""
+        positions, first, reached = tokens.positions, tokens.first, tokens.reached
+        held = self.share.held(positions)
+        if held is positions:
+            return tokens
+        if reached is None and self.method.form.decay:  # all ranks need the largest position of all tokens
+            reached = int(positions.max()) + 1
+        return TokenPositions(held, self.share.held(first) if first.shape[-1] > 1 else first, reached)
 
     def frequencies(self, length: int, device: torch.device) -> RotaryFrequencies | None:
         """Return the rotary frequencies in evaluation for `length` tokens, or None for non-rotary forms."""

@@ -358,7 +358,8 @@ class LanguageModelLoss(ShardedModule):
         hidden = self.model.hidden_states(samples[:, :-1], positions=positions, documents=documents, length=length)
         labels = self.share.split(samples[:, 1:])
         own_mask = None if loss_mask is None else self.share.split(loss_mask)
-        return weighted(self.share.mean(self.model.loss(hidden, labels, own_mask), loss_mask), loss_weight)
+        mean = self.share.mean(self.model.loss(hidden, labels, own_mask), loss_mask, samples.shape[1] - 1)
+        return weighted(mean, loss_weight)
 
 
 def weighted(loss: Tensor, weight: float) -> Tensor:

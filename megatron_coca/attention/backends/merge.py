@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.gated import attend_gated
 from megatron_coca.attention.backends.pieces import BlockPiece, cover
-from megatron_coca.attention.backends.sdpa import flash_op, with_key_heads
+from megatron_coca.attention.backends.sdpa import CpuFlash, CudaFlash, flash_op, with_key_heads
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, attend_by_document, attend_padded
 from megatron_coca.kernels.custom_op import operation
 
@@ -90,7 +90,7 @@ def _restore(x: Tensor, piece: BlockPiece) -> Tensor:
     return x.unflatten(0, (-1, piece.blocks))
 
 
-class _Accumulator:
+class Accumulator:
     """A tensor [batch, heads, length, ...] to which pieces are added, and a record of the rows written so far.
 
     The tensor is not cleared first: the first piece of a row is copied, not added, and a piece with all rows replaces
@@ -160,9 +160,29 @@ def merge(
     op, query = flash_op(value), operands[0]
     pieces = _pieces(bands, query, value, op.windows)
     dtype = _sum_dtype(query, [piece.query_span for _, piece in pieces], len(sinks))
-    out, lse = (_Accumulator(x) for x in _results(value, query, dtype))
+    out, lse = (Accumulator(x) for x in results(value, query, dtype))
+    add_pieces(op, scale, pieces, value, operands[::2], operands[1::2], out, lse)
+    for sink in sinks:
+        add_sink(out.tensor, lse.tensor, sink)
+    return out.tensor.to(value.dtype), lse.tensor
+
+
+def add_pieces(
+    op: CpuFlash | CudaFlash,
+    scale: float,
+    pieces: Sequence[tuple[int, BlockPiece]],
+    value: Tensor,
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor | None],
+    out: Accumulator,
+    lse: Accumulator,
+) -> None:
+    """Add pieces, each with the index of its segment, to an output and its log-sum-exp. `queries` and `keys` have one
+    operand per segment; segments without pieces need no keys.
+    """
     for index, piece in pieces:
-        q, k = operands[2 * index : 2 * index + 2]
+        q, k = queries[index], keys[index]
+        assert k is not None
         piece_out, piece_lse = op.forward(
             _queries(q, piece), _keys(k, piece), _keys(value, piece), piece.shape != "full", scale, piece.window
         )
@@ -177,11 +197,13 @@ def merge(
             totals, piece_lse = _view(lse.tensor, *span), _restore(piece_lse, piece)
             _move(_view(out.tensor, *span), _restore(piece_out, piece), torch.sigmoid(piece_lse - totals)[..., None])
             totals.copy_(torch.logaddexp(totals, piece_lse))
-    for sink in sinks:  # like one more piece, whose output is 0
-        score = sink.to(lse.tensor.dtype)[:, None]
-        out.tensor.mul_(torch.sigmoid(lse.tensor - score)[..., None])
-        lse.tensor.copy_(torch.logaddexp(lse.tensor, score))
-    return out.tensor.to(value.dtype), lse.tensor
+
+
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
+    """Include the sink logits [heads] in an output and its log-sum-exp, in place: like one more piece with output 0."""
+    score = sink.to(lse.dtype)[:, None]
+    out.mul_(torch.sigmoid(lse - score)[..., None])
+    lse.copy_(torch.logaddexp(lse, score))
 
 
 def _move(rows: Tensor, result: Tensor, share: Tensor) -> None:
@@ -210,12 +232,31 @@ def merge_gradients(
         spans[2 * index + 1].append(piece.query_span)
         spans[2 * index + 2].append(piece.key_span)
     value_sum, *sums = (
-        _Accumulator(torch.empty_like(x, dtype=_sum_dtype(x, each)))
+        Accumulator(torch.empty_like(x, dtype=_sum_dtype(x, each)))
         for x, each in zip((value, *operands), spans, strict=True)
     )
+    add_gradients(op, scale, pieces, (grad, out, lse), value, operands[::2], operands[1::2], (value_sum, *sums))
+    return [x.finished().to(value.dtype) for x in (value_sum, *sums)]
+
+
+def add_gradients(
+    op: CpuFlash | CudaFlash,
+    scale: float,
+    pieces: Sequence[tuple[int, BlockPiece]],
+    rows: tuple[Tensor, Tensor, Tensor],
+    value: Tensor,
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor | None],
+    sums: Sequence[Accumulator],
+) -> None:
+    """Add the gradients of pieces to `sums`: of the value, then of the query and the key of each segment. `rows` are
+    the gradient of the output, the output and the log-sum-exp; the other arguments are those of `add_pieces`.
+    """
+    grad, out, lse = rows
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     for index, piece in pieces:
-        q, k = operands[2 * index : 2 * index + 2]
+        q, k = queries[index], keys[index]
+        assert k is not None
         dq, dk, dv = op.backward(
             _queries(grad, piece),
             _queries(q, piece),
@@ -227,13 +268,12 @@ def merge_gradients(
             scale,
             piece.window,
         )
-        sums[2 * index].add(dq, piece, piece.query, piece.rows)
-        sums[2 * index + 1].add(dk, piece, piece.key, piece.columns)
-        value_sum.add(dv, piece, piece.key, piece.columns)
-    return [x.finished().to(value.dtype) for x in (value_sum, *sums)]
+        sums[2 * index + 1].add(dq, piece, piece.query, piece.rows)
+        sums[2 * index + 2].add(dk, piece, piece.key, piece.columns)
+        sums[0].add(dv, piece, piece.key, piece.columns)
 
 
-def _results(value: Tensor, query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def results(value: Tensor, query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Allocate the output, in `dtype`, and the log-sum-exp. A token's heads are adjacent in memory, so that joining
     them later needs no copy.
     """
@@ -263,7 +303,7 @@ def _numbers(bands: Sequence[Band]) -> list[int]:
 def _fake(
     scale: float, bands: Sequence[int], value: Tensor, operands: Sequence[Tensor], sinks: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    return _results(value, operands[0], value.dtype)
+    return results(value, operands[0], value.dtype)
 
 
 def _fake_gradients(
@@ -282,10 +322,10 @@ def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Any, ...]:
     out, lse, *saved = ctx.saved_tensors  # read only once: activation recomputation provides them once
     sinks, (value, *operands) = saved[: ctx.has_sinks], saved[ctx.has_sinks :]
     value_grad, *grads = _gradient_operation(*ctx.options, grad, out, lse, value, operands)
-    return None, None, value_grad, grads, [_sink_gradient(sink, grad, out, lse) for sink in sinks]
+    return None, None, value_grad, grads, [sink_gradient(sink, grad, out, lse) for sink in sinks]
 
 
-def _sink_gradient(sink: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+def sink_gradient(sink: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """The gradient of the sink logits, [heads]. The gradient of a score is p (dp - sum_j p_j dp_j); for a sink dp = 0,
     because its value is 0.
     """

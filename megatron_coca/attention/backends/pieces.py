@@ -44,42 +44,64 @@ class BlockPiece:
 def cover(band: Band, past: int, length: int, windows: bool = False) -> tuple[BlockPiece, ...]:
     """Return the pieces of `band` for queries `past` to `length` and keys 0 to `length`. They cover every visible pair
     exactly once and no other pair. `windows` allows pieces of the shape `window`.
+    """
+    if windows and (piece := _window(band, past, length)) is not None:
+        return (piece,)
+    pieces = area_pieces(band, range(past, length), range(length), 0)
+    return tuple(replace(piece, query=piece.query - past) for piece in pieces)
 
-    With row = m - low, the query at token m sees the keys row - width < n <= row, limited to the band's first keys.
-    From row to row, the range of visible keys first grows by one. Then it slides, or stays if `first_keys` ends before
-    `width`. Finally it shrinks.
+
+def _window(band: Band, past: int, length: int) -> BlockPiece | None:
+    """Return the band as one piece of the shape `window`, or None if it is not a window."""
+    stop, start = length - band.low, max(past - band.low, 0)
+    width = stop if band.high is None else min(band.high - band.low, stop)
+    limited = band.first_keys is not None and band.first_keys < stop
+    if band.chunk is not None or limited or stop - start <= 1 or (width == stop and start == 0):
+        return None
+    left = max(start - width + 1, 0)
+    return BlockPiece(start + band.low - past, left, stop - start, stop - left, "window", window=width)
+
+
+def area_pieces(band: Band, queries: range, keys: range, begin: int) -> tuple[BlockPiece, ...]:
+    """Return the pieces of `band` for tokens `queries` and `keys` of the document that begins at token `begin`.
+
+    The indices in the pieces are those of tokens. Either all keys are before the queries, or the keys end with the
+    queries.
+
+    With row = m - low, the query at token m sees the keys row - width < n <= row, limited to the given keys and to the
+    band's first keys. From row to row, the range of visible keys first grows by one. Then it slides, or stays if the
+    keys end before `width`. Finally it shrinks.
     """
     if band.chunk is not None:
-        return tuple(_fold(_chunks(band, band.chunk, past, length)))
-    stop = length - band.low
-    start = max(past - band.low, 0)
-    width = stop if band.high is None else min(band.high - band.low, stop)
-    first = stop if band.first_keys is None else min(band.first_keys, stop)
-    offset = band.low - past
-    if windows and first == stop and stop - start > 1 and (width < stop or start > 0):
-        left = max(start - width + 1, 0)
-        return (BlockPiece(start + offset, left, stop - start, stop - left, "window", window=width),)
-    inner, outer = sorted((width, first))
-    pieces = [*_growing(start, min(inner, stop))]
-    if width < first:
-        pieces += _sliding(max(start, width), first, width)
+        return tuple(_fold(_chunks(band, band.chunk, queries, keys, begin)))
+    left, low = keys.start, band.low
+    right = keys.stop if band.first_keys is None else min(keys.stop, begin + band.first_keys)
+    start, stop = max(queries.start - low, left), queries.stop - low
+    width = stop - left if band.high is None else band.high - low
+    stop = min(stop, right + width - 1)
+    if left >= right or start >= stop:
+        return ()
+    slides, stays = min(left + width, stop), min(right, stop)  # the first row without key `left`, and without its own
+    pieces = [*_growing(start, min(slides, stays), left)]
+    if slides < stays:
+        pieces += _sliding(max(start, slides), stays, width)
     else:
-        pieces += _rectangle(max(start, first), min(width, stop), 0, first)
-    below = max(start, outer)
-    pieces += _shrinking(below, stop, below - width + 1, first)
-    return tuple(_fold(replace(piece, query=piece.query + offset) for piece in pieces))
+        pieces += _rectangle(max(start, stays), slides, left, right)
+    below = max(start, slides, stays)
+    pieces += _shrinking(below, stop, below - width + 1, right)
+    return tuple(_fold(replace(piece, query=piece.query + low) for piece in pieces))
 
 
-def _chunks(band: Band, size: int, past: int, length: int) -> Iterator[BlockPiece]:
+def _chunks(band: Band, size: int, queries: range, keys: range, begin: int) -> Iterator[BlockPiece]:
     """Yield the pieces for a band of chunks: a query sees earlier chunks and the keys of its own chunk up to itself."""
-    for start in range(past // size * size, length, size):
-        top, bottom = max(start, past), min(start + size, length)
-        left = 0 if band.high is None else max(start - (band.high - 1) * size, 0)
-        right = top if band.low == 0 else max(start - (band.low - 1) * size, 0)
-        pieces = [*_rectangle(top, bottom, left, right)]
-        if band.low == 0:
-            pieces += _triangle(top, top, bottom - top, "lower")
-        yield from (replace(piece, query=piece.query - past) for piece in pieces)
+    first = begin + (queries.start - begin) // size * size
+    for start in range(first, queries.stop, size):
+        top, bottom = max(start, queries.start), min(start + size, queries.stop)
+        left = begin if band.high is None else max(start - (band.high - 1) * size, begin)
+        right = top if band.low == 0 else max(start - (band.low - 1) * size, begin)
+        yield from _rectangle(top, bottom, max(left, keys.start), min(right, keys.stop))
+        if band.low == 0 and top < keys.stop:
+            yield from _triangle(top, top, bottom - top, "lower")
 
 
 def _rectangle(top: int, bottom: int, left: int, right: int) -> Iterator[BlockPiece]:
@@ -92,13 +114,13 @@ def _triangle(top: int, left: int, size: int, shape: Shape) -> Iterator[BlockPie
         yield BlockPiece(top, left, size, size, shape if size > 1 else "full")
 
 
-def _growing(top: int, bottom: int) -> Iterator[BlockPiece]:
-    """Yield the pieces for rows m that see the keys 0 to m."""
+def _growing(top: int, bottom: int, left: int) -> Iterator[BlockPiece]:
+    """Yield the pieces for rows m that see the keys `left` to m."""
     if bottom == top + 1:
-        yield from _rectangle(top, bottom, 0, bottom)
+        yield from _rectangle(top, bottom, left, bottom)
     elif bottom > top:
         yield from _triangle(top, top, bottom - top, "lower")
-        yield from _rectangle(top, bottom, 0, top)
+        yield from _rectangle(top, bottom, left, top)
 
 
 def _sliding(top: int, bottom: int, width: int) -> Iterator[BlockPiece]:

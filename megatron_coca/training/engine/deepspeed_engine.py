@@ -331,7 +331,7 @@ class SequenceShard(HeadShard):
     def scatter(self, x: Tensor) -> Tensor:
         return internals.all_to_all(self.group, x, 1, 2)
 
-    def mean(self, loss: Tensor, loss_mask: Tensor | None) -> Tensor:
+    def mean(self, loss: Tensor, loss_mask: Tensor | None, length: int) -> Tensor:
         weight: Tensor | float = 1 / self.count
         if loss_mask is not None:
             weight = self.split(loss_mask).sum() / loss_mask.sum().clamp(min=1)

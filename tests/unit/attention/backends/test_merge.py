@@ -135,8 +135,8 @@ def test_windows_round_no_more_than_plain_attention(
 def test_sums_of_two_terms_keep_the_dtype(kernel: DenseFlash, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two terms are rounded once, in half precision too; the first keys of three terms are summed in float32."""
     made: list[torch.dtype] = []
-    accumulator = merge._Accumulator
-    monkeypatch.setattr(merge, "_Accumulator", lambda x: made.append(x.dtype) or accumulator(x))  # type: ignore[func-returns-value]
+    accumulator = merge.Accumulator
+    monkeypatch.setattr(merge, "Accumulator", lambda x: made.append(x.dtype) or accumulator(x))  # type: ignore[func-returns-value]
     half, single = torch.bfloat16, torch.float32
     inputs = make_inputs(NEAR_AND_FAR, 40, dtype=half)
     results(MergeBackend(), inputs, torch.ones_like(inputs.query))
