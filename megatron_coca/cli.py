@@ -32,6 +32,7 @@ COMMANDS = {
     "download": ("commands.download", "download a model from the Hugging Face Hub and check it"),
     "import": ("commands.import_checkpoint", "import Hugging Face and GPT-NeoX models"),
     "export": ("commands.export", "export checkpoints to Hugging Face or GPT-NeoX"),
+    "serve": ("commands.serve", "print the commands that serve an export, or why there are none"),
     "stretch": ("commands.stretch", "compare methods that extend a model beyond its training length"),
     "estimate": ("commands.estimate", "estimate the parameters, memory and duration of a run"),
     "ablate": ("commands.ablate", "train and evaluate a grid of models"),

@@ -65,6 +65,7 @@ RUN = {
     "megatron-coca import tests/golden/authors": "",
     "megatron-coca export huggingface": "",
     "megatron-coca export neox": "",
+    "megatron-coca serve": "",
     "megatron-coca ablate configs/ablations/methods.yml --dry-run": "",
     "megatron-coca evaluate perplexity": WINDOWS,
     "megatron-coca evaluate perplexity --checkpoint runs/tutorial": "--num-documents 1",

@@ -580,6 +580,30 @@ class OutputTransform(nn.Module):
         return self.norm(self.activation(self.dense(x)))
 
 
+def attention_error(method: Positions, name: str, kept_elsewhere: bool) -> str | None:
+    """Return why the attention function `name` would compute wrong results for `method`, or None.
+
+    With `kept_elsewhere`, the function keeps the keys of earlier tokens as it was given them.
+    """
+    if method.masked and name not in WITH_MASK:
+        return (
+            f"attn_implementation: {name} does not support the model's own mask (for pos_emb {method.method}, "
+            "relative_positions, a window, chunks or a softcap); use eager or sdpa"
+        )
+    if kept_elsewhere and method.missing_width:
+        return (
+            f"attn_implementation: {name} caches keys as wide as values, but the operands of pos_emb "
+            f"{method.method} are wider; use eager or sdpa"
+        )
+    if kept_elsewhere and (method.by_length or method.form.decay):
+        return (
+            f"attn_implementation: {name} caches rotated keys, but rotations change with the length (pos_emb "
+            f"{method.method}, rope_scaling {dict(method.rotary.scaling)}); set a rope_scaling that does not "
+            "depend on the length"
+        )
+    return None
+
+
 class CocaDenseModel(InitWeights, LlamaModel):
     """The model without its output head."""
 
@@ -674,22 +698,8 @@ class CocaDenseModel(InitWeights, LlamaModel):
         name = self.config._attn_implementation or "eager"
         kept_elsewhere = name not in STOCK and cache is None and "/" not in name
         for method in self.positions.values():
-            if method.masked and name not in WITH_MASK:
-                raise ValueError(
-                    f"attn_implementation: {name} does not support the model's own mask (for pos_emb {method.method}, "
-                    "relative_positions, a window, chunks or a softcap); use eager or sdpa"
-                )
-            if kept_elsewhere and method.missing_width:
-                raise ValueError(
-                    f"attn_implementation: {name} caches keys as wide as values, but the operands of pos_emb "
-                    f"{method.method} are wider; use eager or sdpa"
-                )
-            if kept_elsewhere and (method.by_length or method.form.decay):
-                raise ValueError(
-                    f"attn_implementation: {name} caches rotated keys, but rotations change with the length (pos_emb "
-                    f"{method.method}, rope_scaling {dict(method.rotary.scaling)}); set a rope_scaling that does not "
-                    "depend on the length"
-                )
+            if reason := attention_error(method, name, kept_elsewhere):
+                raise ValueError(reason)
 
 
 class DenseHead(nn.Linear):

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_coca import methods
 from megatron_coca.checkpoints.huggingface.config_json import NETWORK_KEYS
+from megatron_coca.checkpoints.huggingface.serving import servings
 from megatron_coca.config import load_config
 from tests.parity.exported import (
     DENSE,
@@ -122,6 +123,22 @@ def test_what_an_engine_cannot_serve(name: str, message: str, engine: Engine, tm
     model.set_attn_implementation("an_engine")
     with pytest.raises(ValueError, match=message):
         model(tokens(5, 1), use_cache=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_serve_answers_as_the_file_does(name: str, engine: Engine, tmp_path: Path) -> None:
+    model = exported(name, tmp_path)
+    model.set_attn_implementation("an_engine")
+    try:
+        model(tokens(5, 1), use_cache=False, told="passed through")
+        refused = None
+    except ValueError as error:
+        refused = str(error).removeprefix("attn_implementation: an_engine ")
+    first, *keeping = servings(tmp_path / "exported")
+    assert first.commands and [each.program for each in keeping] == ["vLLM", "SGLang"]
+    for each in keeping:
+        assert bool(each.commands) == (refused is None)
+        assert refused is None or each.notes == (f"{each.program} {refused}",)
 
 
 def test_what_vllm_reads_in_the_source(tmp_path: Path) -> None:

@@ -1,0 +1,188 @@
+"""Which programs serve a Hugging Face folder, with which command, or why they would compute wrong numbers.
+
+docs/serving.md says which of these programs were run. For folders with our modelling file, the answer is that of the
+file itself: it refuses a program that keeps rotated keys if rotations change with the length.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_coca.checkpoints.adapters import has_adapters
+from megatron_coca.checkpoints.files import CheckpointError, read_json
+from megatron_coca.checkpoints.huggingface.adapted import SETTINGS
+from megatron_coca.checkpoints.huggingface.config_json import CONFIG, LEARNED_ROWS, OURS, POSITION
+from megatron_coca.checkpoints.huggingface.read import open_folder
+from megatron_coca.config import Config
+
+TRANSFORMERS, VLLM, SGLANG = "transformers", "vLLM", "SGLang"
+NAME = re.compile(r"[\w./~][\w./~-]*")
+"""A model's name or folder that can stand in a command; a stranger's file could name an option instead."""
+RUN = ("llama", "gpt_neox")
+"""Values of `model_type` of transformers' own classes whose exports were run in vLLM."""
+LENGTHENED = ("linear", "yarn")
+"""Extensions for which vLLM's own models build a table of rotations that is longer by the factor."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a program serves a folder.
+
+    Attributes:
+        program: its name.
+        commands: lines for a shell; empty if it cannot serve the folder.
+        notes: sentences about the commands, or the reason why there are none.
+    """
+
+    program: str
+    commands: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def servings(folder: Path, length: int | None = None) -> list[Serving]:
+    """Return how each program serves `folder`, with inputs of up to `length` tokens (default: what config.json says).
+
+    `folder` is a Hugging Face folder, whose weights are not read, or a folder with PEFT adapters alone. Raises
+    CheckpointError for other folders, and for models that this package cannot read.
+    """
+    if has_adapters(folder) and not (folder / CONFIG).is_file():
+        return _of_adapters(folder)
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder}: is not a Hugging Face folder; export a checkpoint with `megatron-coca export huggingface "
+            f"{shlex.quote(str(folder))} FOLDER`, and name that folder"
+        )
+    opened = open_folder(folder)
+    settings = opened.settings or {}
+    remote = settings["model_type"] == OURS
+    transformers = ["transformers", "serve", *["--trust-remote-code"] * remote, "--force-model", str(folder)]
+    found = [Serving(TRANSFORMERS, (shlex.join(transformers),), _for_transformers(opened.trained, remote))]
+    for program, line in COMMANDS.items():
+        if reason := _reason(program, opened.trained, settings) or _too_long(opened.trained, settings, length):
+            found.append(Serving(program, (), (reason,)))
+        else:
+            notes = (
+                () if remote or settings["model_type"] in RUN else (f"{program} was not tried with this architecture.",)
+            )
+            found.append(Serving(program, (line(folder, remote, settings, length),), notes))
+    return found
+
+
+def text_of(found: list[Serving]) -> str:
+    """Return `found` as text for the terminal: for each program its commands, or why there are none."""
+    blocks = []
+    for each in found:
+        head = each.program if each.commands else f"{each.program} cannot serve it"
+        blocks.append("\n".join([f"{head}:", *(f"  {line}" for line in (*each.commands, *each.notes))]))
+    return "\n\n".join(blocks)
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+
+def _vllm(folder: Path, remote: bool, settings: Mapping[str, Any], length: int | None) -> str:
+    words = ["vllm", "serve", str(folder)]
+    words += ["--trust-remote-code", "--model-impl", "transformers"] if remote else []
+    if length is None:
+        return shlex.join(words)
+    longer = length > settings["max_position_embeddings"]
+    return "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 " * longer + shlex.join([*words, "--max-model-len", str(length)])
+
+
+def _sglang(folder: Path, remote: bool, settings: Mapping[str, Any], length: int | None) -> str:
+    words = ["python", "-m", "sglang.launch_server", "--model-path", str(folder)]
+    if remote or settings["model_type"] == "gpt_neox":  # SGLang has no GPT-NeoX of its own
+        words += [*["--trust-remote-code"] * remote, "--model-impl", "transformers"]
+    if length is None:
+        return shlex.join(words)
+    longer = length > settings["max_position_embeddings"]
+    return "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 " * longer + shlex.join(
+        [*words, "--context-length", str(length)]
+    )
+
+
+COMMANDS: dict[str, Callable[[Path, bool, Mapping[str, Any], int | None], str]] = {VLLM: _vllm, SGLANG: _sglang}
+"""Programs that keep the keys of earlier tokens themselves -> their command."""
+
+
+# Reasons --------------------------------------------------------------------------------------------------------------
+
+
+def _for_transformers(config: Config, remote: bool) -> tuple[str, ...]:
+    if remote:
+        return ("--trust-remote-code runs modeling_coca.py of the folder: read the file, unless you exported it.",)
+    if not any(own.extension.stock.by_longest for own in (config.position, *config.layer_types.values())):
+        return ()
+    return ("Send one text at a time: transformers chooses the rotations of a batch by its longest text.",)
+
+
+def _reason(program: str, config: Config, settings: Mapping[str, Any]) -> str | None:
+    """Return why a program that keeps rotated keys would compute wrong numbers for a model."""
+    if settings["model_type"] == OURS:
+        from megatron_coca.checkpoints.huggingface.modeling_coca import (
+            CocaDenseConfig,
+            Positions,
+            attention_error,
+            layer_names,
+        )
+
+        theirs = CocaDenseConfig(**{name: value for name, value in settings.items() if name != "auto_map"})
+        for layer_type in dict.fromkeys(layer_names(theirs)):
+            if reason := attention_error(Positions(theirs, layer_type), program, kept_elsewhere=True):
+                return reason.removeprefix("attn_implementation: ")
+        return None
+    for own in (config.position, *config.layer_types.values()):
+        if own.extension.name == "dynamic":
+            return (
+                f"{program} keeps rotated keys, but rotations change with the length (rope_scaling dynamic), so it "
+                "would compute wrong numbers without an error; export with rope_scaling yarn or linear"
+            )
+    return None
+
+
+def _too_long(config: Config, settings: Mapping[str, Any], length: int | None) -> str | None:
+    """Return why inputs of `length` tokens have no positions in the model."""
+    if length is None:
+        return None
+    if config.position.embedding.weights == "table":
+        rows = (settings.get(POSITION) or {}).get(LEARNED_ROWS, config.model.max_position_embeddings)
+        return (
+            None if length <= rows else f"--length {length}: the model has {rows:,} learned positions; use fewer tokens"
+        )
+    if settings["model_type"] == OURS:
+        return None
+    rows, scaling = settings["max_position_embeddings"], config.position.rope_scaling
+    if scaling is not None and config.position.extension.name in LENGTHENED:
+        rows = max(rows, int(config.position.original_length(config.model.seq_length) * scaling.factor))
+    if length <= rows or not config.position.embedding.rotary:
+        return None
+    return (
+        f"--length {length}: the table of rotations has {rows:,} rows, and positions beyond it give NaN; export with "
+        "rope_scaling yarn or linear and a larger factor"
+    )
+
+
+# Adapters -------------------------------------------------------------------------------------------------------------
+
+
+def _of_adapters(folder: Path) -> list[Serving]:
+    """Return how programs apply PEFT adapters without merging them. vLLM refuses some kinds."""
+    settings, name = read_json(folder / SETTINGS), folder.resolve().name
+    given = str(settings.get("base_model_name_or_path"))
+    base = given if NAME.fullmatch(given) else "BASE"
+    named = f"{base} is the model that they were trained on; name its folder if it is elsewhere."
+    rank = max(int(each) for each in (settings.get("r", 8), *(settings.get("rank_pattern") or {}).values()))
+    words = ["vllm", "serve", base, "--enable-lora", "--lora-modules", f"{name}={folder}", "--max-lora-rank", str(rank)]
+    unserved = [key for key in ("use_dora", "lora_bias", "modules_to_save", "layer_replication") if settings.get(key)]
+    merge = f"{VLLM} does not apply adapters with {', '.join(unserved)}; merge them and serve the merged folder"
+    return [
+        Serving(
+            TRANSFORMERS,
+            (f"transformers serve --force-model {shlex.quote(str(folder))}",),
+            (f"It needs peft. {named}",),
+        ),
+        Serving(VLLM, () if unserved else (shlex.join(words),), (merge,) if unserved else (named,)),
+    ]
