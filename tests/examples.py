@@ -26,6 +26,7 @@ RETRIEVAL = "--cases 1 --max-new-tokens 4"
 CHECKPOINT_SUITE = "megatron-coca evaluate suite configs/evaluation/checkpoint.yml"
 TWO = "save=runs/new distributed_backend=gloo --num_gpus 2"
 SPLIT_SEQUENCE = "sequence_parallel_size=2 seq_length=128"
+SPLIT_CONTEXT = "context_parallel_size=2 seq_length=128"
 RECALL = "megatron-coca train configs/recall/model.yml pos_emb=coca"
 QUICKSTART = "megatron-coca train configs/quickstart"
 TUTORIAL = "data/tutorial/data.yml vocab_size=2048 train_iters=600 save=runs/tutorial"
@@ -38,6 +39,7 @@ RUN = {
     RECALL: "train_iters=4 checkpoint_factor=2 eval_interval=4 save=runs/recall/coca",
     "megatron-coca train configs/350M/roformer_coca.yml pipe_parallel_size=2": TWO,
     "megatron-coca train configs/350M/roformer_coca.yml seq_length=65536": f"{TWO} {SPLIT_SEQUENCE}",
+    "megatron-coca train configs/350M/roformer_coca.yml context_parallel_size=4": f"{TWO} {SPLIT_CONTEXT}",
     QUICKSTART: "save=runs/new",
     f"{QUICKSTART}/roformer_coca.yml configs/train/stages.yml": "save=runs/new",
     f"{QUICKSTART}/roformer.yml configs/train/drope.yml": "train_iters=20 save=runs/new",

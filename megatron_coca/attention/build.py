@@ -165,6 +165,8 @@ FlexAttention until our kernels are measured: part `attention` of the GPU report
 
 def automatic(needs: Needs) -> list[str]:
     """Return the candidates for `auto` in order of preference."""
+    if needs.ring:
+        return [name for name, declared in DECLARED.items() if declared.rings]
     candidates = AUTOMATIC.get(needs.device_type, AUTOMATIC["cpu"])
     first = next((row.backend for row in PREFERRED.values() if row.applies(needs)), None)
     return sorted(candidates, key=lambda name: name != first)
@@ -182,6 +184,7 @@ def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
         reason = (
             uncapped(candidate, needs)
             or without_sinks(candidate, needs)
+            or without_ring(candidate, needs)
             or BACKENDS[candidate].supports(needs)
             or varies(candidate, needs)
         )
@@ -218,6 +221,14 @@ def uncapped(name: str, needs: Needs) -> str | None:
 def without_sinks(name: str, needs: Needs) -> str | None:
     """Return None, or the reason why the backend does not support the model's sink logits."""
     return None if not needs.sinks or DECLARED[name].sinks else "its kernels have no sink_logits"
+
+
+def without_ring(name: str, needs: Needs) -> str | None:
+    """Return None, or the reason why ranks that divide a sequence cannot use the backend."""
+    if not needs.ring or DECLARED[name].rings:
+        return None
+    able = " and ".join(other for other, declared in DECLARED.items() if declared.rings)
+    return f"context_parallel_size merges the parts of a sequence by their log-sum-exp; only {able} return it"
 
 
 def varies(name: str, needs: Needs) -> str | None:

@@ -155,6 +155,7 @@ class Needs:
         softcap: the bound of the scores, or None.
         sinks: whether heads have sink logits.
         gates: whether tokens have forgetting gates.
+        ring: whether several ranks divide a sequence by tokens.
     """
 
     device_type: str
@@ -168,6 +169,7 @@ class Needs:
     softcap: float | None = None
     sinks: bool = False
     gates: bool = False
+    ring: bool = False
 
 
 class Backend(Protocol):

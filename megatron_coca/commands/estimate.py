@@ -114,7 +114,7 @@ def _configured_gpus(config: Config) -> int:
     from megatron_coca.training.launch.start import configured_ranks
 
     keys, parallel = config.launch, config.parallel
-    needed = parallel.model_copies * parallel.sequence_parallel_size
+    needed = parallel.model_copies * parallel.sequence_ranks
     try:
         ranks = configured_ranks(keys)
         return max(ranks, needed) if keys.num_gpus is None and ranks == 1 else ranks
@@ -144,6 +144,11 @@ def _lines(config: Config, result: "RunEstimate", options: Namespace) -> Iterato
     yield f"memory of one GPU  {_gib(memory.total):>18}   at the peak of a step"
     for part in PARTS:
         yield f"  {part:<16} {_gib(getattr(memory, part)):>18}"
+    if grid.sequence_ranks > 1:
+        parts = {"all-to-all": result.sent.exchange, "ring": result.sent.ring}
+        listed = ", ".join(f"{name} {sent / 2**10:,.1f} KiB" for name, sent in parts.items() if sent)
+        total = f"{sum(parts.values()) / 2**10:,.1f} KiB"
+        yield f"sent per token     {total:>18}   between the ranks of a sequence: {listed}"
     if memory.host:
         yield f"memory of the host {_gib(memory.host * grid.world_size):>18}   offloaded, all processes"
     yield ""
@@ -196,7 +201,7 @@ def _verdict(result: "RunEstimate", gib: float, fitting: bool) -> Iterator[str]:
     if not fitting:
         yield "  try a higher zero_optimization.stage, a smaller train_micro_batch_size_per_gpu,"
         yield "  checkpoint_activations=true, zero_optimization.offload_optimizer.device=cpu, more GPUs,"
-        yield "  or pipe_parallel_size, model_parallel_size or sequence_parallel_size"
+        yield "  or pipe_parallel_size, model_parallel_size, sequence_parallel_size or context_parallel_size"
 
 
 def _advice(sizes: BatchSizes, memory: "Memory") -> str:

@@ -11,6 +11,7 @@ class DeclaredBackend(NamedTuple):
         summary: its description in docs/backends.md.
         caps: whether it supports soft-capping of scores.
         sinks: whether it supports sink logits.
+        rings: whether ranks that divide a sequence can use it.
         uncompiled: why blocks with this backend are not compiled, or None if they are.
     """
 
@@ -18,6 +19,7 @@ class DeclaredBackend(NamedTuple):
     summary: str
     caps: bool = False
     sinks: bool = False
+    rings: bool = False
     uncompiled: str | None = None
 
 
@@ -31,6 +33,7 @@ BACKENDS: dict[str, DeclaredBackend] = {
         "merge.MergeBackend",
         "several PyTorch flash calls, merged by log-sum-exp; in half precision, on the CPU in any precision",
         sinks=True,  # it computes the log-sum-exp of every row
+        rings=True,
     ),
     "flex": DeclaredBackend(
         "flex.FlexBackend",
@@ -45,6 +48,7 @@ BACKENDS: dict[str, DeclaredBackend] = {
         "dense, with O(N^2) memory, in any precision; the tests compare the other backends with it",
         caps=True,
         sinks=True,
+        rings=True,
         uncompiled="this backend is the reference for the other backends and runs one operation at a time",
     ),
 }

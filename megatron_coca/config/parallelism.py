@@ -48,6 +48,11 @@ class ParallelConfig(ConfigGroup):
         "Number of sequence-parallel ranks (DeepSpeed-Ulysses); must divide num_attention_heads, num_kv_heads and"
         " seq_length.",
     )
+    context_parallel_size: Size = key(
+        1,
+        "Number of ranks that divide a sequence by tokens, also in attention, where keys and values pass between them"
+        " (ring attention); any number, together with sequence_parallel_size too.",
+    )
     sequence_parallel: bool = key(
         False,
         "Accepted without effect: in Megatron it divides the activations of norms and dropouts among tensor ranks, with"
@@ -64,6 +69,11 @@ class ParallelConfig(ConfigGroup):
     def model_copies(self) -> int:
         """Number of ranks that together store the weights of one model."""
         return max(1, self.pipe_parallel_size) * self.model_parallel_size
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Number of ranks that together read one sequence."""
+        return self.sequence_parallel_size * self.context_parallel_size
 
     @property
     def accumulates_in_fp32(self) -> bool:

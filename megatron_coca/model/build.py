@@ -112,6 +112,7 @@ def backend_needs(config: Config, method: PositionMethod, device_type: str, trai
         packed=config.data.reset_attention_mask or needs.packed,
         length=config.model.seq_length,
         deterministic=config.general.deterministic,
+        ring=config.parallel.context_parallel_size > 1,
     )
 
 

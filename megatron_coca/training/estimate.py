@@ -18,6 +18,7 @@ from megatron_coca.model.cost import (
     parameter_count,
     trained_count,
 )
+from megatron_coca.training.sent_bytes import SentBytes, sent_by_attention
 from megatron_coca.training.topology import Topology, zero_section
 
 STATES = {"Adam": 2, "AdamW": 2, "cpu_adam": 2, "sgd": 0, "lion": 1}
@@ -76,7 +77,7 @@ def states_bytes(config: Config, topology: Topology, numbers: int, trained: int 
     and optimizer states of the `trained` parameters (None: all), partitioned according to the ZeRO stage.
     """
     trained = numbers if trained is None else trained
-    ranks = topology.data * topology.sequence
+    ranks = topology.data * topology.sequence_ranks
     if config.parallel.engine == "native":
         return _native_states(config, ranks, numbers, trained)
     section, size = zero_section(config, ranks, cuda=True), BYTES[config.precision.dtype]
@@ -202,6 +203,7 @@ class RunEstimate:
     total_tokens: int | None
     tokens_per_second: float
     seconds: float | None
+    sent: SentBytes
 
 
 def estimate(config: Config, gpus: int, peak: float, mfu: float) -> RunEstimate:
@@ -228,6 +230,7 @@ def estimate(config: Config, gpus: int, peak: float, mfu: float) -> RunEstimate:
         total_tokens=None if steps is None else steps * tokens,
         tokens_per_second=rate,
         seconds=None if steps is None else steps * tokens / rate,
+        sent=sent_by_attention(config, topology),
     )
 
 
@@ -261,8 +264,8 @@ def larger_micro_batch(config: Config, gpus: int, gib: float) -> tuple[BatchSize
 
 def _stages(config: Config, topology: Topology, sizes: BatchSizes, backends: dict[str, str]) -> Iterator[Memory]:
     trained = stage_trained(config, topology)
-    saved, working, ends = activations(config, sizes.micro, topology.tensor, topology.sequence, backends)
-    loss = loss_bytes(config, sizes.micro, topology.sequence)
+    saved, working, ends = activations(config, sizes.micro, topology.tensor, topology.sequence_ranks, backends)
+    loss = loss_bytes(config, sizes.micro, topology.sequence_ranks)
     for stage, (numbers, blocks) in enumerate(stage_parameters(config, topology)):
         # In the 1F1B schedule, a stage keeps one more micro-batch than there are stages after it.
         waiting = min(topology.pipe - stage, sizes.accumulation)

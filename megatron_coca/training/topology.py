@@ -1,4 +1,4 @@
-"""The grid of ranks for pipeline, data, tensor and sequence parallelism, and the ZeRO settings that depend on it."""
+"""The grid of ranks for all kinds of parallelism, and the ZeRO settings that depend on it."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from megatron_coca.config import BatchSizes, Config, ConfigError, ParallelConfig
 
 
 class Coordinates(NamedTuple):
-    """A rank's coordinates on the axes of the grid, from 0."""
+    """A rank's coordinates on the axes of the grid, from 0. `sequence` counts all ranks that share a sequence."""
 
     pipe: int
     data: int
@@ -18,13 +18,15 @@ class Coordinates(NamedTuple):
 @dataclass(frozen=True)
 class Topology:
     """Sizes of the parallel axes. As in DeepSpeed's grids, the sequence coordinate varies fastest with the rank,
-    followed by the tensor, data and pipeline coordinates.
+    followed by the tensor, data and pipeline coordinates. `sequence` ranks divide the heads of a sequence in attention,
+    and `context` times as many divide its tokens; the former are consecutive.
     """
 
     pipe: int
     data: int
     tensor: int
     sequence: int
+    context: int = 1
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int) -> "Topology":
@@ -34,24 +36,30 @@ class Topology:
             ConfigError: the product of the sizes does not divide the number of ranks.
         """
         pipe, tensor = max(1, parallel.pipe_parallel_size), parallel.model_parallel_size
-        sequence = parallel.sequence_parallel_size
-        ranks = pipe * tensor * sequence
+        sequence, context = parallel.sequence_parallel_size, parallel.context_parallel_size
+        ranks = pipe * tensor * sequence * context
         if world_size % ranks:
+            ring = f" x context_parallel_size {context}" if context > 1 else ""
             raise ConfigError(
-                f"pipe_parallel_size {pipe} x model_parallel_size {tensor} x sequence_parallel_size {sequence} = "
-                f"{ranks} does not divide {world_size} processes; start a multiple of {ranks} processes (num_gpus), or "
-                "lower one of these sizes"
+                f"pipe_parallel_size {pipe} x model_parallel_size {tensor} x sequence_parallel_size {sequence}"
+                f"{ring} = {ranks} does not divide {world_size} processes; start a multiple of {ranks} processes"
+                " (num_gpus), or lower one of these sizes"
             )
-        return cls(pipe, world_size // ranks, tensor, sequence)
+        return cls(pipe, world_size // ranks, tensor, sequence, context)
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self.sequence * self.context
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the grid."""
-        return self.pipe * self.data * self.tensor * self.sequence
+        return self.pipe * self.data * self.tensor * self.sequence_ranks
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of `rank`."""
-        rest, sequence = divmod(rank, self.sequence)
+        rest, sequence = divmod(rank, self.sequence_ranks)
         rest, tensor = divmod(rest, self.tensor)
         pipe, data = divmod(rest, self.data)
         return Coordinates(pipe, data, tensor, sequence)
@@ -61,11 +69,12 @@ class Topology:
         same dropout masks.
         """
         pipe, data, _, sequence = self.coordinates(rank)
-        return (pipe * self.data + data) * self.sequence + sequence
+        return (pipe * self.data + data) * self.sequence_ranks + sequence
 
     def layout(self) -> dict[str, int]:
-        """Return the sizes by name, for the metadata of a checkpoint."""
-        return asdict(self)
+        """Return the sizes by name, for the metadata of a checkpoint. `context` is missing if it is 1."""
+        sizes = asdict(self)
+        return sizes if self.context > 1 else {name: size for name, size in sizes.items() if name != "context"}
 
 
 def effective_stage(config: Config, ranks: int) -> int:

@@ -32,6 +32,8 @@ class MergeBackend:
             return f"PyTorch has flash kernels for CPU and CUDA, but not for {needs.device_type}"
         if needs.bias:
             return "its kernel calls have no mask, and therefore no bias"
+        if needs.ring and needs.gates:
+            return "with context_parallel_size, its rounds have no forgetting gates"
         if needs.dropout > 0:
             return "its kernel calls cannot share a dropout mask between the forward and the backward pass"
         if needs.device_type == "cuda" and (needs.head_dim % 8 or needs.head_dim > MAX_CUDA_HEAD_DIM):

@@ -6,14 +6,19 @@ from megatron_coca.config.checks.recording import Check
 from megatron_coca.config.schema import Settings
 
 
+def _sequence_key(settings: Settings) -> str:
+    """Return the key that divides sequences among ranks."""
+    return "sequence_parallel_size" if settings.parallel.sequence_parallel_size > 1 else "context_parallel_size"
+
+
 def _zero_reduce_scatter(settings: Settings) -> str | None:
     keys = settings.parallel
     given = keys.zero_optimization or {}
-    if keys.sequence_parallel_size == 1 or keys.stage < 3 or given.get("reduce_scatter", True):
+    if keys.sequence_ranks == 1 or keys.stage < 3 or given.get("reduce_scatter", True):
         return None
     return (
-        "with sequence_parallel_size, stage 3 needs reduce_scatter: without it DeepSpeed sums some gradients over the"
-        " ranks of a sequence and averages others; remove reduce_scatter"
+        f"with {_sequence_key(settings)}, stage 3 needs reduce_scatter: without it DeepSpeed sums some gradients over"
+        " the ranks of a sequence and averages others; remove reduce_scatter"
     )
 
 
@@ -33,7 +38,7 @@ def _native(settings: Settings) -> str | None:
         return "native has no loss scaling for fp16; set precision=bfloat16, or engine=deepspeed"
     if keys.stage > 1:
         return f"native has no ZeRO {keys.stage}; set zero_optimization.stage to 0 or 1, or engine=deepspeed"
-    divided = ("pipe_parallel_size", "model_parallel_size", "sequence_parallel_size")
+    divided = ("pipe_parallel_size", "model_parallel_size", "sequence_parallel_size", "context_parallel_size")
     if sizes := [f"{name} {getattr(keys, name)}" for name in divided if getattr(keys, name) > 1]:
         return f"native only divides the samples over ranks, not {' or '.join(sizes)}; set it to 1, or engine=deepspeed"
     if others := sorted((keys.zero_optimization or {}).keys() - COMMUNICATION):
@@ -63,9 +68,9 @@ def _pipeline(settings: Settings) -> str | None:
             "not supported with model_parallel_size: DeepSpeed's tensor parallelism (AutoTP) has no pipeline stages;"
             " set model_parallel_size=1 or pipe_parallel_size=0"
         )
-    if keys.sequence_parallel_size > 1:
+    if keys.sequence_ranks > 1:
         return (
-            "DeepSpeed's pipelines have no sequence axis in their process grid; set sequence_parallel_size=1 or"
+            f"DeepSpeed's pipelines have no sequence axis in their process grid; set {_sequence_key(settings)}=1 or"
             " pipe_parallel_size=0"
         )
     return None
@@ -98,12 +103,42 @@ def _divides(key: str, settings: Settings) -> str | None:
 
 
 def _tensor_and_sequence(settings: Settings) -> str | None:
-    if settings.parallel.model_parallel_size == 1 or settings.parallel.sequence_parallel_size == 1:
+    if settings.parallel.model_parallel_size == 1 or settings.parallel.sequence_ranks == 1:
         return None
     return (
-        "not supported with sequence_parallel_size: the process grid of DeepSpeed's tensor parallelism (AutoTP) has"
+        f"not supported with {_sequence_key(settings)}: the process grid of DeepSpeed's tensor parallelism (AutoTP) has"
         " only data and tensor ranks; set one of the two to 1"
     )
+
+
+def _ring(settings: Settings) -> str | None:
+    """Return what ring attention does not support, and what to change."""
+    model, ranks, heads = (
+        settings.model,
+        settings.parallel.context_parallel_size,
+        settings.parallel.sequence_parallel_size,
+    )
+    if ranks == 1:
+        return None
+    if problem := uneven_chunks(model.seq_length, ranks, heads):
+        return f"{ranks} ranks cannot divide seq_length: {problem}"
+    if model.attention_dropout > 0:
+        return "ranks that divide a sequence do not share dropout masks of attention weights; set attention_dropout=0"
+    return None
+
+
+def uneven_chunks(tokens: int, ranks: int, heads: int) -> str | None:
+    """Return why `ranks` ranks of a ring, times `heads` ranks that divide the heads, cannot divide a sequence, or None.
+    Each rank of a ring has two chunks of tokens.
+    """
+    if tokens < 2 * ranks:
+        return f"two chunks per rank need {2 * ranks} tokens, not {tokens}; use longer sequences or fewer ranks"
+    if heads > 1 and tokens % (2 * ranks * heads):
+        return (
+            f"with sequence_parallel_size {heads}, {tokens} tokens must be a multiple of {2 * ranks * heads} (two"
+            " chunks per rank, in equal parts); change the length"
+        )
+    return None
 
 
 def reason_against_compiling(settings: Settings) -> str | None:
@@ -112,6 +147,8 @@ def reason_against_compiling(settings: Settings) -> str | None:
     for key in ("model_parallel_size", "sequence_parallel_size"):
         if getattr(parallel, key) > 1:
             return f"{key}: DeepSpeed's collectives within the blocks cannot be compiled"
+    if parallel.context_parallel_size > 1:
+        return "context_parallel_size: the messages between ranks within the blocks cannot be compiled"
     if parallel.stage == 3:
         return "zero_optimization: ZeRO 3 gathers weights within the blocks"
     if model.checkpoint_activations and model.checkpoint_policy == "selective":
@@ -150,6 +187,7 @@ CHECKS = (
     Check("deepspeed_extra_args", _gradient_dtype),
     *(Check(key, partial(_divides, key)) for key in ("model_parallel_size", "sequence_parallel_size")),
     Check("model_parallel_size", _tensor_and_sequence),
+    Check("context_parallel_size", _ring),
     Check("zero_optimization", _zero_reduce_scatter),
     Check("torch_compile", _torch_compile),
     Check("checkpoint_policy", _selective),

@@ -4,6 +4,7 @@ import os
 from functools import partial
 
 from megatron_coca.config.base import shown
+from megatron_coca.config.checks.parallelism import uneven_chunks
 from megatron_coca.config.checks.recording import Check
 from megatron_coca.config.data import window_tokens
 from megatron_coca.config.schema import Settings
@@ -53,7 +54,7 @@ def _profiled_steps(settings: Settings) -> str | None:
 
 def _eval_windows(settings: Settings) -> str | None:
     keys, length, rows = settings.logging, settings.model.seq_length, settings.model.max_position_embeddings
-    ranks = settings.parallel.sequence_parallel_size
+    ring, ranks = settings.parallel.context_parallel_size, settings.parallel.sequence_parallel_size
     for window in keys.eval_windows or ():
         tokens = window_tokens(window, length)
         if tokens is None:
@@ -62,6 +63,8 @@ def _eval_windows(settings: Settings) -> str | None:
             return f"{window} exceeds the {rows} positions of pos_emb learned (max_position_embeddings); remove it"
         if tokens % ranks:
             return f"{window} is {tokens} tokens, not a multiple of sequence_parallel_size {ranks}; change it"
+        if ring > 1 and (problem := uneven_chunks(tokens, ring, ranks)):
+            return f"context_parallel_size {ring} cannot divide {window}: {problem}"
     unused = keys.eval_windows and not keys.eval_iters
     return "has no effect with eval_iters 0; raise eval_iters or remove it" if unused else None
 

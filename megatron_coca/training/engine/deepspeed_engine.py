@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megatron_coca.attention.context import WHOLE, HeadShard, assign_shard
 from megatron_coca.attention.layer import PARTS
+from megatron_coca.attention.ring.exchange import Ring
+from megatron_coca.attention.ring.shard import RingShard
 from megatron_coca.checkpoints.native.state import (
     LayerShards,
     ParameterSlice,
@@ -26,13 +28,13 @@ from megatron_coca.checkpoints.native.state import (
     layer_shards,
     shapes_by_prefix,
 )
-from megatron_coca.config import BatchSizes, Config, ConfigError
+from megatron_coca.config import BatchSizes, Config, ConfigError, ParallelConfig
 from megatron_coca.data import Batch
 from megatron_coca.model import GPT
 from megatron_coca.model.pipeline import PipelineStage, StageInput, layer_weights
 from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.engine import state
-from megatron_coca.training.engine.group import everyone_succeeded, mean_over_ranks, world_size
+from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, own_group, world_size
 from megatron_coca.training.engine.inputs import module_inputs
 from megatron_coca.training.engine.label_weights import HeldOutLoss, StepLabels, step_labels
 from megatron_coca.training.engine.protocol import StepResult
@@ -64,7 +66,7 @@ def deepspeed_config(config: Config, sizes: BatchSizes, frozen: Sequence[str] = 
         ConfigError: `deepspeed_extra_args` contains a key for which this project has its own key.
     """
     data = sizes.total // (sizes.micro * sizes.accumulation)
-    zero = zero_section(config, data * config.parallel.sequence_parallel_size, torch.cuda.is_available())
+    zero = zero_section(config, data * config.parallel.sequence_ranks, torch.cuda.is_available())
     section: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": sizes.micro,
         "gradient_accumulation_steps": sizes.accumulation,
@@ -170,7 +172,7 @@ class DeepSpeedEngine:
 
         optimizer.step = step  # type: ignore[method-assign]
         try:
-            grid = internals.sequence_grid(config.parallel.sequence_parallel_size)
+            grid = internals.sequence_grid(config.parallel.sequence_ranks)
             self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=section, mpu=grid)[0]
         except internals.DEEPSPEED_ERRORS as error:
             raise ConfigError(
@@ -314,28 +316,36 @@ class DeepSpeedEngine:
 
 
 @dataclass(frozen=True)
-class SequenceShard(HeadShard):
+class SequenceShard(RingShard):
     """The shard of a rank that processes one slice of every sequence; the other ranks of `group` process the other
-    slices. With `averaged`, DeepSpeed averages gradients over the group (ZeRO 3) instead of summing them.
+    slices. The ranks of `exchange` have the same tokens in attention, and divide their heads. With `averaged`,
+    DeepSpeed averages gradients over the group (ZeRO 3) instead of summing them.
     """
 
     group: dist.ProcessGroup | None = None
+    exchange: dist.ProcessGroup | None = None
     averaged: bool = False
 
     def split(self, tokens: Tensor) -> Tensor:
-        return tokens.chunk(self.count, -1)[self.index]
+        held = self.held(tokens)
+        return held if self.count == 1 else held.chunk(self.count, -1)[self.index]
 
     def gather(self, x: Tensor) -> Tensor:
-        return internals.all_to_all(self.group, x, 2, 1)  # [batch, length, heads, width]: exchange heads for tokens
+        if self.count == 1:
+            return x
+        return internals.all_to_all(self.exchange, x, 2, 1)  # [batch, length, heads, width]: exchange heads for tokens
 
     def scatter(self, x: Tensor) -> Tensor:
-        return internals.all_to_all(self.group, x, 1, 2)
+        return x if self.count == 1 else internals.all_to_all(self.exchange, x, 1, 2)
 
     def mean(self, loss: Tensor, loss_mask: Tensor | None, length: int) -> Tensor:
-        weight: Tensor | float = 1 / self.count
+        ring = self.ring
+        held = length if ring is None else ring.division(length).tokens(ring.rank)
+        weight: Tensor | float = held // self.count / length
         if loss_mask is not None:
             weight = self.split(loss_mask).sum() / loss_mask.sum().clamp(min=1)
-        return _SumOverRanks.apply(loss * weight, self.group, self.count if self.averaged else 1)
+        ranks = self.count if ring is None else self.count * ring.ranks
+        return _SumOverRanks.apply(loss * weight, self.group, ranks if self.averaged else 1)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -357,13 +367,30 @@ def _head_shard(config: Config) -> HeadShard:
     """Return this rank's shard of the heads or of the tokens; a configuration divides at most one of these. DeepSpeed
     must be initialized.
     """
-    tensor, sequence = config.parallel.model_parallel_size, config.parallel.sequence_parallel_size
+    tensor, parallel = config.parallel.model_parallel_size, config.parallel
     if tensor > 1:
         return HeadShard(internals.get_tensor_model_parallel_rank(), tensor)
-    if sequence > 1:
-        group = internals.get_sequence_parallel_group()
-        return SequenceShard(dist.get_rank(group), sequence, group, averaged=config.parallel.stage == 3)
-    return WHOLE
+    return _sequence_shard(parallel) if parallel.sequence_ranks > 1 else WHOLE
+
+
+def _sequence_shard(parallel: ParallelConfig) -> SequenceShard:
+    """Return this rank's shard of a sequence. Consecutive ranks divide heads; every so many ranks form a ring."""
+    heads, ranks, group = (
+        parallel.sequence_parallel_size,
+        parallel.context_parallel_size,
+        internals.get_sequence_parallel_group(),
+    )
+    rank, everyone = dist.get_rank(group), range(world_size())
+    exchange, passing = group, group
+    if heads > 1 and ranks > 1:
+        exchange = own_group([everyone[first : first + heads] for first in everyone[::heads]])
+        sequences = [everyone[first : first + heads * ranks] for first in everyone[:: heads * ranks]]
+        passing = own_group([sequence[index::heads] for sequence in sequences for index in range(heads)])
+    ring = Ring(passing, rank // heads, ranks) if ranks > 1 else None
+    if ring is not None:
+        # NCCL needs all ranks in the first operation of a group, and a round may skip some of them.
+        dist.all_reduce(torch.zeros((), device=local_device()), group=ring.group)
+    return SequenceShard(rank % heads, heads, ring, group, exchange, averaged=parallel.stage == 3)
 
 
 class PipelineEngine(DeepSpeedEngine):

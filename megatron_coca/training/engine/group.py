@@ -257,6 +257,12 @@ def background_group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
+def own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Create groups of ranks, and return the one with this rank. Every rank must call this, with the same groups."""
+    made = [dist.new_group(list(ranks)) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if rank() in ranks)
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if world_size() > 1:

@@ -43,6 +43,10 @@ SLOW: dict[str, tuple[Layout, Layout]] = {
     "2 x tensor to 2 x pipeline": ((2, {"model_parallel_size": 2}), (2, {"pipe_parallel_size": 2})),
     "2 x pipeline to 2 x ZeRO 3": ((2, {"pipe_parallel_size": 2}), (2, {"zero_stage": 3})),
     "2 x sequence to plain": ((2, {"sequence_parallel_size": 2}), (1, {})),
+    "2 x ring to plain": ((2, {"context_parallel_size": 2}), (1, {})),
+    "plain to 3 x ring": ((1, {}), (3, {"context_parallel_size": 3})),
+    "2 x ring to 4 x ring": ((2, {"context_parallel_size": 2}), (4, {"context_parallel_size": 2, "zero_stage": 3})),
+    "2 x sequence to 2 x ring": ((2, {"sequence_parallel_size": 2}), (2, {"context_parallel_size": 2})),
     "2 x data to 2 x sequence": ((2, {}), (2, {"sequence_parallel_size": 2, "zero_stage": 3})),
 }
 CASES = [pytest.param(*each, id=name) for name, each in LAYOUTS.items()]

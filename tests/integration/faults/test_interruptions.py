@@ -80,6 +80,7 @@ LAYOUTS = [
             ("two pipeline stages", {"pipe_parallel_size": 2}, QUICK),
             ("two tensor ranks", {"model_parallel_size": 2}, SHORTER),
             ("two sequence ranks", {"sequence_parallel_size": 2}, SHORTER),
+            ("two ranks of a ring", {"context_parallel_size": 2, "attention_dropout": 0.0}, QUICK),
         )
     ),
 ]

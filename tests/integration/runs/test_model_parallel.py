@@ -1,4 +1,4 @@
-"""Tensor and sequence parallel ranks train like one process.
+"""Tensor, sequence and context parallel ranks train like one process.
 
 Many small runs share the processes of one launch. These processes run this file as a program.
 """
@@ -151,6 +151,19 @@ SEQUENCE_ONLY: Runs = {
 }
 """Tensor ranks have some of the heads only."""
 
+RING_ONLY: Runs = {
+    "gated attention units": {"pos_emb": "coca", "attention_config": ["gau", "global"], "gau_key_width": 8},
+    "soft-capping": LLAMA | {"pos_emb": "coca", "attn_logit_softcapping": 4.0},
+    "one key head, a window, packed documents": LLAMA | PACKED | {"num_kv_heads": 1, "sliding_window_width": 6},
+    "LM-Infinite, bfloat16": {
+        "precision": "bfloat16",
+        "zero_stage": 1,
+        "pos_emb": "coca",
+        "relative_positions": {"type": "lm_infinite", "window": 6, "sinks": 2},
+    },
+}
+"""Ranks of a ring have all heads."""
+
 UNITS: dict[str, Any] = {"pos_emb": "coca", "attention_config": ["gau", "global"], "gau_key_width": 8}
 """Gated attention units, which neither tensor nor sequence ranks divide."""
 
@@ -236,7 +249,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Launched:
-    return Launched(folder / "alone", 1, {**METHODS, **TENSOR_ONLY, **SEQUENCE_ONLY})
+    return Launched(folder / "alone", 1, {**METHODS, **TENSOR_ONLY, **SEQUENCE_ONLY, **RING_ONLY})
 
 
 @pytest.fixture(scope="module")
@@ -273,13 +286,14 @@ def assert_equal_moments(found: Path, expected: Path) -> None:
             )
 
 
-TENSOR, SEQUENCE = {"model_parallel_size": 2}, {"sequence_parallel_size": 2}
+TENSOR, SEQUENCE, RING = {"model_parallel_size": 2}, {"sequence_parallel_size": 2}, {"context_parallel_size": 2}
+RINGS: Runs = {**METHODS, **SEQUENCE_ONLY, **RING_ONLY}
 
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> Launched:
     runs = {**on_ranks({**METHODS, **TENSOR_ONLY}, TENSOR), **on_ranks({**METHODS, **SEQUENCE_ONLY}, SEQUENCE)}
-    return Launched(folder / "two", 2, runs)
+    return Launched(folder / "two", 2, {**runs, **on_ranks(RINGS, RING)})
 
 
 def test_two_tensor_ranks_train_as_one_process(two_ranks: Launched, alone: Launched) -> None:
@@ -290,8 +304,12 @@ def test_two_ranks_of_a_sequence_train_as_one_process(two_ranks: Launched, alone
     assert_equal_runs(two_ranks, alone, {**METHODS, **SEQUENCE_ONLY}, SEQUENCE)
 
 
+def test_two_ranks_of_a_ring_train_as_one_process(two_ranks: Launched, alone: Launched) -> None:
+    assert_equal_runs(two_ranks, alone, RINGS, RING)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("division", [TENSOR, SEQUENCE], ids=str)
+@pytest.mark.parametrize("division", [TENSOR, SEQUENCE, RING], ids=str)
 def test_under_every_zero_stage(division: Mapping[str, Any], folder: Path, alone_in_stages: Launched) -> None:
     found = Launched(folder / f"stages {json.dumps(division)}", 2, on_ranks(STAGES, division))
     assert_equal_runs(found, alone_in_stages, STAGES, division)
@@ -314,6 +332,25 @@ def test_four_processes_train_as_one(
     for expected in (alone, alone_in_stages):
         chosen = {name: keys for name, keys in runs.items() if name in expected.runs}
         assert_equal_runs(found, expected, chosen, {key: size})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "division"),
+    [(3, {"context_parallel_size": 3}), (4, {"context_parallel_size": 4}), (4, SEQUENCE | RING), (4, RING)],
+    ids=str,
+)
+def test_rings_of_other_sizes(processes: int, division: Mapping[str, Any], folder: Path, alone: Launched) -> None:
+    """Three ranks have unequal numbers of tokens, and more ranks than key heads; rings and Ulysses together; copies."""
+    names = ("rotary", "coca, packed documents, a loss mask", "a bias by layer, grouped queries", "ZeRO 3, coca")
+    runs = {name: METHODS[name] for name in (*names, "forgetting gates, packed documents, checkpointed activations")}
+    runs["one key head, a window, packed documents"] = RING_ONLY["one key head, a window, packed documents"]
+    if "sequence_parallel_size" in division:
+        del runs["one key head, a window, packed documents"]
+    if processes == 3:  # whose gradients DeepSpeed divides by a number that is not a power of two
+        runs |= {"learned positions": METHODS["learned positions"]}
+    found = Launched(folder / f"ring {processes} {json.dumps(division)}", processes, on_ranks(runs, division))
+    assert_equal_runs(found, alone, runs, division)
 
 
 if __name__ == "__main__":

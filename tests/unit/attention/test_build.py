@@ -50,6 +50,9 @@ SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_leng
         (Needs("cuda", bias="log"), "triton"),
         (Needs("cuda", bias="log", gates=True), "triton"),
         (Needs("cuda", bias="buckets"), "flex"),
+        (Needs("cpu", ring=True), "merge"),
+        (Needs("cuda", bands=NEAR_AND_FAR, ring=True), "merge"),
+        (Needs("cpu", bias="linear", length=65536, ring=True), "reference"),
     ],
 )
 def test_automatic_choice(needs: Needs, expected: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -60,6 +63,23 @@ def test_automatic_choice(needs: Needs, expected: str, caplog: pytest.LogCapture
     assert (f"attention backend {expected}; not" in caplog.text) == (before[0] != expected)
     for candidate in before[: before.index(expected)]:
         assert f"not {candidate}: {BACKENDS[candidate].supports(needs)}" in caplog.text
+
+
+@pytest.mark.parametrize("changes", [{"softcap": 30.0}, {"gates": True}], ids=str)
+def test_rings_compute_dense_scores_for(changes: dict[str, Any]) -> None:
+    assert select_backend("auto", replace(Needs("cuda", ring=True), **changes))[0] == "reference"
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flex", "triton"])
+def test_rings_need_the_log_sum_exp(name: str) -> None:
+    with pytest.raises(BackendError, match=rf"attention_backend: {name} cannot .* only merge and reference return it"):
+        select_backend(name, Needs("cpu", ring=True))
+
+
+def test_a_model_for_evaluation_has_no_ring() -> None:
+    config = load_config([], SHAPE | {"context_parallel_size": 2, "pos_emb": "rotary"})
+    (method,) = build_methods(config).values()
+    assert backend_needs(config, method, "cpu").ring and not backend_needs(config, method, "cpu", training=False).ring
 
 
 @pytest.mark.parametrize(

@@ -302,6 +302,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "engine: native only divides the samples over ranks, not model_parallel_size 2; set it to 1, or",
         ),
         ("engine: native\nsequence_parallel_size: 2", "engine: native only divides the samples over ranks, not seq"),
+        ("engine: native\ncontext_parallel_size: 2", "engine: native only divides the samples over ranks, not cont"),
         ("engine: native\npipe_parallel_size: 2", "engine: native only divides the samples over ranks, not pipe_"),
         (
             "engine: native\nzero_optimization: {stage: 1, offload_optimizer: {device: cpu}, overlap_comm: true}",
@@ -326,6 +327,10 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         (
             "pipe_parallel_size: 2\nsequence_parallel_size: 2",
             "pipe_parallel_size: DeepSpeed's pipelines have no sequence axis",
+        ),
+        (
+            "pipe_parallel_size: 2\ncontext_parallel_size: 2",
+            "pipe_parallel_size: DeepSpeed's pipelines have no sequence axis in their process grid; set context_par",
         ),
         ("pipe_parallel_size: 3", "pipe_parallel_size: 3 stages need at least one block each, but num_layers is 2"),
         (
@@ -357,6 +362,34 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         (
             "sequence_parallel_size: 2\nzero_optimization: {stage: 3, reduce_scatter: false}",
             "zero_optimization: with sequence_parallel_size, stage 3 needs reduce_scatter",
+        ),
+        (
+            "context_parallel_size: 2\nmodel_parallel_size: 2",
+            "model_parallel_size: not supported with context_parallel_size: the process grid of DeepSpeed's",
+        ),
+        (
+            "context_parallel_size: 2\nzero_optimization: {stage: 3, reduce_scatter: false}",
+            "zero_optimization: with context_parallel_size, stage 3 needs reduce_scatter",
+        ),
+        (
+            "context_parallel_size: 2\nattention_dropout: 0.1",
+            "context_parallel_size: ranks that divide a sequence do not share dropout masks",
+        ),
+        (
+            "context_parallel_size: 33",
+            "context_parallel_size: 33 ranks cannot divide seq_length: two chunks per rank need 66 tokens, not 64; use",
+        ),
+        (
+            "context_parallel_size: 3\nsequence_parallel_size: 2",
+            "context_parallel_size: 3 ranks cannot divide seq_length: with sequence_parallel_size 2, 64 tokens must be",
+        ),
+        (
+            "context_parallel_size: 2\ntorch_compile: true",
+            "torch_compile: not supported with context_parallel_size: the messages between ranks",
+        ),
+        (
+            "context_parallel_size: 20\neval_windows: [32]",
+            "eval_windows: context_parallel_size 20 cannot divide 32: two chunks per rank need 40 tokens, not 32;",
         ),
         (
             "pos_emb: learned\nopt_pos_emb_offset: 2\nmax_position_embeddings: 65",

@@ -79,6 +79,7 @@ OURS = {
     "eval_windows",
     "profile_ranks",
     "sequence_parallel_size",
+    "context_parallel_size",
     "keep_every_n_steps",
     "async_save",
     "checkpoint_cache",

@@ -45,6 +45,17 @@ def test_ranks_that_share_activations_draw_the_same_numbers() -> None:
     assert all(len(found) == 1 for found in streams.values()) and len(set.union(*streams.values())) == 4
 
 
+def test_rings_of_ranks() -> None:
+    """The ranks that divide heads are consecutive; the metadata of a run without rings is what it was."""
+    topology = Topology.of(ParallelConfig(sequence_parallel_size=2, context_parallel_size=3), 12)
+    assert (topology.data, topology.sequence_ranks) == (2, 6)
+    assert topology.layout() == {"pipe": 1, "data": 2, "tensor": 1, "sequence": 2, "context": 3}
+    assert [topology.coordinates(rank).data for rank in range(12)] == [0] * 6 + [1] * 6
+    assert len({topology.random_stream(rank) for rank in range(12)}) == 12
+    with pytest.raises(ConfigError, match=r"x context_parallel_size 3 = 6 does not divide 8 processes"):
+        Topology.of(ParallelConfig(sequence_parallel_size=2, context_parallel_size=3), 8)
+
+
 def test_ranks_that_cannot_be_divided() -> None:
     with pytest.raises(ConfigError, match=r"pipe_parallel_size 2 x model_parallel_size 2 .* = 4 does not divide 6"):
         Topology.of(parallel(2, 2), 6)
