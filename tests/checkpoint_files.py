@@ -40,12 +40,13 @@ def write_checkpoint(
     weights: Mapping[str, Tensor] | None = None,
     tokenizer: Tokenizer | None = BYTES,
     step: int = 7,
+    **meta: Any,
 ) -> Path:
     """The folder `save` with one checkpoint, of a freshly initialised model where no weights are given."""
     folder = native.begin(save, step)
     save_file(dict(weights or build_model(config).state_dict()), folder / native.WEIGHTS)
     (folder / native.CONFIG).write_text(config.to_yaml())
-    (folder / native.META).write_text(json.dumps({"step": step}))
+    (folder / native.META).write_text(json.dumps({"step": step} | meta))
     if tokenizer is not None:
         tokenizer.save(folder / native.TOKENIZER)
     for name in NEEDED:
@@ -54,6 +55,36 @@ def write_checkpoint(
     save_file({}, folder / NEEDED[0], {"places": "{}"})
     native.commit(save, step)
     return save
+
+
+def write_trained_adapters(
+    model: str | Path, save: Path, lora: dict[str, Any], dtype: torch.dtype = torch.float32, **keys: Any
+) -> GPT:
+    """Write a checkpoint with random adapters of the model in a folder, as a run leaves it. Returns the module that
+    trains, with the same weights in `dtype`.
+    """
+    from megatron_coca.checkpoints import open_checkpoint
+    from megatron_coca.checkpoints.importing import starting_config
+    from megatron_coca.training.adapters import add_adapters
+    from megatron_coca.training.checkpointing.initial_model import initial_model
+    from megatron_coca.training.engine.state import saved_names
+
+    config = starting_config(model, {"lora": lora, "train_micro_batch_size_per_gpu": 1} | keys)
+    module, _, adapts = initial_model(config, "cpu")
+    module = module.to(dtype)
+    state, exact = module.state_dict(), open_checkpoint(model).weights()
+    for name in state.keys() & exact.entries.keys():  # in `dtype`, not in that of the run
+        state[name].copy_(exact.read(name))
+    assert config.optimizer.lora is not None and adapts is not None
+    add_adapters(module, config.optimizer.lora, 5)
+    torch.manual_seed(1)
+    names = saved_names(module, True)
+    with torch.no_grad():
+        for weight in names:
+            weight += 0.2 * torch.randn(weight.shape, dtype=dtype)
+    weights = {name: weight.detach() for weight, name in names.items()}
+    write_checkpoint(save, config, weights, None, adapts=adapts.model_dump())
+    return module.eval()
 
 
 def beginning_tokenizer(folder: Path, ids: int = 97) -> Tokenizer:

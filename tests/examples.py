@@ -18,7 +18,7 @@ from megatron_coca.checkpoints.exporting import export, export_neox
 from megatron_coca.config import load_config
 from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare
 from megatron_coca.data.builtin import prepare_builtin
-from tests.checkpoint_files import write_checkpoint
+from tests.checkpoint_files import write_checkpoint, write_trained_adapters
 from tests.documents import ROOT
 
 WINDOWS = "--windows 64,128 --stride 64 --max-length 128 --num-documents 1"
@@ -49,6 +49,8 @@ RUN = {
     "megatron-coca train configs/finetune": "save=runs/new",
     "megatron-coca train configs/finetune/llama7b_coca.yml": "num_nodes=-1 save=runs/new",
     "megatron-coca train models/llama-7b": "train_iters=2 train_batch_size=2 seq_length=64 save=runs/new",
+    "megatron-coca train models/llama-7b configs/finetune/lora.yml": "train_iters=5 train_batch_size=2 seq_length=64"
+    " save=runs/new",
     "megatron-coca train adapters": "train_iters=2 train_batch_size=2 seq_length=64 save=runs/new",
     "megatron-coca estimate": "",
     "megatron-coca status": "",
@@ -66,6 +68,7 @@ RUN = {
     "megatron-coca import downloads/llama-7b": "",
     "megatron-coca import tests/golden/authors": "",
     "megatron-coca export huggingface": "",
+    "megatron-coca export peft": "",
     "megatron-coca export neox": "",
     "megatron-coca serve": "",
     "megatron-coca ablate configs/ablations/methods.yml --dry-run": "",
@@ -279,6 +282,7 @@ def make_workspace(folder: Path) -> None:
         export("runs/llama", name)
         shutil.copy(pieces, folder / name)
     make_adapters(Path("adapters"), Path("models/llama-7b"))
+    write_trained_adapters("models/llama-7b", Path("runs/lora"), {"rank": 2, "also": ["norms"]})
     shutil.copy("models/llama-7b/tokenizer.json", "20B_tokenizer.json")
     exports = {
         "350M_roformer": "350M_roformer",

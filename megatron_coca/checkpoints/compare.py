@@ -15,7 +15,7 @@ LAYER_KEYS = frozenset(
     ("rotary_frequencies", "rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling")
 ) | {"sliding_window_width", "attention_chunk_size", "attention_backend"}
 """Position keys that may change for evaluation, for the whole model or for one layer type."""
-EVALUATION_KEYS = LAYER_KEYS | {"operand_kernel", "trainable", "layer_types", "imports"}
+EVALUATION_KEYS = LAYER_KEYS | {"operand_kernel", "trainable", "lora", "layer_types", "imports"}
 EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch"})
 """Keys and groups of keys that may change for evaluation. Changing any other key gives a different model."""
 

@@ -1,8 +1,10 @@
-"""Export a checkpoint of any layout to Hugging Face transformers or to GPT-NeoX."""
+"""Export a checkpoint of any layout to Hugging Face transformers, PEFT or GPT-NeoX."""
 
 from pathlib import Path
 
 from megatron_coca.checkpoints.huggingface import write as huggingface
+from megatron_coca.checkpoints.huggingface.adapter_export import ExportedAdapters
+from megatron_coca.checkpoints.huggingface.adapter_export import export_adapters as export_opened_adapters
 from megatron_coca.checkpoints.huggingface.model_card import CardNotes
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.checkpoints.neox import write as neox
@@ -20,6 +22,14 @@ def export(
     """Export any checkpoint that `open_checkpoint` reads as a Hugging Face folder; see `huggingface.write.export`."""
     opened = open_checkpoint(checkpoint, overrides=overrides)
     return huggingface.export(opened, Path(folder), overrides, dtype, tokenizer, notes)
+
+
+def export_adapters(
+    checkpoint: str | Path, folder: str | Path, overrides: Overrides = (), base: str | Path | None = None
+) -> ExportedAdapters:
+    """Export the adapters of a native checkpoint as a PEFT folder; see `huggingface.adapter_export.export_adapters`."""
+    opened = open_checkpoint(checkpoint, overrides=overrides)
+    return export_opened_adapters(opened, Path(folder), overrides, None if base is None else Path(base))
 
 
 def export_neox(

@@ -1,6 +1,7 @@
 """Open and load checkpoints of any supported layout."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.hub import from_hub
 from megatron_coca.checkpoints.huggingface import read as huggingface
 from megatron_coca.checkpoints.huggingface.adapted import open_adapted
+from megatron_coca.checkpoints.low_rank import AdaptedWeights, adapted_identity
 from megatron_coca.checkpoints.native.object_store import fetch
 from megatron_coca.checkpoints.neox import read as neox
 from megatron_coca.checkpoints.opened import LoadedModel, OpenedCheckpoint
-from megatron_coca.checkpoints.weights import open_safetensors_file
+from megatron_coca.checkpoints.weights import Weights, open_safetensors_file
 from megatron_coca.config import Config, load_saved_config
 from megatron_coca.config.source import Overrides, given_values
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
@@ -61,17 +63,24 @@ def open_checkpoint(
 
     Raises CheckpointError. Raises ConfigError if `imports` is needed but not given, or if a file in it cannot be run.
     """
-    folder, ignored = _local_folder(path, step), ignored_names(overrides, files)
+    return _open(local_folder(path, step), verify, overrides, files)
+
+
+def _open(
+    folder: Path, verify: bool, overrides: Overrides, files: Sequence[str | Path], within: tuple[Path, ...] = ()
+) -> OpenedCheckpoint:
+    """Open the checkpoint in a local folder. `within` are the checkpoints whose adapters change it."""
+    ignored = ignored_names(overrides, files)
     if has_adapters(folder):
         named = given_values(overrides, files).get(BASE)
-        base = None if named is None else _local_folder(str(named), None)
+        base = None if named is None else local_folder(str(named), None)
         return open_adapted(*find_adapters(folder, base), ignored)
     if huggingface.is_huggingface_folder(folder):
         return huggingface.open_folder(folder, ignored)
     neox_folder = neox.find_step(folder)
     if neox_folder is not None:
         return neox.open_step(neox_folder, overrides, files)
-    return _open_native(folder, verify, overrides, files)
+    return _open_native(folder, verify, overrides, files, within)
 
 
 def ignored_names(overrides: Overrides = (), files: Sequence[str | Path] = ()) -> tuple[str, ...]:
@@ -91,7 +100,7 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
 
     Raises CheckpointError.
     """
-    folder = _local_folder(path, step)
+    folder = local_folder(path, step)
     theirs = has_adapters(folder) or huggingface.is_huggingface_folder(folder) or neox.find_step(folder) is not None
     return None if theirs else native.locate(folder)
 
@@ -103,7 +112,7 @@ def find_other_layout(path: str | Path) -> tuple[Path, str] | None:
     """
     if is_url(path) and not str(path).startswith(HUB):
         return None
-    folder = _local_folder(path, None) if str(path).startswith(HUB) else local_path(str(path))
+    folder = local_folder(path, None) if str(path).startswith(HUB) else local_path(str(path))
     if has_adapters(folder):
         return folder, "PEFT adapters and their model"
     if huggingface.is_huggingface_folder(folder):
@@ -112,7 +121,7 @@ def find_other_layout(path: str | Path) -> tuple[Path, str] | None:
     return None if found is None else (found, "GPT-NeoX checkpoint")
 
 
-def _local_folder(path: str | Path, step: int | None) -> Path:
+def local_folder(path: str | Path, step: int | None = None) -> Path:
     """Return the local folder of a checkpoint or of a run. A remote checkpoint is downloaded."""
     if str(path).startswith(HUB):
         return from_hub(str(path).removeprefix(HUB))
@@ -127,18 +136,76 @@ def _local_folder(path: str | Path, step: int | None) -> Path:
     return folder if neox.is_step(folder) else native.locate(path, step)
 
 
-def _open_native(path: Path, verify: bool, overrides: Overrides, files: Sequence[str | Path]) -> OpenedCheckpoint:
+def open_adapted_model(
+    adapts: native.AdaptedModel,
+    checkpoint: Path,
+    verify: bool = True,
+    overrides: Overrides = (),
+    files: Sequence[str | Path] = (),
+    place: str | Path | None = None,
+    within: tuple[Path, ...] = (),
+) -> OpenedCheckpoint:
+    """Open the model that the adapters in the native checkpoint `checkpoint` change.
+
+    `place` is the folder to use instead of the recorded one. Otherwise this is the key `base_model`, if the user has
+    set it, or the recorded folder. Nothing is downloaded unless the user names it. `within` are the checkpoints whose
+    adapters change `checkpoint`. Raises CheckpointError, also if the folder contains another model.
+    """
+    given, keys = given_values(overrides, files), {IGNORED: adapts.ignore_keys, BASE: adapts.base_model}
+    named = place or (given.get(BASE) if adapts.base_model is None else None)
+    recorded = checkpoint.parent / adapts.place if adapts.is_beside else Path(adapts.place)
+    if named is None and (is_url(adapts.place) or is_url(adapts.base_model or "") or not os.path.exists(recorded)):
+        raise CheckpointError(
+            f"{checkpoint}: has adapters of the model in {adapts.place}, which no longer exists there; name its folder "
+            "with --base FOLDER, or in a file with base_model: FOLDER"
+        )
+    folder = recorded if named is None else local_folder(named)
+    own = {name: value for name, value in ({"imports": given.get("imports")} | keys).items() if value}
+    opened = _open(folder, verify, own, (), (*within, checkpoint.resolve()))
+    if opened.identity != adapts.identity:
+        raise CheckpointError(
+            f"{folder}: is not the model that the adapters in {checkpoint} change, because its content differs; that "
+            f"model was at {adapts.place}; name its folder with --base FOLDER, or in a file with base_model: FOLDER"
+        )
+    return opened
+
+
+def _open_native(
+    path: Path, verify: bool, overrides: Overrides, files: Sequence[str | Path], within: tuple[Path, ...]
+) -> OpenedCheckpoint:
     folder = native.locate(path)
+    if folder.resolve() in within:
+        raise CheckpointError(f"{folder}: its adapters change a model that contains them; use another step")
     manifest = native.verify(folder, contents=verify, links=True)
     tokenizer, meta = folder / native.TOKENIZER, native.read_meta(folder)
     saved = load_saved_config(folder / native.CONFIG, overrides, files)
+    weights, digest = partial(open_safetensors_file, folder / native.WEIGHTS, folder), _digest_of_weights(manifest)
+    base, own = None, None
+    if (adapts := native.adapted_model(meta)) is not None:
+        if (lora := saved.config.optimizer.lora) is None:
+            raise CheckpointError(
+                f"{folder}: {native.META} names a model for adapters, but {native.CONFIG} has no lora; use another step"
+            )
+        base, own = open_adapted_model(adapts, folder, verify, overrides, files, within=within), weights
+        weights = partial(_merged_weights, base, own, saved.config)
+        digest = adapted_identity(adapts.identity, digest, lora)
     return OpenedCheckpoint(
         folder=folder,
         trained=saved.config,
         tokenizer_folder=tokenizer if f"{native.TOKENIZER}/{DESCRIPTION}" in manifest["files"] else None,
         step=meta["step"],
-        identify=lambda: manifest["files"][native.WEIGHTS]["sha256"],
-        weights=partial(open_safetensors_file, folder / native.WEIGHTS, folder),
+        identify=lambda: digest,
+        weights=weights,
         imported=meta.get("imported", {}),
         changed_imports=saved.changed,
+        base=base,
+        own_weights=own,
     )
+
+
+def _digest_of_weights(manifest: Mapping[str, Any]) -> str:
+    return str(manifest["files"][native.WEIGHTS]["sha256"])
+
+
+def _merged_weights(base: OpenedCheckpoint, own: Callable[[], Weights], config: Config) -> Weights:
+    return AdaptedWeights(base.weights(), own(), config).weights()

@@ -67,6 +67,8 @@ class OpenedCheckpoint:
         packed_tokenizer: a function that writes the tokenizer inside the weights file to a folder, under transformers'
             names; None if the weights file has none.
         settings: the content of config.json for the text network in a Hugging Face folder; None for other layouts.
+        base: the model that the adapters in a native checkpoint change; None if it has no adapters.
+        own_weights: with adapters, a function that opens the weights that the checkpoint itself contains.
     """
 
     folder: Path
@@ -82,6 +84,8 @@ class OpenedCheckpoint:
     changed_imports: tuple[str, ...] = ()
     packed_tokenizer: Callable[[Path], None] | None = None
     settings: Mapping[str, Any] | None = field(default=None, repr=False)
+    base: "OpenedCheckpoint | None" = None
+    own_weights: Callable[[], Weights] | None = None
 
     @cached_property
     def identity(self) -> str:

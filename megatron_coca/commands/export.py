@@ -1,6 +1,7 @@
 """Export a checkpoint to the layout of another project; see docs/checkpoints.md, "Export" and "GPT-NeoX checkpoints".
 
 megatron-coca export huggingface runs/350M_roformer_coca exported/coca
+megatron-coca export peft runs/lora exported/adapters --with-base exported/base
 megatron-coca export neox runs/350M_roformer_coca exported/coca_neox --model-parallel-size 2
 """
 
@@ -31,10 +32,37 @@ def parser() -> ArgumentParser:
             "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes
         )
         add_source_options(added)
-        added.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: as saved")
         return added
 
+    def dtype_option(added: ArgumentParser) -> None:
+        added.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: as saved")
+
     huggingface = layout("huggingface", "a folder that Hugging Face transformers can load", "--dtype bfloat16")
+    dtype_option(huggingface)
+    _huggingface_options(huggingface)
+
+    adapters = layout(
+        "peft", "the adapters of a checkpoint, as a folder that peft can load", "--with-base exported/base"
+    )
+    adapters.set_defaults(write=write_adapters)
+    base = (
+        "new Hugging Face folder for the model that the adapters change, unless it is one of the same network already"
+    )
+    adapters.add_argument("--with-base", type=expanded, metavar="FOLDER", help=base)
+
+    neox = layout("neox", "a save folder that GPT-NeoX can load", "--model-parallel-size 2")
+    dtype_option(neox)
+    neox.set_defaults(write=write_neox)
+    ranks = "number of tensor-parallel ranks; default: %(default)s"
+    neox.add_argument("--model-parallel-size", type=int, default=1, metavar="N", help=ranks)
+    stages = (
+        "1: GPT-NeoX can load it with any number of pipeline stages; 0: only without a pipeline; default: %(default)s"
+    )
+    neox.add_argument("--pipe-parallel-size", type=int, choices=(0, 1), default=1, help=stages)
+    return parser
+
+
+def _huggingface_options(huggingface: ArgumentParser) -> None:
     huggingface.set_defaults(write=write_huggingface)
     original = "copy the tokenizer and generation files from a Hugging Face folder, such as the original model's"
     huggingface.add_argument("--tokenizer", type=expanded, metavar="FOLDER", help=original)
@@ -50,16 +78,6 @@ def parser() -> ArgumentParser:
         "upload the folder to this repository on the Hugging Face hub, which is created as private if it is missing"
     )
     huggingface.add_argument("--push", metavar="OWNER/NAME", help=upload)
-
-    neox = layout("neox", "a save folder that GPT-NeoX can load", "--model-parallel-size 2")
-    neox.set_defaults(write=write_neox)
-    ranks = "number of tensor-parallel ranks; default: %(default)s"
-    neox.add_argument("--model-parallel-size", type=int, default=1, metavar="N", help=ranks)
-    stages = (
-        "1: GPT-NeoX can load it with any number of pipeline stages; 0: only without a pipeline; default: %(default)s"
-    )
-    neox.add_argument("--pipe-parallel-size", type=int, choices=(0, 1), default=1, help=stages)
-    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,6 +116,16 @@ def write_huggingface(args: Namespace) -> list[str]:
     if args.push is not None:
         print(f"uploaded to {push(done.folder, args.push)}")
     return [done.tokenizer_note] if done.tokenizer_note is not None else []
+
+
+def write_adapters(args: Namespace) -> list[str]:
+    """Write a PEFT folder and return notes about it."""
+    from megatron_coca.checkpoints.exporting import export_adapters
+
+    done = export_adapters(args.checkpoint, args.folder, [*args.overrides, *source_keys(args)], args.with_base)
+    print(f"{done.folder}: adapters for the model in {done.base}")
+    print("merged into it, they have the weights of the checkpoint, compared with the import")
+    return []
 
 
 def write_neox(args: Namespace) -> list[str]:

@@ -5,7 +5,16 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, model_validator
 from typing_extensions import TypedDict
 
-from megatron_coca.config.base import ConfigError, ConfigGroup, Count, NotNegative, Positive, Size, key
+from megatron_coca.config.base import (
+    ConfigError,
+    ConfigGroup,
+    Count,
+    NotNegative,
+    Positive,
+    Probability,
+    Size,
+    key,
+)
 
 OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "cpu_adam": "cpu_adam", "sgd": "sgd", "lion": "lion"}
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -14,6 +23,15 @@ TrainablePart = Literal[
 ]
 QUERY_KEY_VALUE: tuple[TrainablePart, TrainablePart, TrainablePart] = ("query", "key", "value")
 """Parts of the packed attention projection, in the order of its rows."""
+AdapterTarget = Literal["query", "key", "value", "dense", "mlp"]
+TARGET_PARTS: dict[AdapterTarget, TrainablePart] = {
+    "query": "query",
+    "key": "key",
+    "value": "value",
+    "dense": "attention_output",
+    "mlp": "mlp",
+}
+"""The part of the model that has the matrices of each target of adapters."""
 NO_BATCH = "train_micro_batch_size_per_gpu: not set; set it, or train_batch_size"
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -22,14 +40,46 @@ def _normalise_optimizer(name: Any) -> Any:
     return OPTIMIZER_TYPES.get(name.lower(), name) if isinstance(name, str) else name
 
 
-def _sort_parts(parts: Any) -> Any:
+def _sort_parts(parts: Any, known: tuple[str, ...] = get_args(TrainablePart)) -> Any:
     """Sort a valid list and drop repetitions, so that equal selections compare equal."""
-    known = get_args(TrainablePart)
     return (
         sorted(set(parts), key=known.index)
         if isinstance(parts, list) and all(part in known for part in parts)
         else parts
     )
+
+
+def _sort_targets(targets: Any) -> Any:
+    return _sort_parts(targets, get_args(AdapterTarget))
+
+
+class LoraConfig(ConfigGroup):
+    """Low-rank adapters (Hu et al. 2022, arXiv:2106.09685), which PEFT adds to the matrices of every block.
+
+    All weights of the model are frozen, except those of the parts in `also`.
+    """
+
+    rank: Size = Field(default=16, description="Rank of the adapters.")
+    alpha: Positive = Field(default=32.0, description="The adapters' product is multiplied by alpha / rank.")
+    targets: Annotated[list[AdapterTarget], Field(min_length=1), BeforeValidator(_sort_targets)] = Field(
+        default=["query", "key", "value", "dense"],
+        description="Matrices that get adapters: the projections of queries, keys (CoCA's T) and values, `dense` (the"
+        " output projection of attention), and `mlp` (both matrices of the MLP).",
+    )
+    also: Annotated[list[TrainablePart], BeforeValidator(_sort_parts)] = Field(
+        default=[],
+        description="Parts that are trained as a whole, by their names in `trainable`; LongLoRA has `[norms,"
+        " embedding]`.",
+    )
+    dropout: Probability = Field(default=0.0, description="Dropout of the adapters' inputs.")
+    rslora: bool = Field(default=False, description="Multiply by alpha / sqrt(rank) instead (rsLoRA).")
+    dora: bool = Field(default=False, description="Also train the norm of every row (DoRA).")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that change what given adapters compute, under their names in PEFT."""
+        alpha = int(self.alpha) if self.alpha.is_integer() else self.alpha
+        return {"r": self.rank, "lora_alpha": alpha, "use_rslora": self.rslora, "use_dora": self.dora}
 
 
 class OptimizerConfig(ConfigGroup):
@@ -57,6 +107,9 @@ class OptimizerConfig(ConfigGroup):
         " CoCA's T projection, `attention_output` is the output projection with its gate, and `positions` are the"
         " weights of the position method. `embedding` includes the output head if they are tied.",
     )
+    lora: LoraConfig | None = key(
+        None, "Train low-rank adapters instead of the weights (docs/finetuning.md); null: train the weights."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -66,8 +119,9 @@ class OptimizerConfig(ConfigGroup):
         return values
 
     def trains(self, *parts: TrainablePart) -> bool:
-        """Return whether all of these parts are trained."""
-        return self.trainable is None or set(parts) <= set(self.trainable)
+        """Return whether the weights of all of these parts are trained."""
+        selected = self.trainable if self.lora is None else self.lora.also
+        return selected is None or set(parts) <= set(selected)
 
 
 class BatchSizes(NamedTuple):

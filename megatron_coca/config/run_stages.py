@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, Generic, TypeVar, get_args
 
 from megatron_coca.config.base import ConfigError
-from megatron_coca.config.optimization import TrainablePart
+from megatron_coca.config.optimization import OptimizerConfig, TrainablePart
 from megatron_coca.config.schedule import ScheduleConfig, learning_rate
 from megatron_coca.config.schema import COMPUTE_KEYS, KEYS, Settings
 from megatron_coca.config.weight_changes import FORM_KEYS, weight_changes
@@ -24,7 +24,7 @@ STAGE_KEYS = (
     | {"rotary_frequencies", "rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "layer_types"}
     | {"sliding_window_width", "attention_chunk_size"}
     | {"optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "weight_decay", "gradient_clipping"}
-    | {"trainable", "eval_interval", "eval_iters", "eval_per_source", "eval_windows"}
+    | {"trainable", "lora", "eval_interval", "eval_iters", "eval_per_source", "eval_windows"}
 )
 """Key groups and single keys that a stage may change, because weights and optimizer states remain valid."""
 FIXED = frozenset({"train_iters", "train_epochs", "stages", "tokenizer_type", "vocab_file", "merge_file"})
@@ -201,13 +201,31 @@ def _differences(config: Settings, stages: Sequence[RunStage[Settings]]) -> Iter
                 "default, original_max_position_embeddings: L} with the same L in all stages",
             )
         before = stages[max(0, number - 1)].config.optimizer
+        yield from _adapter_changes(number, before, stage)
         added = [part for part in get_args(TrainablePart) if stage.config.optimizer.trains(part) > before.trains(part)]
-        if added and not stage.reset_optimizer:
+        if added and not stage.reset_optimizer and before.lora == stage.config.optimizer.lora:
             yield (
                 f"stages[{number}].trainable",
                 f"the previous stage does not train {', '.join(added)}, so there is no optimizer state; set "
                 "reset_optimizer: true in this stage",
             )
+
+
+def _adapter_changes(number: int, before: OptimizerConfig, stage: RunStage[Settings]) -> Iterator[tuple[str, str]]:
+    """Yield the errors about adapters, which a stage can add but not change or remove."""
+    own = stage.config.optimizer.lora
+    if before.lora is not None and own != before.lora:
+        yield (
+            f"stages[{number}].lora",
+            "the previous stage has adapters, which stay the same until the end of the run; use the same values, or "
+            "start a new run from its weights with finetune=true",
+        )
+    elif own is not None and before.lora is None and not stage.reset_optimizer:
+        yield (
+            f"stages[{number}].lora",
+            "the previous stage has no adapters, so they have no optimizer state; set reset_optimizer: true in this "
+            "stage",
+        )
 
 
 def _differs(key: str, config: Settings, own: Settings) -> bool:

@@ -10,7 +10,7 @@ from megatron_coca.config.base import ConfigGroup
 from megatron_coca.config.data import DataConfig, SyntheticConfig, TrainingPositions
 from megatron_coca.config.metric_sinks import METRIC_SINKS, names_within
 from megatron_coca.config.model import ModelConfig
-from megatron_coca.config.optimization import BatchConfig, Bf16, Fp16, OptimizerConfig, PrecisionConfig
+from megatron_coca.config.optimization import BatchConfig, Bf16, Fp16, LoraConfig, OptimizerConfig, PrecisionConfig
 from megatron_coca.config.parallelism import LaunchConfig, ParallelConfig
 from megatron_coca.config.position import ORIGINAL, PositionConfig
 from megatron_coca.config.running import CheckpointConfig, FaultConfig, GeneralConfig, LoggingConfig
@@ -87,7 +87,11 @@ SELECTORS: dict[str, str] = {
     "logit_scaling": "type",
 }
 """Keys that select a declared choice, each with the field of its mapping that names the choice."""
-MAPPINGS: dict[str, type[ConfigGroup]] = {"synthetic": SyntheticConfig, "training_positions": TrainingPositions}
+MAPPINGS: dict[str, type[ConfigGroup]] = {
+    "synthetic": SyntheticConfig,
+    "training_positions": TrainingPositions,
+    "lora": LoraConfig,
+}
 """Keys with a mapping of fixed names, each with the model of the mapping."""
 
 CLOSED = SECTIONS | SELECTORS.keys() | MAPPINGS.keys() | {"pos_emb_options", METRIC_SINKS, "fp16", "bf16"}

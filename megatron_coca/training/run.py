@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,8 @@ from megatron_coca.support.console import set_up_logging
 from megatron_coca.support.errors import InputError
 from megatron_coca.support.host import keep_freed_memory
 from megatron_coca.training import launch
-from megatron_coca.training.checkpointing.initial_model import initial_model
+from megatron_coca.training.adapters import add_adapters, require_peft
+from megatron_coca.training.checkpointing.initial_model import InitialModel, initial_model, model_to_adapt
 from megatron_coca.training.checkpointing.neox_resume import convert_from_neox, starts_from_neox
 from megatron_coca.training.checkpointing.remote_checkpoints import use_local_folders
 from megatron_coca.training.checkpointing.resume import (
@@ -134,6 +136,8 @@ def _train_stages(config: Config, lock: FolderLock, context: RunContext, record:
 def _open_run(config: Config, lock: FolderLock, context: RunContext) -> tuple[list[OpenedStage], Path | None]:
     """Open the data and choose the checkpoint to resume from. Return the remaining stages and that checkpoint."""
     keys, data_ranks = config.checkpoint, context.topology.data
+    if any(stage.config.optimizer.lora is not None for stage in config.run_stages()):
+        require_peft()
     if config.schedule.train_epochs is not None:
         config = with_train_iters(config, config.batch.resolve(data_ranks))
     for stage in config.run_stages():
@@ -186,9 +190,9 @@ def _train_stage(opened: OpenedStage, folder: Path | None, context: RunContext) 
     """
     context.watchdog.beat("building the model")
     how = None if folder is None else continuation(folder, opened.stage)
-    engine, origin = _build_engine(opened, how, context)
+    engine, origin, adapts = _build_engine(opened, how, context)
     context.watchdog.beat("the model is built")
-    checkpoints = Checkpoints(opened, engine, context, origin)
+    checkpoints = Checkpoints(opened, engine, context, origin, adapts)
     trainer = Trainer(opened, engine, checkpoints, context)
     if how is not None:
         trainer.restore(how)
@@ -205,27 +209,48 @@ def _train_stage(opened: OpenedStage, folder: Path | None, context: RunContext) 
     return trainer.step
 
 
-def _build_engine(opened: OpenedStage, how: StageStart | None, context: RunContext) -> tuple[Engine, str | None]:
-    """Build the engine, and return it with the identity of the checkpoint from which a new run gets its weights, if
-    any. `how` tells how a resumed run continues.
+class _Built(NamedTuple):
+    """An engine, the identity of the checkpoint from which a new run gets its weights, if any, and the model that the
+    adapters change, if there are any.
     """
-    config, keys, device = opened.corpus.config, opened.corpus.config.checkpoint, dist.local_device()
-    if how is not None:  # the weights are restored later
-        model, origin = assemble_model(config, device), None
+
+    engine: Engine
+    origin: str | None
+    adapts: native.AdaptedModel | None
+
+
+def _build_engine(opened: OpenedStage, how: StageStart | None, context: RunContext) -> _Built:
+    """Build the engine. `how` tells how a resumed run continues."""
+    config, pipe = opened.corpus.config, context.topology.coordinates(dist.rank()).pipe
+    model, origin, adapts = _initial_weights(opened, how, context)
+    if config.optimizer.lora is not None:
+        add_adapters(model, config.optimizer.lora, config.seed)
     else:
-        given = find_native(keys.load, keys.iteration) if keys.finetune and keys.load is not None else None
-        if given is not None:
-            verify_distributed(given, context.watchdog.beat)
-            context.watchdog.beat("the given weights are verified")
-        model, origin = initial_model(config, device, opened.corpus.tokenizer, verify=False)
-    train_only_parts(model, config.optimizer)
+        train_only_parts(model, config.optimizer)
     seed_everything(config.seed, context.topology.random_stream(dist.rank()))
     compute_deterministically(config.general.deterministic)
     model.train()
     separate = how is not None and ADDED_AT in how.counters
     optimizer = partial(build_optimizer, config=config.optimizer, separate_norms=separate)
-    pipe = context.topology.coordinates(dist.rank()).pipe
-    return build_engine(model, optimizer, config, opened.sizes, pipe), origin
+    return _Built(build_engine(model, optimizer, config, opened.sizes, pipe), origin, adapts)
+
+
+def _initial_weights(opened: OpenedStage, how: StageStart | None, context: RunContext) -> InitialModel:
+    """Build the model of a stage. The weights that a resumed run restores later are random."""
+    config, keys, device = opened.corpus.config, opened.corpus.config.checkpoint, dist.local_device()
+
+    def verify(folder: Path) -> None:
+        verify_distributed(folder, context.watchdog.beat)
+        context.watchdog.beat("the given weights are verified")
+
+    if how is not None:
+        if config.optimizer.lora is not None:
+            return model_to_adapt(config, device, how.folder, verify)
+        return InitialModel(assemble_model(config, device), None)
+    given = find_native(keys.load, keys.iteration) if keys.finetune and keys.load is not None else None
+    if given is not None:
+        verify(given)
+    return initial_model(config, device, opened.corpus.tokenizer, verify=False)
 
 
 def _log_summary(opened: OpenedStage, step: int) -> None:

@@ -128,7 +128,7 @@ class Adapters:
             return self._with_rows(value, parts[ROWS], module)
         try:
             trained = self.trained_names.get(module, module)
-            return _merged(trained, kind, value, parts, self.settings, turned)
+            return merged(trained, kind, value, parts, self.settings, turned)
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OverflowError, re.error) as error:
             raise CheckpointError(
                 f"{self.folder}: peft cannot merge the adapter of {module} ({str(error).splitlines()[0]:.200}); use "
@@ -165,10 +165,20 @@ class Adapters:
         return hashlib.sha256(json.dumps([digests, kept], sort_keys=True).encode()).hexdigest()
 
 
-def _merged(
-    module: str, kind: str, value: Tensor, parts: Mapping[str, Tensor], settings: Mapping[str, Any], turned: bool
+def merged(
+    module: str,
+    kind: str,
+    value: Tensor,
+    parts: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    turned: bool = False,
 ) -> Tensor:
-    """Return the weight or bias (`kind`) of a module after peft has merged its adapter into the module."""
+    """Return the weight or bias (`kind`) of a module after peft has merged its adapter into the module.
+
+    `parts` are the parameters of the adapter by their names in peft's files, and `settings` those of
+    adapter_config.json in `READ`. `turned`: the class stores the weight transposed (Conv1D). Raises CheckpointError if
+    peft is not installed, and several errors of peft if the parts do not fit.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
         from transformers.pytorch_utils import Conv1D

@@ -303,7 +303,7 @@ def export(
         DataError: the checkpoint's tokenizer is damaged.
     """
     config = opened.configure(overrides)
-    kind = _kind(opened, config)
+    kind = kind_of(opened, config)
     modelling = _modelling_file(config) if kind == OURS else None
     files, ids, note = _select_tokenizer(opened, config, overrides, Path(tokenizer) if tokenizer is not None else None)
     ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
@@ -371,7 +371,7 @@ def _read_back(folder: Path, kind: str, config: Config, ours: Weights, scratch: 
     )
 
 
-def _kind(opened: OpenedCheckpoint, config: Config) -> str:
+def kind_of(opened: OpenedCheckpoint, config: Config) -> str:
     """Return the `model_type` to export: that of the imported folder if it can represent the model, else the first that
     can.
     """

@@ -1,7 +1,7 @@
 """Native checkpoints: one folder for each step."""
 
 from megatron_coca.checkpoints.files import describe, files, read_json, write_json
-from megatron_coca.checkpoints.native.meta import META, read_meta
+from megatron_coca.checkpoints.native.meta import META, AdaptedModel, adapted_model, read_meta
 from megatron_coca.checkpoints.native.read import (
     CONFIG,
     EVERYTHING,

@@ -1,5 +1,6 @@
 """Schema and validation of a checkpoint's meta.json."""
 
+import re
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,12 +64,34 @@ class TrainerProgress(_Part):
     unvalidated: bool = False
 
 
+class AdaptedModel(_Part):
+    """The model whose frozen weights are not in a checkpoint with adapters.
+
+    Attributes:
+        identity: its identity (`OpenedCheckpoint.identity`).
+        place: its folder, or the name of a step folder beside the checkpoint.
+        base_model: the folder of the model that it changes, if it consists of PEFT adapters.
+        ignore_keys: the key with which it was opened.
+    """
+
+    identity: str
+    place: str
+    base_model: str | None = None
+    ignore_keys: list[str] | None = None
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the model is a step folder beside the checkpoint."""
+        return re.fullmatch(r"global_step\d+", self.place) is not None
+
+
 class Meta(_Part):
     """Entries of meta.json that a resumed run uses. Checkpoints with weights only have no run state."""
 
     step: Index
     run: str | None = None
     origin: str | None = None
+    adapts: AdaptedModel | None = None
     versions: dict[str, str] | None = None
     topology: Annotated[dict[str, Size], AfterValidator(_ranks)] | None = None
     counters: Counters | None = None
@@ -108,3 +131,9 @@ def checked_meta(content: dict[str, Any], source: str | Path, resumable: bool = 
         ) from error
     filled = {"progress": meta.progress.model_dump() | content["progress"]} if meta.progress is not None else {}
     return content | filled
+
+
+def adapted_model(meta: dict[str, Any]) -> AdaptedModel | None:
+    """Return the model that the adapters of a checkpoint change, from its valid meta.json; None without adapters."""
+    entry = meta.get("adapts")
+    return None if entry is None else AdaptedModel.model_validate(entry)

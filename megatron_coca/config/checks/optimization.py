@@ -4,6 +4,8 @@ from functools import partial
 
 from megatron_coca.config.checks.layers import types_of
 from megatron_coca.config.checks.recording import Check
+from megatron_coca.config.model import GAU
+from megatron_coca.config.optimization import TARGET_PARTS, TrainablePart
 from megatron_coca.config.schema import Settings
 
 
@@ -44,7 +46,12 @@ def _train_epochs(settings: Settings) -> str | None:
 
 
 def _trainable_weights(settings: Settings) -> str | None:
-    parts, model = settings.optimizer.trainable or [], settings.model
+    return _absent_weights(settings, settings.optimizer.trainable or [])
+
+
+def _absent_weights(settings: Settings, parts: list[TrainablePart]) -> str | None:
+    """Return the error about a part that has no weights of its own in this model, or None."""
+    model = settings.model
     learned = any(
         kind.embedding.weights or kind.extension.learned or kind.scaling.learned or kind.sink_logits or kind.gate
         for kind in types_of(settings).values()
@@ -56,6 +63,32 @@ def _trainable_weights(settings: Settings) -> str | None:
         return f"norm {model.norm} has no weights; leave norms out"
     if "positions" in parts and not learned:
         return "this position method has no weights; leave positions out"
+    return None
+
+
+def _lora(settings: Settings) -> str | None:
+    """Return what adapters do not support, and what to change."""
+    optimizer, model, parallel = settings.optimizer, settings.model, settings.parallel
+    keys = optimizer.lora
+    if keys is None:
+        return None
+    if optimizer.trainable is not None:
+        return "contradicts trainable; list parts that are trained as a whole in lora.also, and set trainable=null"
+    if both := [target for target in keys.targets if TARGET_PARTS[target] in keys.also]:
+        return f"{both[0]} is in targets and in also ({TARGET_PARTS[both[0]]}); remove it from one of them"
+    if (absent := _absent_weights(settings, keys.also)) is not None:
+        return f"also: {absent}"
+    if GAU in model.layer_names:
+        return "not supported with layers of type gau, which compute queries, keys and values in one product; use mha"
+    if "value" in keys.targets and all(model.with_heads(name).values_from_keys for name in model.layer_names):
+        return "the values of this model are its keys (values_from_keys); remove value from targets"
+    divided = {name: getattr(parallel, name) for name in ("pipe_parallel_size", "model_parallel_size")}
+    if sizes := [f"{name} {size}" for name, size in divided.items() if size > 1]:
+        return f"not supported with {sizes[0]}; set it to 1, and divide long sequences with sequence_parallel_size"
+    if parallel.stage == 3:
+        return (
+            "not supported with ZeRO 3, which divides the frozen weights too; set zero_optimization.stage to 0, 1 or 2"
+        )
     return None
 
 
@@ -81,6 +114,7 @@ CHECKS = (
     Check("lr_wsd_decay_iters", _wsd_decay),
     *(Check(key, partial(_learning_rate, key)) for key in ("min_lr", "lr_warmup_init")),
     Check("trainable", _trainable_weights),
+    Check("lora", _lora),
     Check("train_batch_size", _batch),
     Check("precision", _precision),
     Check("train_epochs", _train_epochs),

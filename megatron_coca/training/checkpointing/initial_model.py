@@ -1,20 +1,29 @@
 """The model at step 0 of a run, with random weights or with weights from a checkpoint."""
 
 import logging
+import os
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
-from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, open_checkpoint
+import torch
+
+from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, native, open_checkpoint
 from megatron_coca.checkpoints.compare import POSITION_WEIGHTS, check_same_architecture, extension_note
-from megatron_coca.checkpoints.load import source_overrides
+from megatron_coca.checkpoints.load import local_folder, open_adapted_model, source_overrides
+from megatron_coca.checkpoints.native import AdaptedModel
 from megatron_coca.checkpoints.opened import load_weights
 from megatron_coca.checkpoints.tokenizer import made_of
-from megatron_coca.config import KEYS, Config, adds_norms
+from megatron_coca.config import KEYS, Config, ConfigError, adds_norms
 from megatron_coca.data import Tokenizer
 from megatron_coca.data.tokenizers.kinds import first_difference
 from megatron_coca.model import GPT, assemble_model, draw_learned_positions, empty_model, initial_norms
+from megatron_coca.support.remote_files import is_url
+from megatron_coca.training.checkpointing.saving import DTYPES
 
 logger = logging.getLogger(__name__)
+
 
 POSITION_KEYS = ("seq_length", *(key for key, place in KEYS.items() if place.group == "position"))
 CLEX_WEIGHTS = re.compile(r"positions\.(others\.\w+\.)?clex\..+")
@@ -24,10 +33,13 @@ GATE_WEIGHTS = re.compile(r".+\.position_gates\..+")
 
 
 class InitialModel(NamedTuple):
-    """A model, and the identity of the checkpoint from which its weights were loaded (None if they are random)."""
+    """A model, the identity of the checkpoint from which its weights were loaded (None if they are random), and for a
+    run with adapters the record of the model that they change.
+    """
 
     model: GPT
     origin: str | None
+    adapts: AdaptedModel | None = None
 
 
 def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = None, verify: bool = True) -> InitialModel:
@@ -44,17 +56,66 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     Raises:
         CheckpointError: there is no checkpoint to load, its architecture is different, or its tokenizer assigns
             different ids than `tokenizer`.
+        ConfigError: a run with adapters has no model to change, or new weights that it would not train.
         DataError: the checkpoint's tokenizer is damaged.
     """
     keys = config.checkpoint
     if not keys.finetune or keys.load is None:
+        if config.optimizer.lora is not None:
+            raise ConfigError("lora: needs a model to change; set finetune=true, and load to the model's folder")
         return InitialModel(assemble_model(config, device), None)
     source = open_checkpoint(keys.load, verify, keys.iteration, source_overrides(config))
-    saved = source.trained
-    check_same_architecture(source.folder, saved, config)
+    check_same_architecture(source.folder, source.trained, config)
     check_same_tokenizer(source, config, tokenizer)
+    model = _loaded_model(source, config, device)
+    return InitialModel(model, source.identity, None if config.optimizer.lora is None else _record(source, config))
 
-    model = empty_model(config, device, memory="cpu")
+
+def model_to_adapt(config: Config, device: str, folder: Path, verify: Callable[[Path], None]) -> InitialModel:
+    """Build the model that the adapters of a run change, in host memory. The run resumes from the checkpoint `folder`.
+
+    It is the model that the checkpoint names or, if a stage begins to train adapters, the checkpoint itself. Native
+    checkpoints are given to `verify` before they are read.
+
+    Raises:
+        CheckpointError: the model is not found, or is another one than when the adapters began.
+        ConfigError: see `initial_model`.
+    """
+    keys, overrides = config.checkpoint, source_overrides(config)
+    adapts = native.adapted_model(native.read_meta(folder))
+    if adapts is None:
+        source = open_checkpoint(folder, verify=False, overrides={"imports": overrides["imports"]})
+        adapts = AdaptedModel(identity=source.identity, place=folder.name)
+    else:
+        moved = keys.load if keys.finetune and keys.load is not None and not adapts.is_beside else None
+        if moved is not None and not is_url(moved) and not Path(moved).exists():
+            moved = None
+        source = open_adapted_model(adapts, folder, verify=False, overrides=overrides, place=moved)
+    if native.is_step_folder(source.folder):
+        verify(source.folder)
+    check_same_architecture(source.folder, source.trained, config)
+    if adapts.is_beside and (keys.save is None or os.path.realpath(keys.save) != os.path.realpath(folder.parent)):
+        adapts = adapts.model_copy(update={"place": os.path.abspath(folder.parent / adapts.place)})
+    return InitialModel(_loaded_model(source, config, device), None, adapts)
+
+
+def _record(source: OpenedCheckpoint, config: Config) -> AdaptedModel:
+    """Return the record of the model in the key `load` of a run, by which a later launch finds it."""
+    keys, folder = config.checkpoint, source.folder
+    if not native.is_step_folder(folder):
+        folder = local_folder(str(keys.load), keys.iteration)
+    base = None if keys.base_model is None else os.path.abspath(local_folder(keys.base_model))
+    place = os.path.abspath(folder)
+    return AdaptedModel(identity=source.identity, place=place, base_model=base, ignore_keys=keys.ignore_keys)
+
+
+def _loaded_model(source: OpenedCheckpoint, config: Config, device: str) -> GPT:
+    """Build the model of a run with the weights of `source`, in host memory. With adapters, the weights are in the
+    training dtype, because most of them stay as they are.
+    """
+    saved, lora = source.trained, config.optimizer.lora
+    dtype = torch.float32 if lora is None else DTYPES[config.precision.dtype]
+    model = empty_model(config, device, dtype=dtype, memory="cpu")
     learned = draw_learned_positions(model, config.model, config.seed)
     weights, own = source.weights(), model.state_dict()
     same = _same_positions(saved, config)
@@ -69,6 +130,12 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     load_weights(model, taken.adding(norms), learned)
 
     drawn, note = [name for name in learned if name not in taken.entries], extension_note(saved, config)
+    if lora is not None:
+        for part, names in (("positions", drawn), ("norms", list(norms))):
+            if names and part not in lora.also:
+                raise ConfigError(
+                    f"lora: the run has new weights ({names[0]}), which would never be trained; add {part} to lora.also"
+                )
     summary = [f"starts from the weights of {source.folder}", *([] if note is None else [note])]
     changed = _changed_positions(saved, config)
     summary += [f"changes {', '.join(changed)}"] if changed else []
@@ -76,7 +143,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     summary += [f"drops {', '.join(dropped)}"] if dropped else []
     summary += [f"initializes {', '.join(drawn)}"] if drawn else []
     logger.info("; ".join(summary))
-    return InitialModel(model, source.identity)
+    return model
 
 
 def _same_positions(saved: Config, wanted: Config) -> dict[re.Pattern[str], bool]:

@@ -23,6 +23,7 @@ from megatron_coca.checkpoints.neox.read import find_step
 from megatron_coca.config import (
     COMPUTE_KEYS,
     FORM_KEYS,
+    KEYS,
     CheckpointConfig,
     Config,
     RunStage,
@@ -267,6 +268,8 @@ def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> N
     }  # the configuration may set one of these keys only now, so its saved value says less
     free = FREE_GROUPS | {"optimizer"} if anew else FREE_GROUPS
     problems = differing_run(saved, corpus.config, free, form | recorded.keys())
+    if anew:  # all other keys of the optimizer may change
+        problems += differing_keys(saved, corpus.config, frozenset(KEYS) - {"lora"})
     if loads:
         problems += [f"{key} ({reason})" for key, reason in weight_changes(saved, corpus.config)]
     problems += differing_data(meta.get("data") or {}, corpus.identity, corpus.sources)
@@ -345,6 +348,7 @@ class StageStart(NamedTuple):
             method has changed.
         adds_norms: whether the model has norms of queries and keys that are not in the checkpoint.
         counters: the optimizer's counters, as `Engine.restored` takes them.
+        adds_adapters: whether the stage begins to train adapters, so that the checkpoint has none.
     """
 
     folder: Path
@@ -352,6 +356,7 @@ class StageStart(NamedTuple):
     new_losses: bool
     adds_norms: bool
     counters: dict[str, float]
+    adds_adapters: bool = False
 
 
 def continuation(folder: Path, stage: RunStage[Config]) -> StageStart:
@@ -364,7 +369,8 @@ def continuation(folder: Path, stage: RunStage[Config]) -> StageStart:
         counters = {name: value for name, value in counters.items() if name != ADDED_AT} | {STEP: 0.0}
     elif added:
         counters[ADDED_AT] = counters[STEP]
-    return StageStart(folder, anew, begins or changes_form(saved, stage.config), added, counters)
+    adapters = stage.config.optimizer.lora is not None and saved.optimizer.lora is None
+    return StageStart(folder, anew, begins or changes_form(saved, stage.config), added, counters, adapters)
 
 
 def quarantine_newer(keys: CheckpointConfig, chosen: ResumePoint) -> None:

@@ -82,8 +82,17 @@ class Checkpoints:
     Every `meta.json` contains the run's id, which is drawn when a new run starts and kept when it is resumed.
     """
 
-    def __init__(self, opened: OpenedStage, engine: Engine, context: RunContext, origin: str | None = None) -> None:
-        """Every rank must call this. `origin` is the identity of the checkpoint with the run's initial weights."""
+    def __init__(
+        self,
+        opened: OpenedStage,
+        engine: Engine,
+        context: RunContext,
+        origin: str | None = None,
+        adapts: native.AdaptedModel | None = None,
+    ) -> None:
+        """Every rank must call this. `origin` is the identity of the checkpoint with the run's initial weights, and
+        `adapts` the model that the run's adapters change.
+        """
         self._corpus, self._engine, self._shared = opened.corpus, engine, opened.shared
         self._topology, self._coordinates = context.topology, context.topology.coordinates(dist.rank())
         self._remotes, self._watchdog = context.remotes, context.watchdog
@@ -92,7 +101,7 @@ class Checkpoints:
         self._error: BaseException | None = None
         self._group = dist.background_group()
         self._buffers: dict[tuple[str, str, int], Tensor] = {}
-        self._run, self._origin = uuid4().hex, origin
+        self._run, self._origin, self._adapts = uuid4().hex, origin, adapts
         self._versions = numerics(engine.device)  # only once, because this runs git
 
     @property
@@ -107,7 +116,8 @@ class Checkpoints:
 
     def restore(self, how: StageStart) -> dict[str, Any]:
         """Restore the engine and the random state from a checkpoint, and return its `meta.json`. Every rank must call
-        this. Norms of queries and keys that are not in the checkpoint keep their initial weights and states.
+        this. Adapters, and norms of queries and keys, that are not in the checkpoint keep their initial weights and
+        states. With new adapters, all trained weights do, because the engine was built with their values.
 
         Raises:
             CheckpointError: state that this rank needs is missing from the checkpoint or does not match.
@@ -121,7 +131,7 @@ class Checkpoints:
         try:
             with StateReader(folder / native.STATE, native.state_files(folder)) as reader:
                 for piece in self._engine.pieces():
-                    added = how.adds_norms and QK_NORMS.search(piece.name)
+                    added = how.adds_adapters or (how.adds_norms and QK_NORMS.search(piece.name))
                     if piece.kind != WEIGHT and (how.new_optimizer or added):
                         piece.tensor.zero_()
                     elif not added:
@@ -233,6 +243,8 @@ class Checkpoints:
             "mixture": [asdict(share) for share in mixture],
             "versions": self._versions,
         }
+        if self._adapts is not None:
+            meta["adapts"] = self._adapts.model_dump()
         return Snapshot(step, pieces, slices, rng_states(), meta)
 
     def _writes(self, name: str, parameter: ParameterSlice) -> bool:
@@ -320,7 +332,10 @@ class Checkpoints:
         """Remove old checkpoints, except those that are not uploaded yet."""
         keys = self._keys
         try:
-            native.prune(root, keys.keep_last_n_checkpoints, keys.keep_every_n_steps, self._remotes.owed())
+            kept = self._remotes.owed()
+            if self._adapts is not None and self._adapts.is_beside:
+                kept.add(native.step_of(Path(self._adapts.place)))
+            native.prune(root, keys.keep_last_n_checkpoints, keys.keep_every_n_steps, kept)
         except OSError as error:
             logger.warning("%s: an old checkpoint could not be removed (%s)", root, error)
 

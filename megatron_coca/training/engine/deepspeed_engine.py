@@ -190,7 +190,7 @@ class DeepSpeedEngine:
             )
         self.device = self._engine.device
         if names is None:  # LanguageModelLoss calls its model `model`
-            names = {parameter: name.removeprefix("model.") for name, parameter in model.named_parameters()}
+            names = state.saved_names(model, config.optimizer.lora is not None)
         self._names = names
         self._added_at: float | None = None
 
@@ -242,11 +242,11 @@ class DeepSpeedEngine:
 
     def pieces(self) -> list[StatePiece]:
         """Return this rank's weights and optimizer states as views of the engine's own memory."""
-        return state.model_pieces(self._engine.optimizer, self._names, self._config.model)
+        return state.model_pieces(self._engine.optimizer, self._names, self._config)
 
     def parameter_slices(self) -> dict[str, ParameterSlice]:
         """Return, for every parameter, its shape on this rank and this rank's slice of the whole parameter."""
-        shapes = state.local_shapes(self._names, self._config.model)
+        shapes = state.local_shapes(self._names, self._config)
         return {name: ParameterSlice(shape, self._tensor_shard(name)) for name, shape in shapes.items()}
 
     def counters(self) -> dict[str, float]:

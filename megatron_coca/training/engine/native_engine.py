@@ -80,7 +80,7 @@ class NativeEngine:
         dtype, ranks = DTYPES[config.precision.dtype], group.world_size()
         self._module = model.to(dtype)
         group.send_weights(model)
-        self._names = {parameter: name.removeprefix("model.") for name, parameter in model.named_parameters()}
+        self._names = state.saved_names(model, config.optimizer.lora is not None)
         self._weights: FlatWeights | WholeWeights
         if ranks == 1 and dtype == torch.float32:
             self._weights = WholeWeights(optimizer, model.parameters())
@@ -141,13 +141,11 @@ class NativeEngine:
 
     def pieces(self) -> list[StatePiece]:
         """Return this rank's weights and optimizer states as views of the engine's own memory."""
-        return state.model_pieces(self._states, self._names, self._config.model)
+        return state.model_pieces(self._states, self._names, self._config)
 
     def parameter_slices(self) -> dict[str, ParameterSlice]:
         """Return the shape of every parameter. Every rank has all of each parameter."""
-        return {
-            name: ParameterSlice(shape) for name, shape in state.local_shapes(self._names, self._config.model).items()
-        }
+        return {name: ParameterSlice(shape) for name, shape in state.local_shapes(self._names, self._config).items()}
 
     def counters(self) -> dict[str, float]:
         """Return the optimizer's step count."""

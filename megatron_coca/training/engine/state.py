@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_coca.attention.layer import PackedRows, packed_rows
 from megatron_coca.checkpoints.native.state import WEIGHT, StatePiece
-from megatron_coca.config import ModelConfig
+from megatron_coca.config import Config, ModelConfig
+from megatron_coca.training.adapters import checkpoint_name
 from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.optimizer import QK_NORMS, Lion
 
@@ -54,6 +55,14 @@ class Packed(NamedTuple):
             yield StatePiece(self.name, piece.kind, start, piece.tensor[begin - piece.start : last - piece.start])
 
 
+def saved_names(model: nn.Module, lora: bool, prefix: str = "model.") -> dict[nn.Parameter, str]:
+    """Return the names in checkpoints of the parameters of `model` that are saved: with adapters (`lora`), only those
+    that are trained. `prefix` is removed.
+    """
+    named = ((name.removeprefix(prefix), parameter) for name, parameter in model.named_parameters())
+    return {each: checkpoint_name(name) for name, each in named if each.requires_grad or not lora}
+
+
 def packed_parameters(names: Names, model: ModelConfig) -> dict[str, Packed]:
     """Return, by name, the parameters of projections that are split into three layers, as rows of the packed
     projection.
@@ -82,16 +91,21 @@ def packed_pieces(pieces: Iterable[StatePiece], packed: Mapping[str, Packed]) ->
             yield piece
 
 
-def model_pieces(optimizer: Any, names: Names, model: ModelConfig) -> list[StatePiece]:
-    """Return this rank's pieces of every parameter of the model; see `pieces`."""
-    return list(packed_pieces(pieces(optimizer, names), packed_parameters(names, model)))
+def model_pieces(optimizer: Any, names: Names, config: Config) -> list[StatePiece]:
+    """Return this rank's pieces of every parameter in `names`; see `pieces`."""
+    return list(packed_pieces(pieces(optimizer, names), _packed(names, config)))
 
 
-def local_shapes(names: Names, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape on this rank of every parameter of the model."""
-    packed = packed_parameters(names, model)
+def local_shapes(names: Names, config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the shape on this rank of every parameter in `names`."""
+    packed = _packed(names, config)
     shapes = {name: internals.whole_shape(weight) for weight, name in names.items() if name not in packed}
     return shapes | {projection.name: projection.shape for projection in packed.values()}
+
+
+def _packed(names: Names, config: Config) -> dict[str, Packed]:
+    """Return the parameters that checkpoints contain as rows of a packed parameter. With adapters there are none."""
+    return {} if config.optimizer.lora is not None else packed_parameters(names, config.model)
 
 
 def _moments(optimizer: Any) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ SHIPPED = sorted(
     for path in CONFIGS.rglob("*.yml")
     if path.parent.name not in OF_OTHER_COMMANDS and path.relative_to(CONFIGS) not in OF_TEXT
 )
-OVERLAYS = {"coca", "ordered", "large"}
+OVERLAYS = {"coca", "lora", "ordered", "large"}
 """Of finetune: the network is that of a folder. Of recall: the model is in model.yml."""
 COMPLETE = {"100M", "350M", "quickstart", "finetune", "small", "bases", "recall"}
 METHODS = {
@@ -60,6 +60,7 @@ OURS = {
     "relative_positions",
     "synthetic",
     "training_positions",
+    "lora",
     "logit_scaling",
     *("sink_logits", "attention_chunk_size", "forgetting_gate"),
     "attention_backend",

@@ -175,7 +175,8 @@ def test_configurations_load(command: str, monkeypatch: pytest.MonkeyPatch) -> N
     files = [word for word in arguments if word.endswith(".yml") and Path(word).exists()]
     keys = [word for word in arguments if re.match(r"[a-z_.]+=", word)]
     if script in OF_RUNS and files:
-        load_config(files, keys)
+        of_folder = any(word.startswith("models/") for word in arguments)  # which has the network
+        load_config([BASE, *files] if of_folder else files, keys)
     elif script == "megatron-coca ablate":
         read_ablation(Path(files[0]))
     elif script == "megatron-coca evaluate" and arguments[1] == "suite":

@@ -31,6 +31,7 @@ WHOLE: dict[str, Any] = {
     "step": 7,
     "run": "abc",
     "origin": None,
+    "adapts": {"identity": "ab", "place": "global_step3", "base_model": "models/a", "ignore_keys": ["b"]},
     "data": {"tokens": [5], "document_counts": [1], "weights": [1.0], "sha256": ["f0"], "sampled": [None]}
     | {"tokenizer": "0a", "documents": ["eod_mask_loss"]},
     "batch": 4,

@@ -1,0 +1,66 @@
+"""Low-rank adapters in a model that trains: PEFT adds them to our modules, and everything else is frozen."""
+
+import re
+
+import torch
+import torch.nn as nn
+
+from megatron_coca.attention.layer import SelfAttention
+from megatron_coca.config import ConfigError
+from megatron_coca.config.optimization import QUERY_KEY_VALUE, AdapterTarget, LoraConfig
+from megatron_coca.training.optimizer import parts_of
+
+MODULES: dict[AdapterTarget, tuple[str, ...]] = {
+    "query": ("attention.query_key_value.query",),
+    "key": ("attention.query_key_value.key",),
+    "value": ("attention.query_key_value.value",),
+    "dense": ("attention.dense",),
+    "mlp": ("mlp.linear1", "mlp.linear2"),
+}
+"""The modules in a block that get the adapters of each target."""
+NAME = "default"
+"""The name of the adapters in PEFT, which is part of the names of their parameters in the model."""
+PARAMETER = re.compile(rf"\.(lora_\w+)\.{NAME}(?=\.|$)")
+
+
+def require_peft() -> None:
+    """Raise ConfigError if PEFT is not installed."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "lora: peft is not installed; run `pip install megatron-coca[adapters]`, or set lora=null"
+        ) from error
+
+
+def add_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> None:
+    """Add adapters to the blocks of a model, in place, and freeze all weights except those of the parts in `lora.also`.
+
+    The packed projections of queries, keys and values are split if only some of them change or each has an adapter. The
+    initial values depend on `seed` and the shapes: A is uniform as in PEFT, and B is 0, so the model computes the same
+    function as before. The global random state is preserved. Call this after loading weights and before building an
+    engine. Raises ConfigError if PEFT is not installed.
+    """
+    require_peft()
+    from peft import LoraConfig as Settings
+    from peft import inject_adapter_in_model
+
+    trained = {part for part in QUERY_KEY_VALUE if part in lora.also}
+    if trained not in (set(), set(QUERY_KEY_VALUE)) or {"query", "key", "value"} & set(lora.targets):
+        for attention in [module for module in model.modules() if isinstance(module, SelfAttention)]:
+            attention.split_projection()
+    modules = [name for target in lora.targets for name in MODULES[target]]
+    settings = Settings(target_modules=modules, lora_dropout=lora.dropout, **lora.settings)
+    frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(settings, model, NAME)
+    for name, parameter in model.named_parameters():
+        whole = PARAMETER.search(name) is None
+        is_selected = not whole or set(parts_of(name)) <= set(lora.also)
+        parameter.requires_grad_(is_selected and id(parameter) not in frozen)
+
+
+def checkpoint_name(name: str) -> str:
+    """Return the name of a parameter in checkpoints, from its name in the model."""
+    return PARAMETER.sub(r".\1", name)
