@@ -76,8 +76,8 @@ config.to_yaml()                               # every resolved key, flat
 
 GPT-NeoX's keys have the same meaning here, with the exceptions that the end of this page lists. It also lists the keys
 without effect and the keys of unsupported features, which accept only GPT-NeoX's default. Of GPT-NeoX's 59
-configuration files, 35 models and 8 overlays load unchanged. The other 16 are errors, because they use Mamba, RWKV,
-mixtures of experts, Transformer Engine, bitsandbytes, sparse attention, gMLP, Comet, misspelled keys, or (in 20B)
+configuration files, 36 models and 8 overlays load unchanged. The other 15 are errors, because they use Mamba, RWKV,
+Transformer Engine, bitsandbytes, sparse attention, gMLP, Comet, misspelled keys, or (in 20B)
 tensor ranks within pipeline stages, which DeepSpeed's AutoTP does not support. `tests/neox/upstream_files.yaml` lists
 the keys.
 

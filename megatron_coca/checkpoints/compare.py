@@ -8,7 +8,7 @@ from typing import Any
 from megatron_coca import methods
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.config import KEYS, Config, ModelConfig, norm_changes
-from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL
+from megatron_coca.config.model import DENSE, EXPERTS, GATED_ACTIVATIONS, GAU, GLOBAL
 from megatron_coca.config.position import LayerType, PositionConfig, Selected
 
 LAYER_KEYS = frozenset(
@@ -33,6 +33,9 @@ FIXED_BY_WEIGHTS = frozenset(
     *("residual_scale", "clip_qkv", "use_bias_in_output_head", "sinusoidal_base", "embedding_width"),
     *("use_output_transform", "skip_first_norm"),
     *("head_shapes", "values_from_keys", "value_norm", "layer_scale"),
+    *("mlp_config", "moe_num_experts", "moe_expert_interval", "moe_intermediate_size", "moe_shared_intermediate_size"),
+    *("moe_top_k", "moe_shared_gate", "moe_router_scores", "moe_router_bias", "moe_norm_topk_prob"),
+    *("moe_routed_scaling_factor", "moe_num_groups", "moe_top_k_groups", "swiglu_limit", "swiglu_alpha"),
 }
 """Keys that finetuning must not change from the run that trained the weights. The position method may change, and norms
 of queries and keys may be added.
@@ -210,7 +213,23 @@ def comparable(config: Config) -> dict[str, Any]:
     shown["offset"] = model.opt_pos_emb_offset if absolute else None
     shown["sinusoidal_base"] = model.sinusoidal_base if "sinusoidal" in absolute else None
     shown["rows"] = model.max_position_embeddings if config.position.embedding.weights == "table" else None
-    return shown | {"positions": positions, "units": model.layer_names.count(GAU)}
+    return shown | _comparable_mlps(model) | {"positions": positions, "units": model.layer_names.count(GAU)}
+
+
+def _comparable_mlps(model: ModelConfig) -> dict[str, Any]:
+    """Return a description of the types of MLPs and of the mixtures of experts."""
+    kinds: dict[str, Any] = {"mlps": model.mlp_names}
+    if EXPERTS not in model.mlp_names:
+        return kinds
+    groups = (model.moe_num_groups, model.moe_top_k_groups if model.moe_num_groups > 1 else 1)
+    clamped = (model.swiglu_limit, model.swiglu_alpha) if model.activation == "clamped_swiglu" else None
+    return kinds | {
+        "ffn_hidden_size": model.ffn_hidden_size if DENSE in model.mlp_names else None,
+        "experts": (model.moe_num_experts, model.moe_top_k, model.expert_width, *groups, clamped),
+        "shared": (model.moe_shared_intermediate_size, model.moe_shared_gate),
+        "router": (model.moe_router_scores, model.moe_router_bias, model.moe_correction_bias),
+        "weights": (model.moe_norm_topk_prob, model.moe_routed_scaling_factor),
+    }
 
 
 def contradicts(described: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:

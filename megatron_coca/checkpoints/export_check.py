@@ -94,9 +94,9 @@ def _layers(config: Config, weights: Weights) -> int:
     for name, entry in weights.entries.items():
         if (number := _layer(name)) is not None:
             sizes[number] += 4 * prod(entry.shape)
-    names = config.model.layer_names
+    names = list(zip(config.model.layer_names, config.model.mlp_names, strict=True))
     needed = max(names.index(name) for name in set(names)) + 1
-    possible = [count for count in range(needed, len(sizes) + 1) if names[count - 1] == names[-1]]
+    possible = [count for count in range(needed, len(sizes) + 1) if names[count - 1][0] == names[-1][0]]
     return max((count for count in possible if sum(sizes[:count]) <= MEMORY), default=possible[0])
 
 
@@ -123,6 +123,8 @@ def reduced(config: Config, layers: int, rows: int) -> Config:
     }
     keys.pop("imports", None)  # the methods are registered already
     keys |= {"num_layers": layers, "attention_config": [[list(names), 1]]}
+    if config.model.mixtures:
+        keys |= {"mlp_config": [[list(config.model.mlp_names[:layers]), 1]], "moe_expert_interval": 1}
     return load_config([], keys | {"vocab_size": rows, "make_vocab_size_divisible_by": 1})
 
 

@@ -128,6 +128,8 @@ def _lines(config: Config, result: "RunEstimate", options: Namespace) -> Iterato
 
     count, grid, memory, trained = result.parameters, result.topology, result.memory, trained_count(config).total
     yield f"parameters         {count.total:>18,}   {count.non_embedding:,} without embedding and head"
+    if count.idle:
+        yield f"active             {count.active:>18,}   {count.active / count.total:.2%}: those that process a token"
     if trained != count.total:
         yield f"trained            {trained:>18,}   {trained / count.total:.2%}"
     for part in ("embedding", "attention", "mlp", "norms", "position", "head"):

@@ -31,6 +31,7 @@ Activation = Literal[
     "silu",
     "reglu",
     "swiglu",
+    "clamped_swiglu",
     "bilinear",
     "glu",
 ]
@@ -46,7 +47,9 @@ InitMethod = Literal[
     "small_init",
     "single_residual_scaled_normal",
 ]
-GATED_ACTIVATIONS = frozenset({"geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu"})
+GATED_ACTIVATIONS = frozenset({"geglu", "geglu_tanh", "reglu", "swiglu", "clamped_swiglu", "bilinear", "glu"})
+DENSE, EXPERTS = "dense", "experts"
+"""The types of an MLP."""
 
 GLOBAL = "global"
 """The layer type with the model's own position keys."""
@@ -102,6 +105,52 @@ class ModelConfig(ConfigGroup):
     expansion_factor: Annotated[float, Field(gt=0.0, le=1024.0)] | None = key(
         None, "Inner width of the MLP as a multiple of hidden_size, instead of intermediate_size."
     )
+    mlp_config: list[Any] | None = key(
+        None,
+        "Type of the MLP of every layer, `dense` or `experts`, written as `attention_config`:"
+        " `[[[dense], 1], [[experts], 11]]`; null: as moe_expert_interval says.",
+    )
+    moe_num_experts: Size = key(
+        1, "Experts in a mixture of experts, which replaces the MLP of a layer; 1: all MLPs are dense."
+    )
+    moe_top_k: Size = key(1, "Experts that process each token. No token is dropped.")
+    moe_expert_interval: Count = key(
+        1, "Distance between layers with a mixture of experts, of which the first layer is one, as in GPT-NeoX."
+    )
+    moe_intermediate_size: Size | None = key(
+        None,
+        "Inner width of each expert, with a gated activation of value and gate each; null: the inner width of a dense"
+        " MLP.",
+    )
+    moe_shared_intermediate_size: Size | None = key(
+        None, "Inner width of an MLP beside the experts that processes every token, as in DeepSeek; null: none."
+    )
+    moe_shared_gate: bool = key(
+        False, "Multiply the output of the shared MLP by sigmoid(x w), one number for each token, as in Qwen 2 MoE."
+    )
+    moe_router_type: Literal["topk", "sinkhorn"] = key(
+        "topk", "How the router chooses experts. Each token is sent to the moe_top_k experts with the largest scores."
+    )
+    moe_router_scores: Literal["softmax", "sigmoid"] = key(
+        "softmax",
+        "Function from the router's logits to scores. sigmoid scores each expert by itself, as in DeepSeek 3.",
+    )
+    moe_router_bias: bool = key(False, "Use a bias in the router, as in gpt-oss.")
+    moe_norm_topk_prob: bool = key(
+        False,
+        "Divide the weights of a token's experts by their sum, as in Mixtral. Without it, the weights are the scores,"
+        " as in GPT-NeoX.",
+    )
+    moe_routed_scaling_factor: Positive = key(1.0, "Factor on the weights of the experts, as in DeepSeek.")
+    moe_correction_bias: bool = key(
+        False,
+        "Add a number for each expert to the scores that choose experts, but not to the weights, as in DeepSeek 3. Only"
+        " moe_bias_update_rate changes these numbers.",
+    )
+    moe_num_groups: Size = key(
+        1, "Groups of experts. A token is sent only to experts in its best groups, as in DeepSeek 3; 1: one group."
+    )
+    moe_top_k_groups: Size = key(1, "Groups for each token: those with the largest sums of their two largest scores.")
     seq_length: Count = required(
         "Training length in tokens. It is also the L of position extensions, unless"
         " rope_scaling.original_max_position_embeddings is set."
@@ -137,8 +186,13 @@ class ModelConfig(ConfigGroup):
     activation: Activation = key(
         "gelu",
         "Activation of the MLP. relu_squared is max(x, 0)^2, as in Nemotron; xielu has two learned parameters for each"
-        " layer, as in Apertus.",
+        " layer, as in Apertus; clamped_swiglu is (v + 1) g sigmoid(swiglu_alpha g) for value v and gate g, which"
+        " swiglu_limit limits, as in gpt-oss.",
     )
+    swiglu_limit: Positive = key(
+        7.0, "With activation clamped_swiglu: largest absolute value of the value, and largest value of the gate."
+    )
+    swiglu_alpha: Positive = key(1.702, "With activation clamped_swiglu: the factor in the sigmoid.")
     bias_gelu_fusion: bool = key(
         False, "With activation gelu: use the tanh approximation, as GPT-NeoX's fused kernel does."
     )
@@ -259,6 +313,30 @@ class ModelConfig(ConfigGroup):
     def layer_names(self) -> tuple[str, ...]:
         """Type of every layer; without `attention_config`, all layers are `global`."""
         return layer_names(self.attention_config, self.num_layers)
+
+    @property
+    def mlp_names(self) -> tuple[str, ...]:
+        """Type of the MLP of every layer, `DENSE` or `EXPERTS`.
+
+        Raises:
+            ValueError: mlp_config is malformed, or does not cover num_layers layers.
+        """
+        if self.moe_num_experts == 1 and self.mlp_config is None:
+            return (DENSE,) * self.num_layers
+        if self.mlp_config is None:
+            every = self.moe_expert_interval
+            return tuple(DENSE if number % every else EXPERTS for number in range(self.num_layers))
+        return layer_names(self.mlp_config, self.num_layers)
+
+    @property
+    def mixtures(self) -> int:
+        """Number of layers with a mixture of experts."""
+        return self.mlp_names.count(EXPERTS)
+
+    @property
+    def expert_width(self) -> int:
+        """Inner width of each expert."""
+        return self.moe_intermediate_size or self.ffn_hidden_size
 
     @property
     def gau_features(self) -> int:

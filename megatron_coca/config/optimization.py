@@ -101,6 +101,20 @@ class OptimizerConfig(ConfigGroup):
     eps: Positive = key(1.0e-8, "Adam's epsilon.", "optimizer.params.eps")
     weight_decay: NotNegative = key(0.1, "Weight decay of matrices and embeddings. It is decoupled, except with sgd.")
     gradient_clipping: NotNegative = key(1.0, "Maximum global gradient norm; 0 disables clipping.")
+    moe_loss_coeff: NotNegative = key(
+        0.01,
+        "Factor on the balancing loss of mixtures of experts, the mean over layers of E sum_i f_i p_i with E experts,"
+        " the share f_i of expert i in the choices, and its mean score p_i (Switch). It is 1 if all experts get the"
+        " same share. It adds to the gradient, but not to the loss that a run reports.",
+    )
+    moe_z_loss_coeff: NotNegative = key(
+        0.0, "Factor on the mean of the squared log-sum-exp of the router's logits, as in ST-MoE."
+    )
+    moe_bias_update_rate: NotNegative = key(
+        0.0,
+        "With moe_correction_bias: after each step, raise the number of every expert that got less than the mean share"
+        " of the step's tokens by this rate, and lower the others, as in DeepSeek 3.",
+    )
     trainable: Annotated[list[TrainablePart], Field(min_length=1), BeforeValidator(_sort_parts)] | None = key(
         None,
         "Parts of the model to train, as a list; null trains everything. All other weights are frozen. `key` is also"

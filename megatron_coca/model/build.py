@@ -38,11 +38,11 @@ INITIALIZERS: dict[str, Callable[[ModelConfig], Initializer]] = {
     "scaled_orthogonal": lambda m: lambda weight: nn.init.orthogonal_(weight, gain=1.0 / math.sqrt(2.0 * m.num_layers)),
 }
 
-OUTPUT_LAYERS = ("attention.dense.weight", "mlp.linear2.weight")
+OUTPUT_LAYERS = ("attention.dense.weight", "mlp.linear2.weight", "mlp.shared.linear2.weight")
 """The weights that write to the residual stream; `output_layer_init_method` initialises them."""
 ZERO_BIASES = (
     *("linear1.bias", "linear2.bias", "dense.bias", "query_key_value.bias", "base.bias", "output_gate.bias"),
-    "final_linear.bias",
+    *("final_linear.bias", "router.bias"),
 )
 """Biases that are initially 0. PyTorch draws them from a uniform distribution."""
 
@@ -63,10 +63,12 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
 
     def draw(named: Iterable[tuple[str, Tensor]]) -> None:
         for name, parameter in named:
-            if parameter.dim() >= 2 and "_layernorm." not in name:
-                (output if name.endswith(OUTPUT_LAYERS) else inner)(parameter)
-            elif name.endswith(ZERO_BIASES):
+            if name.endswith(ZERO_BIASES):
                 parameter.zero_()
+            elif parameter.dim() >= 2 and "_layernorm." not in name:
+                fill = output if name.endswith(OUTPUT_LAYERS) else inner
+                for matrix in parameter if parameter.dim() == 3 else (parameter,):  # the matrices of experts
+                    fill(matrix)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -11,7 +11,7 @@ import torch
 from megatron_coca.attention.build import BACKENDS, build_method
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.config import Config, ModelConfig, PositionConfig
-from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
+from megatron_coca.config.model import EXPERTS, GATED_ACTIVATIONS, GAU, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
 from megatron_coca.config.optimization import TrainablePart
 
 Backends = Mapping[str, str]
@@ -36,7 +36,8 @@ class ParameterCount:
 
     `embedding` includes the padded rows. If the weights are tied, it is also the output head, and `head` counts only a
     layer before the head and a bias. `norms` includes the final norm and the numbers of layer_scale. `position` counts
-    the table, bias or network of the position methods.
+    the table, bias or network of the position methods. `idle` are the parameters of the experts that do not process a
+    token, which `mlp` includes.
     """
 
     embedding: int
@@ -45,6 +46,12 @@ class ParameterCount:
     norms: int
     position: int
     head: int
+    idle: int = 0
+
+    @property
+    def active(self) -> int:
+        """Parameters that process a token: all except those of the experts that do not."""
+        return self.total - self.idle
 
     @property
     def total(self) -> int:
@@ -64,7 +71,8 @@ class Flops:
     Attributes:
         model: 6N + 12 L h n, the basis of model FLOPs utilisation (MFU) (Chowdhery et al. 2022, "PaLM", appendix B). N
             is the number of weights in matrix products, including the output head but not the embedding; L is the
-            number of layers, h their width, and n the number of queries and of keys. This count ignores causality and
+            number of layers, h their width, and n the number of queries and of keys. In mixtures of experts, only the
+            experts that process a token count. This count ignores causality and
             recomputation, so that MFU is comparable between training frameworks.
         executed: the operations that a causal kernel runs, with (n + 1) / 2 keys per query on average, plus a second
             forward pass of the blocks if activations are recomputed.
@@ -89,7 +97,7 @@ def parameter_count(config: Config) -> ParameterCount:
     return ParameterCount(
         embedding=table + projection,
         attention=sum(sum(_projections(model, name).values()) for name in model.layer_names),
-        mlp=(model.num_layers - model.layer_names.count(GAU)) * _mlp(model),
+        mlp=sum(_mlp(model, mlp) for name, mlp in _layers(model) if name != GAU),
         norms=(sum(norms_per_block(model, name) for name in model.layer_names) + norms_of_ends(model))
         * norm_parameters(model)
         + sum(_qk_norm_parameters(model.with_heads(name)) for name in model.layer_names)
@@ -99,6 +107,7 @@ def parameter_count(config: Config) -> ParameterCount:
         + transform
         + model.no_weight_tying * table
         + model.use_bias_in_output_head * model.padded_vocab_size,
+        idle=model.mixtures * (model.moe_num_experts - model.moe_top_k) * _matrices(model, model.expert_width),
     )
 
 
@@ -113,7 +122,7 @@ def trained_count(config: Config) -> ParameterCount:
     return ParameterCount(
         embedding=count.embedding * trains("embedding"),
         attention=sum(size for part, size in numbers if trains(part)),
-        mlp=count.mlp * trains("mlp"),
+        mlp=(count.mlp - model.mixtures * model.moe_correction_bias * model.moe_num_experts) * trains("mlp"),
         norms=count.norms * trains("norms"),
         position=(count.position - _position(config, frozen=True)) * trains("positions"),
         head=count.head * trains("output_head"),
@@ -134,7 +143,8 @@ def flops_per_token(config: Config, length: int | None = None, backends: Backend
     length = length or model.seq_length
     names, positions = model.layer_names, config.layer_types
     gates = model.hidden_size * model.num_attention_heads
-    blocks = sum(_weights_per_block(model, name) + gates * (positions[name].gate is not None) for name in names)
+    blocks = sum(_weights_per_block(model, *kinds) for kinds in _layers(model))
+    blocks += sum(gates * (positions[name].gate is not None) for name in names)
     head = model.padded_vocab_size * model.token_width + 2 * model.hidden_size * (model.embedding_width or 0)
     head += model.use_output_transform * model.hidden_size**2
     # Mean width of q k^T and the product with v: as counted in `Flops.model`, and as executed.
@@ -169,9 +179,22 @@ def _not_repeated(model: ModelConfig) -> int:
     follows it.
     """
     size, last = getattr(model, "checkpoint_num_layers", 1), model.num_layers - 1
-    ends = [model.layer_names[min(first + size - 1, last)] for first in range(0, model.num_layers, size)]
-    widths = (model.gau_features if name == GAU else model.ffn_hidden_size for name in ends)
-    return 0 if model.hidden_dropout else model.hidden_size * sum(widths)
+    ends = [_layers(model)[min(first + size - 1, last)] for first in range(0, model.num_layers, size)]
+    return 0 if model.hidden_dropout else model.hidden_size * sum(_last_width(model, *kinds) for kinds in ends)
+
+
+def _last_width(model: ModelConfig, name: str, mlp: str) -> int:
+    """Return the number of input features of a block's last matrix product, if no gradient needs its result."""
+    if name == GAU:
+        return model.gau_features
+    if mlp == EXPERTS:  # the weights of experts need the results of experts, and a gate that of the shared MLP
+        return 0 if model.moe_shared_gate else model.moe_shared_intermediate_size or 0
+    return model.ffn_hidden_size
+
+
+def _layers(model: ModelConfig) -> list[tuple[str, str]]:
+    """Return the layer type and the type of the MLP of every layer."""
+    return list(zip(model.layer_names, model.mlp_names, strict=True))
 
 
 def norms_per_block(model: ModelConfig, name: str) -> int:
@@ -194,19 +217,24 @@ def norms_of_ends(model: ModelConfig) -> int:
     return head + model.use_embedding_norm - model.skip_first_norm
 
 
-def packed_mlp_width(model: ModelConfig) -> int:
-    """Return the number of rows of the MLP's first matrix. With a gated activation, these are the rows of value and
-    gate together.
+def packed_mlp_width(model: ModelConfig, width: int | None = None) -> int:
+    """Return the number of rows of the first matrix of an MLP with `width` inner features, by default those of the
+    dense MLPs. With a gated activation, these are the rows of value and gate together.
     """
-    return model.ffn_hidden_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
+    width = model.ffn_hidden_size if width is None else width
+    return width * (2 if model.activation in GATED_ACTIVATIONS else 1)
 
 
-def _weights_per_block(model: ModelConfig, name: str) -> int:
+def _weights_per_block(model: ModelConfig, name: str, mlp: str) -> int:
     """Count the weights in the matrices of one block that each token is multiplied with."""
     h = model.hidden_size
     if name == GAU:
         return h * (3 * model.gau_features + model.gau_key_width)
-    return h * (_attention_rows(model.with_heads(name)) + packed_mlp_width(model) + model.ffn_hidden_size)
+    attention = _attention_rows(model.with_heads(name))
+    if mlp != EXPERTS:
+        return h * (attention + packed_mlp_width(model) + model.ffn_hidden_size)
+    used = model.moe_top_k * model.expert_width + (model.moe_shared_intermediate_size or 0)
+    return h * (attention + packed_mlp_width(model, used) + used + model.moe_num_experts + model.moe_shared_gate)
 
 
 def _attention_rows(model: ModelConfig) -> int:
@@ -243,10 +271,20 @@ def _qk_norm_parameters(model: ModelConfig) -> int:
     return vectors * model.head_dim
 
 
-def _mlp(model: ModelConfig) -> int:
-    width, h = packed_mlp_width(model), model.hidden_size
-    learned = 4 if model.activation == "xielu" else 0
-    return h * (width + model.ffn_hidden_size) + (width + h if model.use_bias_in_mlp else 0) + learned
+def _mlp(model: ModelConfig, mlp: str) -> int:
+    """Count the parameters of the MLP or of the mixture of experts of one layer."""
+    if mlp != EXPERTS:
+        return _matrices(model, model.ffn_hidden_size) + (4 if model.activation == "xielu" else 0)
+    router = model.hidden_size + model.moe_router_bias + model.moe_correction_bias
+    shared = model.moe_shared_intermediate_size
+    every = 0 if shared is None else _matrices(model, shared) + model.hidden_size * model.moe_shared_gate
+    return model.moe_num_experts * (_matrices(model, model.expert_width) + router) + every
+
+
+def _matrices(model: ModelConfig, width: int) -> int:
+    """Count the weights and biases of an MLP with `width` inner features."""
+    packed, h = packed_mlp_width(model, width), model.hidden_size
+    return h * (packed + width) + (packed + h if model.use_bias_in_mlp else 0)
 
 
 def norm_parameters(model: ModelConfig) -> int:
@@ -376,11 +414,11 @@ def _kept_by_block(config: Config, size: int, tensor: int, backends: Backends) -
     """Return the bytes per token that the norms, projections, attention and MLP of one block save, averaged over all
     blocks.
     """
-    names = config.model.layer_names
-    return sum(_kept_by_type(config, size, tensor, name, backends) for name in names) / len(names)
+    kinds = _layers(config.model)
+    return sum(_kept_by_type(config, size, tensor, *each, backends) for each in kinds) / len(kinds)
 
 
-def _kept_by_type(config: Config, size: int, tensor: int, name: str, backends: Backends) -> float:
+def _kept_by_type(config: Config, size: int, tensor: int, name: str, mlp: str, backends: Backends) -> float:
     model, norms = config.model, norms_per_block(config.model, name)
     hidden = model.hidden_size
     # Every norm saves its input and output. In parallel blocks both norms have the same input, which is saved once.
@@ -394,7 +432,7 @@ def _kept_by_type(config: Config, size: int, tensor: int, name: str, backends: B
     shape = model.with_heads(name)
     gated = shape.output_gates and shape.output_gates + shape.attention_width  # the gates, and the gated outputs
     normed = shape.num_kv_heads * shape.head_dim * model.value_norm  # the normalised values
-    inner = shape.packed_attention_width + shape.attention_width + gated + normed + _mlp_numbers(model)
+    inner = shape.packed_attention_width + shape.attention_width + gated + normed + _mlp_numbers(model, mlp, size)
     saved += hidden * size * model.layer_scale
     return saved + (inner * size + _operand_bytes(config, size, backends)) / tensor
 
@@ -406,11 +444,24 @@ def _norm_extra(model: ModelConfig, size: int) -> float:
     return 0 if model.norm in ("layernorm", "non_parametric_layernorm") else 4 if size == 4 else 6
 
 
-def _mlp_numbers(model: ModelConfig) -> int:
-    """Count the numbers that the MLP saves per token. ReLU saves only its output."""
+def _mlp_numbers(model: ModelConfig, mlp: str, size: int) -> float:
+    """Count the numbers of `size` bytes that the MLP or the mixture of experts saves per token."""
+    if mlp != EXPERTS:
+        return _inner_numbers(model, model.ffn_hidden_size)
+    h, shared = model.hidden_size, model.moe_shared_intermediate_size
+    # Every choice has a copy of the token and a result. The router has scores, and in half precision the token, in
+    # float32.
+    chosen = model.moe_top_k * (_inner_numbers(model, model.expert_width) + 2 * h)
+    router = (3 * model.moe_num_experts + h * (size < 4)) * 4 / size
+    every = 0 if shared is None else _inner_numbers(model, shared) + h * model.moe_shared_gate
+    return chosen + router + every
+
+
+def _inner_numbers(model: ModelConfig, width: int) -> int:
+    """Count the numbers that an MLP with `width` inner features saves per token. ReLU saves only its output."""
     gated = model.activation in GATED_ACTIVATIONS
-    first = 0 if model.activation == "relu" else packed_mlp_width(model)
-    return first + model.ffn_hidden_size * (2 if gated else 1)
+    first = 0 if model.activation == "relu" else packed_mlp_width(model, width)
+    return first + width * (2 if gated else 1) + width * (2 if model.activation == "clamped_swiglu" else 0)
 
 
 def _operand_bytes(config: Config, size: int, backends: Backends) -> float:
@@ -446,8 +497,12 @@ def saved_width(method: PositionMethod) -> int:
 
 def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:
     """Return the bytes per token that selective checkpointing keeps: the results of matrix products and attention."""
+    h = model.hidden_size
     rows = sum(_attention_rows(model.with_heads(name)) for name in model.layer_names) / model.num_layers
-    shared = rows + packed_mlp_width(model)
+    mixed = model.mixtures / model.num_layers
+    experts = model.moe_top_k * (packed_mlp_width(model, model.expert_width) + h) + model.moe_num_experts
+    experts += packed_mlp_width(model, model.moe_shared_intermediate_size or 0)
+    shared = rows + (1 - mixed) * packed_mlp_width(model) + mixed * experts
     units = model.layer_names.count(GAU) / model.num_layers
-    unit = 3 * model.gau_features + model.gau_key_width + model.hidden_size
-    return ((1 - units) * (shared / tensor + 2 * model.hidden_size) + units * unit) * size
+    unit = 3 * model.gau_features + model.gau_key_width + h
+    return ((1 - units) * (shared / tensor + 2 * h) + units * unit) * size

@@ -16,7 +16,10 @@ from megatron_coca.attention.inputs import Backend, PackedDocuments, documents_f
 from megatron_coca.attention.layer import Cache, CachedTokens
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import ModelConfig
+from megatron_coca.config.model import EXPERTS
+from megatron_coca.model.experts import Balancing, ExpertMixture, recorded_routing
 from megatron_coca.model.layers import (
+    MLP,
     Block,
     Embedding,
     absolute,
@@ -130,7 +133,11 @@ class GPT(ShardedModule):
         self.embedding = Embedding(model, positions)
         (_, first), *others = methods.items()
         self.positions = PositionEncoding(first, dict(others))
-        self.blocks = nn.ModuleList(Block(model, methods[name], backends[name], name) for name in model.layer_names)
+        mlps = [ExpertMixture if kind == EXPERTS else MLP for kind in model.mlp_names]
+        self.blocks = nn.ModuleList(
+            Block(model, methods[name], backends[name], name, mlp)
+            for name, mlp in zip(model.layer_names, mlps, strict=True)
+        )
         if model.skip_first_norm:
             self.blocks[0].input_layernorm = nn.Identity()
         self.norm = build_norm(model) if model.norm_position != "residual" else nn.Identity()
@@ -339,11 +346,14 @@ class LanguageModelLoss(ShardedModule):
 
     `documents` and `positions`, integer [batch, length], are passed to the model. `loss_mask`, bool [batch, length],
     selects the inputs with a next token that counts in the loss. The loss is multiplied by `loss_weight`.
+
+    In training, the gradient of the balancing losses of mixtures of experts is added, but not their value.
     """
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: GPT, balancing: Balancing | None = None) -> None:
+        """`balancing` is needed to train a model with mixtures of experts."""
         super().__init__()
-        self.model = model
+        self.model, self.balancing = model, balancing
 
     def forward(
         self,
@@ -355,11 +365,16 @@ class LanguageModelLoss(ShardedModule):
     ) -> Tensor:
         # Randomly drawn positions do not reveal the number of tokens.
         length = None if positions is None else samples.shape[1] - 1
-        hidden = self.model.hidden_states(samples[:, :-1], positions=positions, documents=documents, length=length)
+        mixtures = self.balancing.mixtures if self.balancing is not None and self.training else ()
+        with recorded_routing(mixtures):
+            hidden = self.model.hidden_states(samples[:, :-1], positions=positions, documents=documents, length=length)
         labels = self.share.split(samples[:, 1:])
         own_mask = None if loss_mask is None else self.share.split(loss_mask)
         mean = self.share.mean(self.model.loss(hidden, labels, own_mask), loss_mask, samples.shape[1] - 1)
-        return weighted(mean, loss_weight)
+        loss = weighted(mean, loss_weight)
+        if self.balancing is None or not mixtures:
+            return loss
+        return loss + self.balancing.gradient_of([each.take_routing() for each in mixtures])
 
 
 def weighted(loss: Tensor, weight: float) -> Tensor:

@@ -287,6 +287,11 @@ class XIELU(nn.Module):
         return torch.where(x > 0, positive * x * x, below) + beta * x
 
 
+def scaled_silu(x: Tensor, alpha: float) -> Tensor:
+    """x sigmoid(alpha x)."""
+    return x * torch.sigmoid(alpha * x)
+
+
 UNGATED: dict[str, Activation] = {
     "gelu": F.gelu,
     "relu": F.relu,
@@ -303,6 +308,7 @@ GATED: dict[str, Activation] = {
     "reglu": F.relu,
     "glu": torch.sigmoid,
     "bilinear": lambda gate: gate,
+    "clamped_swiglu": F.silu,
 }
 
 LEARNED: dict[str, type[nn.Module]] = {"xielu": XIELU}
@@ -312,39 +318,59 @@ TOKENS_AT_ONCE = 8192
 """Tokens per chunk of the MLP if no gradients are needed. Chunking limits the memory for the inner features."""
 
 
-class MLP(nn.Module):
-    """linear2(act(linear1 x)), or with a gated activation linear2(value * act(gate)) with (value | gate) = linear1 x,
-    which is GPT-NeoX's packing.
-
-    Input and output are hidden states [..., hidden_size].
-    """
+class FeedForward(nn.Module):
+    """The part that MLPs and mixtures of experts share: the activation between two linear maps, with its gate."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.gated = model.activation in GATED
+        self.limit = model.swiglu_limit if model.activation == "clamped_swiglu" else None
         self.activation = build_activation(model)
-        width = model.ffn_hidden_size
-        self.linear1 = nn.Linear(model.hidden_size, 2 * width if self.gated else width, bias=model.use_bias_in_mlp)
-        self.linear2 = nn.Linear(width, model.hidden_size, bias=model.use_bias_in_mlp)
+
+    def inner(self, packed: Tensor) -> Tensor:
+        """Return the inner features of the results of the first map, which have value and gate side by side."""
+        if not self.gated:
+            return self.activation(packed)
+        value, gate = packed.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, value = gate.clamp(max=self.limit), value.clamp(-self.limit, self.limit) + 1
+        return value * self.activation(gate)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map hidden states [..., hidden_size] to hidden states, without gradients at most TOKENS_AT_ONCE at once."""
         if torch.is_grad_enabled() or x.numel() // x.shape[-1] <= TOKENS_AT_ONCE:
             return self._feed(x)
         parts = [self._feed(part) for part in x.flatten(0, -2).split(TOKENS_AT_ONCE)]
         return torch.cat(parts).view(x.shape)
 
     def _feed(self, x: Tensor) -> Tensor:
-        inner = self.linear1(x)
-        if self.gated:
-            value, gate = inner.chunk(2, dim=-1)
-            return self.linear2(value * self.activation(gate))
-        return self.linear2(self.activation(inner))
+        raise NotImplementedError
+
+
+class MLP(FeedForward):
+    """linear2(act(linear1 x)), or with a gated activation linear2(value * act(gate)) with (value | gate) = linear1 x,
+    which is GPT-NeoX's packing.
+
+    Input and output are hidden states [..., hidden_size].
+    """
+
+    def __init__(self, model: ModelConfig, width: int | None = None) -> None:
+        """`width` is the number of inner features, by default that of the configuration."""
+        super().__init__(model)
+        width = model.ffn_hidden_size if width is None else width
+        self.linear1 = nn.Linear(model.hidden_size, 2 * width if self.gated else width, bias=model.use_bias_in_mlp)
+        self.linear2 = nn.Linear(width, model.hidden_size, bias=model.use_bias_in_mlp)
+
+    def _feed(self, x: Tensor) -> Tensor:
+        return self.linear2(self.inner(self.linear1(x)))
 
 
 def build_activation(model: ModelConfig) -> Activation:
     """Return the configured activation function. For a gated activation, this is the activation of the gate."""
     if model.activation in LEARNED:
         return LEARNED[model.activation]()
+    if model.activation == "clamped_swiglu":
+        return partial(scaled_silu, alpha=model.swiglu_alpha)
     if model.activation == "gelu" and model.bias_gelu_fusion:
         return partial(F.gelu, approximate="tanh")  # GPT-NeoX's fused kernel uses this approximation
     return GATED.get(model.activation) or UNGATED[model.activation]
@@ -415,7 +441,15 @@ class Block(nn.Module):
     x += attention(norm1 x). With `layer_scale`, a learned number multiplies the output.
     """
 
-    def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        method: PositionMethod,
+        backend: Backend,
+        layer_type: str,
+        mlp: type[FeedForward] = MLP,
+    ) -> None:
+        """`mlp` is the class of the MLP. Layers of type `gau` have none."""
         super().__init__()
         self.layer_type = layer_type
         self.parallel, self.tied_norm, self.dropout = model.gpt_j_residual, model.gpt_j_tied, model.hidden_dropout
@@ -428,11 +462,11 @@ class Block(nn.Module):
         self.attention_sum_layernorm = build_norm(model) if of_sums else nn.Identity()
         self.layer_scale = LayerScale() if model.layer_scale else nn.Identity()
         if layer_type == GAU:
-            self.mlp: MLP | None = None
+            self.mlp: FeedForward | None = None
             return
         if not (self.parallel and self.tied_norm):
             self.post_attention_layernorm = build_norm(model) if before else nn.Identity()
-        self.mlp = MLP(model)
+        self.mlp = mlp(model)
         self.mlp_output_layernorm = build_norm(model) if after else nn.Identity()
         self.mlp_sum_layernorm = build_norm(model) if of_sums else nn.Identity()
 

@@ -171,7 +171,7 @@ def _stage_numbers(
     tensor ranks.
     """
     model = config.model
-    if GAU in model.layer_names:  # one pipeline stage and one tensor rank: nothing is divided
+    if GAU in model.layer_names or model.mixtures:  # one pipeline stage and one tensor rank: nothing is divided
         return [count.total]
     norm = norm_parameters(model) if count.norms else 0
     divided = (count.attention + count.mlp) // model.num_layers - replicated

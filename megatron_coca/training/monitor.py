@@ -120,8 +120,12 @@ class Monitor:
             logger.warning(crowded)
         for sink in self._sinks:
             sink.advance()
-        if step % self._config.logging.log_interval == 0 or step == self._last:
+        if self.reports(step):
             self._report(step, figures)
+
+    def reports(self, step: int) -> bool:
+        """Return whether `stepped` reports the metrics of this step."""
+        return step % self._config.logging.log_interval == 0 or step == self._last
 
     def report(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Report metrics by name."""

@@ -29,7 +29,7 @@ QK_NORMS = re.compile(r"\battention\.(query|key|qk)_layernorm\.")
 """Pattern of the names of the norms of queries and keys, which may be added after other parameters."""
 
 
-UNDECAYED = re.compile(r"norm\.|\.position_offsets\.")
+UNDECAYED = re.compile(r"norm\.|\.position_offsets\.|\.mlp\.linear[12]\.bias")
 """Names of parameters without weight decay, whatever their shapes."""
 
 

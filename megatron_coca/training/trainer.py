@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import ServiceError
+from megatron_coca.config.model import EXPERTS
 from megatron_coca.data import Batch, Loader
 from megatron_coca.data.mixture import mixture_figures
 from megatron_coca.sinks.json_lines import is_validated
@@ -16,6 +17,7 @@ from megatron_coca.training.collectives import from_main
 from megatron_coca.training.corpus import open_loader
 from megatron_coca.training.engine import Engine, HeldOutLoss, StepResult
 from megatron_coca.training.engine import group as dist
+from megatron_coca.training.engine.routing import routing_figures
 from megatron_coca.training.loss_guard import LossGuard, Verdict
 from megatron_coca.training.monitor import IntervalMean, Monitor
 from megatron_coca.training.opened_stages import OpenedStage
@@ -123,6 +125,9 @@ class Trainer:
         figures = {"loss": loss, "grad_norm": result.grad_norm, "lr": rate}
         if self._engine.loss_scale is not None:
             figures["loss_scale"] = self._engine.loss_scale
+        if result.routing is not None and monitor.reports(self.step):
+            named = enumerate(self._config.model.mlp_names)
+            figures |= routing_figures(result.routing, [number for number, kind in named if kind == EXPERTS])
         monitor.stepped(self.step, figures, result.skipped)
         if verdict.reason is not None:
             monitor.note(self.step, f"{verdict.reason}: {verdict.kind}")

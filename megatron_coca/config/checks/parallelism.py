@@ -149,6 +149,8 @@ def reason_against_compiling(settings: Settings) -> str | None:
             return f"{key}: DeepSpeed's collectives within the blocks cannot be compiled"
     if parallel.context_parallel_size > 1:
         return "context_parallel_size: the messages between ranks within the blocks cannot be compiled"
+    if model.moe_num_experts > 1:
+        return "moe_num_experts: the number of tokens of an expert changes with every batch"
     if parallel.stage == 3:
         return "zero_optimization: ZeRO 3 gathers weights within the blocks"
     if model.checkpoint_activations and model.checkpoint_policy == "selective":

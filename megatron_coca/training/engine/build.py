@@ -11,6 +11,7 @@ from megatron_coca.training.engine.deepspeed_engine import DeepSpeedEngine, Pipe
 from megatron_coca.training.engine.group import everyone_succeeded, local_device
 from megatron_coca.training.engine.native_engine import NativeEngine
 from megatron_coca.training.engine.protocol import Engine
+from megatron_coca.training.engine.routing import balancing_of
 
 
 def build_engine(
@@ -28,7 +29,7 @@ def build_engine(
         ConfigError: DeepSpeed does not support the configuration, or a pipeline stage has no weights to train.
     """
     if config.parallel.pipe_parallel_size <= 1:
-        whole = LanguageModelLoss(model.to(local_device()))
+        whole = LanguageModelLoss(model.to(local_device()), balancing_of(model, config))
         if config.parallel.engine == "native":
             return NativeEngine(whole, optimizer(whole), config, sizes)
         return DeepSpeedEngine(whole, optimizer(whole), config, sizes)

@@ -38,6 +38,7 @@ from megatron_coca.training.engine.group import everyone_succeeded, local_device
 from megatron_coca.training.engine.inputs import module_inputs
 from megatron_coca.training.engine.label_weights import HeldOutLoss, StepLabels, step_labels
 from megatron_coca.training.engine.protocol import StepResult
+from megatron_coca.training.engine.routing import finish_routing
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.topology import zero_section
 
@@ -153,6 +154,7 @@ class DeepSpeedEngine:
             ConfigError: DeepSpeed does not support the configuration.
         """
         self._clipping, self._config = config.optimizer.gradient_clipping, config
+        self._balancing = getattr(model, "balancing", None)
         self._data_ranks = sizes.total // (sizes.micro * sizes.accumulation)
         # State of the current step: its labels, the mean loss on the device after all micro-batches, the loss and the
         # gradient norm once they are read, and whether the optimizer changed weights.
@@ -312,7 +314,8 @@ class DeepSpeedEngine:
         loss, norm = self._step_loss(), self._norm
         if norm is None and self.loss_scale is None:
             norm = math.nan  # DeepSpeed skips overflows in every dtype; only in fp16 are they normal
-        return StepResult(loss, norm, not self._applied, self._counted.labels)
+        routing = finish_routing(self._balancing, self._applied)
+        return StepResult(loss, norm, not self._applied, self._counted.labels, routing)
 
 
 @dataclass(frozen=True)

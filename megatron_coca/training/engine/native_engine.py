@@ -15,6 +15,7 @@ from megatron_coca.training.engine.flat_weights import FlatWeights
 from megatron_coca.training.engine.inputs import module_inputs
 from megatron_coca.training.engine.label_weights import HeldOutLoss, step_labels
 from megatron_coca.training.engine.protocol import StepResult
+from megatron_coca.training.engine.routing import finish_routing
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.topology import zero_section
 
@@ -79,6 +80,7 @@ class NativeEngine:
         self.device = next(model.parameters()).device
         dtype, ranks = DTYPES[config.precision.dtype], group.world_size()
         self._module = model.to(dtype)
+        self._balancing = getattr(model, "balancing", None)
         group.send_weights(model)
         self._names = state.saved_names(model, config.optimizer.lora is not None)
         self._weights: FlatWeights | WholeWeights
@@ -122,7 +124,8 @@ class NativeEngine:
                 weights.clip(norm, self._clipping)
             weights.step()
         weights.clear()
-        return StepResult(both[0], both[1], not taken, counted.labels)
+        routing = finish_routing(self._balancing, taken)
+        return StepResult(both[0], both[1], not taken, counted.labels, routing)
 
     def _backward(self, loss: Tensor) -> None:
         """Compute the gradient of a micro-batch, and reduce the buckets if this is due."""

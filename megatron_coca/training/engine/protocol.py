@@ -7,6 +7,7 @@ import torch
 
 from megatron_coca.checkpoints.native.state import ParameterSlice, StatePiece
 from megatron_coca.data import Batch
+from megatron_coca.model.experts import StepRouting
 from megatron_coca.training.engine.label_weights import HeldOutLoss
 from megatron_coca.training.loss_guard import Limits
 
@@ -19,12 +20,14 @@ class StepResult(NamedTuple):
         grad_norm: global gradient norm before clipping; None if the fp16 loss scaler found an overflow.
         skipped: whether the weights were left unchanged.
         labels: number of labels on all ranks.
+        routing: what the routers of mixtures of experts did on all ranks; None without mixtures.
     """
 
     loss: float
     grad_norm: float | None
     skipped: bool
     labels: int
+    routing: StepRouting | None = None
 
 
 class Engine(Protocol):

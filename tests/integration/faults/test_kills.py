@@ -14,6 +14,8 @@ from tests.integration.killing import ForkServer, kill_randomly, run_to_end
 
 STEPS = 12
 KEYS = {"auto_resume": True, "train_iters": STEPS, "checkpoint_factor": 2, "keep_last_n_checkpoints": 2}
+EXPERTS = {"mlp_config": ["dense", "experts"], "moe_num_experts": 4, "moe_top_k": 2, "moe_correction_bias": True}
+EXPERTS |= {"moe_bias_update_rate": 1e-3, "moe_shared_intermediate_size": 24, "precision": "bfloat16"}
 IN_ONE_RUN = 5
 """Kills after which a run is left to finish."""
 
@@ -29,6 +31,15 @@ def final_hashes(run: Path) -> dict[str, str]:
     [
         pytest.param(1, {}, None, id="3"),
         pytest.param(1, {"engine": "native", "precision": "bfloat16"}, None, id="3, native engine"),
+        pytest.param(1, EXPERTS, 10, id="experts", marks=pytest.mark.slow),
+        pytest.param(2, EXPERTS | {"zero_stage": 2}, 10, id="experts, ZeRO 2 in two processes", marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            EXPERTS | {"zero_stage": 3, "moe_bias_update_rate": 0.0},
+            10,
+            id="experts, ZeRO 3 in two processes",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(1, {}, 1, id="many", marks=pytest.mark.slow),
         pytest.param(1, {"engine": "native"}, 1, id="many, native engine", marks=pytest.mark.slow),
         pytest.param(2, {"zero_stage": 3}, 5, id="ZeRO 3 in two processes", marks=pytest.mark.slow),

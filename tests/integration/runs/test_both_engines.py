@@ -70,6 +70,14 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer.type": "lion",
         "trainable": ["key", "mlp", "norms"],
     },
+    "bfloat16, experts": {
+        "precision": "bfloat16",
+        "moe_num_experts": 5,
+        "moe_top_k": 2,
+        "moe_correction_bias": True,
+        "moe_bias_update_rate": 1e-3,
+        "moe_z_loss_coeff": 1e-2,
+    },
     "fp32, sgd, frozen weights": {"optimizer.type": "sgd", "trainable": ["query", "key", "value", "norms"]},
 }
 

@@ -237,7 +237,8 @@ def test_every_choice_is_covered(tmp_path: Path) -> None:
     used = {key: {keys.get(key, "") for keys in BLOCKS.values()} for key in ("norm", "activation")}
     assert set(tables["NORMS"]) - {"layernorm"} <= used["norm"] and set(tables["NORMS"]) == set(get_args(Norm))
     activations = tables["UNGATED"] | tables["GATED"] | tables["LEARNED"]
-    assert set(activations) <= used["activation"] and set(activations) == set(get_args(Activation))
+    in_mixtures = {"clamped_swiglu"}  # mixtures of experts have no modelling file
+    assert set(activations) - in_mixtures <= used["activation"] and set(activations) == set(get_args(Activation))
 
 
 @pytest.mark.parametrize(

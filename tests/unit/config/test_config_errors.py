@@ -127,7 +127,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("tensor_parallel_size: 2", "tensor_parallel_size: unknown key; did you mean `model_parallel_size`?"),
         ("sliding_window: 128", "sliding_window: unknown key; did you mean `sliding_window_width`?"),
         ("batch_size: 4", "batch_size: setting this derived value directly (set train_micro_batch_size_per_gpu or"),
-        ("num_experts: 4", "num_experts: mixture of experts is not supported"),
+        ("num_experts: 4", "num_experts: unknown key; set `moe_num_experts` instead"),
         ("bf16: true", "bf16: expected a mapping, got True; to set only the dtype, use precision=bf16"),
         ("max_steps: 10", "max_steps: unknown key; did you mean `train_iters`?"),
         (
@@ -395,7 +395,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "pos_emb: learned\nopt_pos_emb_offset: 2\nmax_position_embeddings: 65",
             "seq_length: 64 + opt_pos_emb_offset 2 exceeds max_position_embeddings 65; raise max_position_embeddings",
         ),
-        ("moe_num_experts: 8", "moe_num_experts: mixture of experts is not supported"),
+        ("moe_jitter_eps: 0.1", "moe_jitter_eps: noise on the router's input is not supported"),
         ("norm: te_rmsnorm", "norm: `te_rmsnorm`: Transformer Engine is not supported"),
         ("hidden_dropout: 1.0", "hidden_dropout: expected a value less than 1, got 1.0"),
         ("num_workers: -1", "num_workers: expected a value greater than or equal to 0, got -1"),

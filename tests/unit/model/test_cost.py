@@ -67,6 +67,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "value_norm": True,
         "qk_norm": "head",
     },
+    "experts": {"moe_num_experts": 5, "moe_top_k": 2, "activation": "swiglu", "moe_intermediate_size": 20},
+    "experts, a shared MLP": {
+        "mlp_config": ["dense", "experts"],
+        "moe_num_experts": 6,
+        "moe_shared_intermediate_size": 24,
+        "moe_correction_bias": True,
+        "use_bias_in_mlp": False,
+    },
+    "experts, a gated MLP, biases": {
+        "moe_num_experts": 3,
+        "moe_expert_interval": 2,
+        "moe_shared_intermediate_size": 24,
+        "moe_shared_gate": True,
+        "moe_router_bias": True,
+        "activation": "clamped_swiglu",
+    },
     "gated heads": {"attention_output_gate": "head", "kv_channels": 20},
     "gated features": {"attention_output_gate": "feature", "use_bias_in_attn_linear": False, "num_kv_heads": 2},
 }
@@ -108,6 +124,7 @@ def test_the_350m_models_with_one_layer(path: Path) -> None:
             (
                 *("plain", "untied", "untied, a narrow embedding", "a transform before the head, no first norm"),
                 *("grouped", "gated", "parallel", "coca", "gated features", "heads by layer type"),
+                *("experts", "experts, a shared MLP", "experts, a gated MLP, biases"),
             ),
             (False, True),
         )
