@@ -30,6 +30,8 @@ def shares(args: Namespace, processes: int) -> list[Namespace]:
     if args.output is None:
         option = "--jobs" if args.part is None else "--part"
         raise EvaluationError(f"{option}: needs --output, because the processes share the result files; add --output")
+    if getattr(args, "context_parallel_size", 1) > 1:
+        raise EvaluationError("--context-parallel-size: not supported with --jobs and --part; leave one of them out")
     if TASKS[args.task].by_document:
         return [_with(args, part=(part, processes)) for part in range(processes)]
     by_variant = [[variant] for variant in args.variant] or [[]]

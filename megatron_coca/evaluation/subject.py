@@ -37,6 +37,7 @@ from megatron_coca.evaluation.options import (
 )
 from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Show, Store
 from megatron_coca.model import GPT, empty_model
+from megatron_coca.model.build import use_ring_backends
 from megatron_coca.support.console import write
 from megatron_coca.support.host import keep_freed_memory
 from megatron_coca.support.plain_text import masked, plain
@@ -127,11 +128,13 @@ class Evaluation:
     """One run of a task on all variants of a checkpoint. A missing tokenizer causes only a warning.
 
     The constructor checks everything that does not need a loaded model, and raises EvaluationError, CheckpointError or
-    DataError. `status` is the exit status: 2 if a requested result is missing.
+    DataError. `status` is the exit status: 2 if a requested result is missing. `ring_ranks` is the number of processes
+    that will divide every input by tokens.
     """
 
     def __init__(self, options: SubjectOptions, task: str, show: Show = lambda *results: None) -> None:
         self.task, self.options, self.status, self._show = task, options, 0, show
+        self.ring_ranks = 1
         resolve_device(options.device)
         for variant in options.variants:
             if (output := options.output_of(task, variant.label)) is not None:
@@ -206,6 +209,8 @@ class Evaluation:
                 config = self.opened.configure(variant.overrides, variant.files)
                 model = empty_model(config, device, training=False, dtype=dtype).eval()
                 model.load_state_dict(weights.state_dict(), assign=True)
+            if self.ring_ranks > 1:
+                use_ring_backends(model, config, device)
         except (ConfigError, CheckpointError, BackendError) as error:
             overrides = {"variant": masked(" ".join([*variant.files, *variant.overrides]))}
             return Unusable(self._header(variant.label, trained, overrides, None, device), str(error))
@@ -215,7 +220,9 @@ class Evaluation:
         used = config.position
         if trained.position.rope_scaling and used.rope_scaling and trained.position.extension != used.extension:
             changed["rope_scaling"] |= {ORIGINAL: used.original_length(config.model.seq_length)}
-        header = self._header(variant.label, config, changed, backend_record(model, config, device), device)
+        backend = backend_record(model, config, device)
+        backend += f", {self.ring_ranks} processes" if self.ring_ranks > 1 else ""
+        header = self._header(variant.label, config, changed, backend, device)
         return Subject(header, model, config, self.tokenizer)
 
     def _header(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_coca.attention.build import LEARNED_MODULES, build_methods, find_backend, select_backend
 from megatron_coca.attention.inputs import BackendError, Needs
+from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.method import PositionEncoding, PositionMethod, check_kernel
 from megatron_coca.config import Config, ConfigError, ModelConfig
 from megatron_coca.model.compilation import compile_blocks, reason_not_compiled
@@ -180,6 +181,23 @@ def empty_model(
     with torch.device("meta"):
         model = _compose(config, device, training)
     return _compiled(model.to(dtype).to_empty(device=memory or device), config, device, training)
+
+
+def use_ring_backends(model: GPT, config: Config, device: str) -> None:
+    """Give the layers of a model for evaluation backends with which ranks can divide a sequence.
+
+    Raises:
+        BackendError: none supports one of the layer types.
+    """
+    device_type, encodings = device.partition(":")[0], model.encodings()
+    for name, method in list(model.methods.items()):
+        needs = replace(backend_needs(config, method, device_type, training=False), ring=True)
+        _, backend = select_backend(config.layer_types[name].attention_backend, needs)
+        model.methods[name] = encodings[name].method = method.with_backend(backend)
+        for block in model.blocks:
+            if block.layer_type == name:
+                assert isinstance(block.attention, SelfAttention)
+                block.attention.backend, block.attention.method = backend, model.methods[name]
 
 
 class Attention(nn.Module):

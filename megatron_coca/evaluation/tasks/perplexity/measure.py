@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_coca.evaluation.documents import read_subject_documents
+from megatron_coca.config.checks.parallelism import uneven_chunks
+from megatron_coca.evaluation.documents import Documents, read_subject_documents
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cost, EvaluationError, Meter, Show, Store, measured
+from megatron_coca.evaluation.sequence_ring import SequenceRing
 from megatron_coca.evaluation.statistics import exponential
 from megatron_coca.evaluation.subject import Evaluation, Subject, Unusable, noting_missing
 from megatron_coca.evaluation.tasks.perplexity.document_scores import DocumentScores
@@ -25,6 +27,7 @@ from megatron_coca.evaluation.tasks.perplexity.task import (
     WindowResult,
 )
 from megatron_coca.evaluation.window_progress import WindowProgress
+from megatron_coca.model import GPT
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +62,33 @@ def run(args: Namespace, show: Show) -> int:
     )
     remedy = f"lower --tokens-per-batch (now {args.tokens_per_batch}; at least one window) or use --dtype bfloat16"
     fields = {"protocol": protocol, "documents": documents.record()}
+    ring_ranks = evaluation.ring_ranks = args.context_parallel_size
+    if ring_ranks > 1:
+        _check_ring(args)
+        with SequenceRing(args, "perplexity", partial(score_on_rank, vocabulary=args.vocabulary)) as ring:
+            return _measure_all(args, evaluation, documents, fields, remedy, ring)
     if args.part is not None:
         return _measure_part(args, evaluation, documents.arrays, fields, remedy)
+    return _measure_all(args, evaluation, documents, fields, remedy, None)
+
+
+def _check_ring(args: Namespace) -> None:
+    """Check the windows with `--context-parallel-size`. Raises EvaluationError."""
+    for window in args.windows:
+        if problem := uneven_chunks(window, args.context_parallel_size, 1):
+            raise EvaluationError(f"--context-parallel-size {args.context_parallel_size}: window {window}: {problem}")
+
+
+def _measure_all(
+    args: Namespace,
+    evaluation: Evaluation,
+    documents: Documents,
+    fields: dict[str, Any],
+    remedy: str,
+    ring: SequenceRing | None,
+) -> int:
+    """Measure all variants and windows that have no result yet, and return the exit status."""
+    indices = {variant.label: index for index, variant in enumerate(evaluation.options.variants)}
     for subject, store in evaluation.variants(PerplexityResult, **fields):
         kept = DocumentScores(store.path, store.result)
         for window in sorted(args.windows):
@@ -70,8 +98,10 @@ def run(args: Namespace, show: Show) -> int:
             progress = scoring_progress(f"{subject.label}, window {window}", remaining, window, args.stride)
             with noting_missing(store, f"window {window}", remedy), progress:
                 advance = partial(_advance, progress, window)
+                if ring is not None and remaining:
+                    ring.use(subject, indices[subject.label])
                 for tokens in remaining:
-                    score, meter = _measured_score(args, subject, kept, window, len(scores), tokens, advance)
+                    score, meter = _measured_score(args, subject, kept, window, len(scores), tokens, advance, ring)
                     scores.append(score)
                     lengths = [len(scored) for scored in documents.arrays[: len(scores)]]
                     store.put(pooled(window, scores, lengths), Cost.of(f"window {window}", meter, len(tokens) - 1))
@@ -99,6 +129,7 @@ def _measured_score(
     document: int,
     tokens: np.ndarray,
     advance: Callable[[int], None],
+    ring: SequenceRing | None = None,
 ) -> tuple[DocumentScore, Meter]:
     """Return the score of a document, from a part if one has measured it, and its cost. `advance` gets the number of
     windows that were scored.
@@ -108,7 +139,7 @@ def _measured_score(
         return DocumentScore(*found[:2]), found[2]
     with measured(subject.device) as meter:
         score = score_document(
-            subject.model, tokens, window, args.stride, args.tokens_per_batch, args.vocabulary, advance
+            subject.model, tokens, window, args.stride, args.tokens_per_batch, args.vocabulary, advance, ring
         )
     return score, meter
 
@@ -272,10 +303,11 @@ def score_document(
     tokens_per_batch: int = 8192,
     vocabulary: int | None = None,
     advance: Callable[[int], None] = lambda windows: None,
+    ring: SequenceRing | None = None,
 ) -> DocumentScore:
     """Score all tokens of one document (int64, one dimension) except the first.
 
-    After each batch, `advance` is called with its number of windows.
+    After each batch, `advance` is called with its number of windows. The processes of a `ring` divide every window.
 
     A batch contains windows of this document only: the last bits of a matrix product depend on the other rows of the
     batch, and the result must not depend on other documents. The first window is a separate batch, because all of its
@@ -292,6 +324,12 @@ def score_document(
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in (plan[:1], *(plan[first : first + size] for first in range(1, len(plan), size))):
         rows = np.stack([tokens[planned.start : planned.start + window] for planned in batch])
+        if ring is not None:
+            bounds = [(planned.first_scored - planned.start, planned.end - planned.start) for planned in batch]
+            following = [[*tokens[planned.start + window : planned.start + window + 1], 0][:1] for planned in batch]
+            total += ring.score(torch.from_numpy(np.hstack((rows, following))), torch.tensor(bounds)).to(device)
+            advance(len(batch))
+            continue
         first = min(planned.first_scored - 1 - planned.start for planned in batch)  # predicts the first scored token
         hidden = model.hidden_states(torch.from_numpy(rows).to(device), last=window - first)
         scored = [
@@ -303,6 +341,18 @@ def score_document(
         advance(len(batch))
     nll, correct = total.tolist()
     return DocumentScore(nll, round(correct))
+
+
+def score_on_rank(model: GPT, rows: Tensor, held: Tensor, bounds: Tensor, vocabulary: int | None = None) -> Tensor:
+    """Return `score_hidden` of the tokens that a rank of a ring scores; see `Score`. The token at index i is predicted
+    at index i - 1, by the rank that has it.
+    """
+    hidden, states, targets = model.hidden_states(rows[:, :-1]), [], []
+    for row, (first, end) in enumerate(bounds.tolist()):
+        own = (held >= first - 1) & (held < end - 1)
+        states.append(hidden[row][own])
+        targets.append(rows[row][held[own] + 1])
+    return score_hidden(model, torch.cat(states), torch.cat(targets), vocabulary)
 
 
 def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabulary: int | None = None) -> Tensor:

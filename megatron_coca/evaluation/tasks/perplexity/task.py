@@ -77,6 +77,8 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add("--stride", default="1L", type=length, metavar="S", help=stride)
     text = "restrict the softmax to token ids below N, such as the text tokens of a model that also learned facts"
     add("--vocabulary", type=positive_int, metavar="N", help=text)
+    ring = "number of processes, each on a GPU of its own, that divide every window by tokens; default: %(default)s"
+    add("--context-parallel-size", type=positive_int, default=1, metavar="N", help=ring)
     add_batch_option(parser, 8192)
 
 
