@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.attention.backends import flex
-from megatron_coca.attention.backends.reference import ReferenceBackend
+from megatron_coca.attention.backends.reference import ReferenceBackend, attend_in_blocks
 from megatron_coca.attention.build import BACKENDS
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Segment
 from megatron_coca.attention.positions.bias import AlibiBias, LearnedBuckets, alibi_slopes
@@ -83,6 +83,20 @@ def test_deterministic_attention_repeats_its_bits(backend: str) -> None:
         assert all(twice(attend) for _ in range(3))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_recomputed_attention_draws_the_same_dropout(gated: bool) -> None:
+    """So the backward pass leaves the random state as it is."""
+    q, k, v = (normal(2, HEADS, 600).requires_grad_() for _ in range(3))
+    given = AttentionInputs((Segment(q, k, CAUSAL),), v, 0.125, dropout=0.2)
+    if gated:
+        attended = BACKENDS["sdpa"].attend(given.replace(gates=torch.zeros(2, HEADS, 600, device="cuda")))
+    else:
+        attended = attend_in_blocks(given)
+    before = torch.cuda.get_rng_state()
+    attended.float().sum().backward()
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

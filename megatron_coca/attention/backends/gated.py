@@ -22,9 +22,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from megatron_coca.attention.backends.reference import widened
+from megatron_coca.attention.backends.reference import recomputed, widened
 from megatron_coca.attention.inputs import GATE_PARTS, AttentionInputs, gate_features, query_block
 
 QUERY_ROWS = 256
@@ -49,7 +48,7 @@ def attend_gated(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionI
         block, keys = query_block(inputs, start, QUERY_ROWS)
         run = partial(_attend_block, attend, block, total[:, :, keys], closed)
         again = several and torch.is_grad_enabled()
-        outputs.append(checkpoint(run, use_reentrant=False, preserve_rng_state=inputs.dropout > 0) if again else run())
+        outputs.append(recomputed(run, block) if again else run())
     return (torch.cat(outputs, dim=2) if several else outputs[0]).to(dtype)
 
 

@@ -1,7 +1,9 @@
 """Dense attention with an N x N score tensor, in float32 or better: slow, but the reference for the other backends."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -71,8 +73,8 @@ LEAST_ROWS, MOST_ROWS, PAIRS = 64, 128, 1 << 20
 
 def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
     """Compute attention one query block at a time, for inputs without documents. Memory is linear in the length, and
-    the backward pass recomputes the scores. Half-precision operands are converted to float32, so that the gradients of
-    the blocks are summed in float32.
+    the backward pass recomputes the scores, with the same dropout. Half-precision operands are converted to float32, so
+    that the gradients of the blocks are summed in float32.
     """
     dtype, inputs = inputs.query.dtype, widened(inputs)
     block_of, outputs, size = ReferenceBackend().attend, [], QUERY_ROWS
@@ -81,8 +83,14 @@ def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
     for start in reversed(range(0, inputs.query.shape[2], size)):  # longest first, so each block reuses freed memory
         block, _ = query_block(inputs, start, size)
         again = torch.is_grad_enabled() and inputs.query.requires_grad
-        outputs.append(checkpoint(block_of, block, use_reentrant=False) if again else block_of(block))
+        outputs.append(recomputed(partial(block_of, block), block) if again else block_of(block))
     return torch.cat(outputs[::-1], dim=2).to(dtype)
+
+
+def recomputed(run: Callable[[], Tensor], inputs: AttentionInputs) -> Tensor:
+    """Compute attention with `run`, which the backward pass calls again instead of keeping its intermediate results."""
+    # PyTorch restores the random state of the devices of the arguments, which must therefore include a tensor.
+    return checkpoint(lambda query: run(), inputs.query, use_reentrant=False, preserve_rng_state=inputs.dropout > 0)
 
 
 def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -120,7 +128,7 @@ def _scores(inputs: AttentionInputs) -> Tensor:
 
     distance = _distances(inputs.query.shape[2], inputs.value.shape[2], inputs.value.device)
     first, key = _first_keys(inputs), torch.arange(distance.shape[1], device=distance.device)
-    scores = torch.tensor(-math.inf, dtype=inputs.query.dtype, device=inputs.query.device)
+    scores = inputs.query.new_full((), -math.inf)
     for segment in inputs.segments:
         query = segment.query.unflatten(1, (segment.key.shape[1], -1))
         product = opt_einsum.contract("bghmd,bgnd->bghmn", query, segment.key).flatten(1, 2) * inputs.scale

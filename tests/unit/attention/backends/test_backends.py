@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_coca.attention.backends import gated as gates
 from megatron_coca.attention.backends import reference, sdpa
 from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
@@ -309,6 +310,29 @@ def test_dropout_of_the_reference_scales_what_is_kept() -> None:
     assert not torch.equal(draws[0], draws[1])
     spread = draws.std(0) / math.sqrt(len(draws))
     assert ((draws.mean(0) - plain).abs() <= 5 * spread).all()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_recomputed_attention_restores_the_random_state_of_its_device(
+    gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch looks for the device in the arguments of `checkpoint`; tests/gpu compares the random states."""
+    devices = []
+
+    def spy(run: Any, *arguments: Any, **options: Any) -> Tensor:
+        assert options["preserve_rng_state"]
+        devices.append([each.device for each in arguments if isinstance(each, Tensor)])
+        return run(*arguments)
+
+    monkeypatch.setattr(reference, "checkpoint", spy)
+    monkeypatch.setattr(gates, "QUERY_ROWS", 8)
+    inputs = make_inputs((CAUSAL,), 20, heads=(4, 4)).replace(dropout=0.2)
+    if gated:
+        backend = SdpaBackend()
+        backend.attend(inputs.replace(gates=torch.zeros(2, 4, 20, dtype=torch.float64, requires_grad=True)))
+    else:
+        reference.attend_in_blocks(inputs)
+    assert devices == [[torch.device("cpu")]] * (3 if gated else 1)
 
 
 def test_with_dropout_sdpa_adds_the_bias_of_every_pair() -> None:
