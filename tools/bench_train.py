@@ -1,7 +1,7 @@
 """Speed and memory of whole training steps: of position methods, of engines, and of Hugging Face transformers' models.
 
     python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods rotary coca --peer transformers
-    python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods coca --engines deepspeed native
+    python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods coca --engines deepspeed native graphs
 
 Our implementation runs the step of `megatron-coca train`, engine included; the peer runs plain PyTorch in a separate
 process, as its users do. On a CPU, the peer is measured a second time with our C library setting that keeps freed
@@ -47,6 +47,12 @@ from megatron_coca.training.optimizer import build_optimizer
 from tools.records import ChildProcess, append_records, benchmark_parser, compared
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "no_weight_tying")
+ENGINES = {
+    "deepspeed": ("engine=deepspeed",),
+    "native": ("engine=native",),
+    "graphs": ("engine=native", "cuda_graphs=true"),
+}
+"""The keys of each value of --engines."""
 RATE = 1e-4
 WARMUP = 5
 """Number of warm-up steps of each implementation, which are not measured."""
@@ -93,8 +99,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
     methods = "values of pos_emb; without a value, only the peer"
     parser.add_argument("--methods", nargs="*", default=["rotary", "coca"], help=methods)
-    engines = "values of engine, each with every method (default: that of the configuration)"
-    parser.add_argument("--engines", nargs="+", choices=["deepspeed", "native"], default=[None], help=engines)
+    engines = "engines, each with every method (default: that of the configuration); graphs: native with cuda_graphs"
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=[None], help=engines)
     parser.add_argument("--peer", choices=PEERS, help="also measure this implementation, and report ratios to it")
     parser.add_argument("--seconds", type=float, metavar="S", help="begin no round after this time (at least 3 rounds)")
     parser.add_argument(
@@ -109,7 +115,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     given = [*given, f"torch_compile={str(options.compile).lower()}"]
     methods = []
     for name, engine in product(options.methods, options.engines):
-        keys = [f"pos_emb={name}"] if engine is None else [f"pos_emb={name}", f"engine={engine}"]
+        keys = [f"pos_emb={name}", *(() if engine is None else ENGINES[engine])]
         config = load_config(files, [*given, *keys])
         step, backend = own_step(config)
         called = name if engine is None else f"{name}, {engine}"

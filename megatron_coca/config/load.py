@@ -412,12 +412,15 @@ class Config(Settings):
 
     @property
     def gpu_keys(self) -> tuple[str, ...]:
-        """The keys that need GPUs: `distributed_backend: nccl`, `num_gpus` unless the backend is gloo, and fp16."""
+        """The keys that need GPUs: `distributed_backend: nccl`, `num_gpus` unless the backend is gloo, fp16, and
+        `cuda_graphs`.
+        """
         backend, counted = self.parallel.distributed_backend, self.launch.num_gpus is not None
         devices = ["num_gpus" if counted else "distributed_backend"] * (
             backend == "nccl" or (backend is None and counted)
         )
-        return (*devices, *["precision"] * (self.precision.dtype == "fp16"))
+        others = {"precision": self.precision.dtype == "fp16", "cuda_graphs": self.parallel.cuda_graphs}
+        return (*devices, *(key for key, needed in others.items() if needed))
 
     def override(self, overrides: Overrides, files: Sequence[str | Path] = ()) -> Self:
         """Return a validated copy with some keys changed.

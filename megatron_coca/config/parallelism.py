@@ -24,6 +24,11 @@ class ParallelConfig(ConfigGroup):
         "Engine that trains the model: `deepspeed` supports everything; `native` supports data parallelism with ZeRO 0"
         " and 1 in bfloat16 and float32, with less work on the host. `auto` is deepspeed.",
     )
+    cuda_graphs: bool = key(
+        False,
+        "Native engine on a GPU: capture the forward and backward passes of a micro-batch in a CUDA graph, so that the"
+        " host launches them all at once.",
+    )
     zero_optimization: Annotated[dict[str, Any], AfterValidator(_with_valid_stage)] | None = key(
         None, "DeepSpeed's ZeRO section, passed through; `stage` is 0 to 3."
     )

@@ -361,7 +361,7 @@ class LanguageModelLoss(ShardedModule):
         documents: Tensor | None = None,
         positions: Tensor | None = None,
         loss_mask: Tensor | None = None,
-        loss_weight: float = 1.0,
+        loss_weight: float | Tensor = 1.0,
     ) -> Tensor:
         # Randomly drawn positions do not reveal the number of tokens.
         length = None if positions is None else samples.shape[1] - 1
@@ -377,6 +377,6 @@ class LanguageModelLoss(ShardedModule):
         return loss + self.balancing.gradient_of([each.take_routing() for each in mixtures])
 
 
-def weighted(loss: Tensor, weight: float) -> Tensor:
-    """Return the loss times `weight`, or the same tensor if the weight is 1."""
-    return loss if weight == 1.0 else loss * weight
+def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """Return the loss times `weight`, or the same tensor if the weight is the number 1."""
+    return loss if not isinstance(weight, Tensor) and weight == 1.0 else loss * weight

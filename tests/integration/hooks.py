@@ -35,13 +35,16 @@ class Point(NamedTuple):
     after: bool = False
 
 
+ENGINE = "megatron_coca.training.engine"
 SAVING, NATIVE = "megatron_coca.training.checkpointing.saving", "megatron_coca.checkpoints.native"
 WRITE = f"{NATIVE}.write"
 POINTS: dict[str, Point] = {
     "forward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.forward", after=True),
     "backward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward"),
     "backward done": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward", after=True),
-    "native backward done": Point("megatron_coca.training.engine.native_engine", "NativeEngine._backward", after=True),
+    "native backward done": Point(
+        "megatron_coca.training.engine.native_engine", "NativeEngine._run_micro_batch", after=True
+    ),
     "step": Point("megatron_coca.training.trainer", "Trainer.train_step"),
     "stage done": Point("megatron_coca.model.pipeline", "PipelineStage.forward", after=True),
     "evaluation": Point("megatron_coca.training.trainer", "Trainer._mean_loss"),

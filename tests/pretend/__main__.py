@@ -142,7 +142,8 @@ def show_step(options: argparse.Namespace) -> int:
 
     measure.prepare()
     measure.group.init_distributed()
-    record, milliseconds = measure.recorded(measure.engine_step(measure.load(options.inputs)))
+    config = measure.load(options.inputs)
+    record, milliseconds = measure.recorded(measure.engine_step(config), warmup=measure.warmup_of(config))
     print(f"host {milliseconds:.0f} ms")
     print(record.text(options.kernels))
     return 0

@@ -22,7 +22,7 @@ from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, Sampling, build_model, static_decoding
 from megatron_coca.model.generate import TokenChoice
 from megatron_coca.training import launch, run
-from megatron_coca.training.engine import DeepSpeedEngine, NativeEngine, build_engine, group, state
+from megatron_coca.training.engine import DeepSpeedEngine, NativeEngine, build_engine, group, passes, state
 from megatron_coca.training.optimizer import build_optimizer
 from tests.pretend import order
 from tests.pretend.build import BUILT
@@ -75,20 +75,25 @@ def engine_step(config: Config, ranks: int = 1) -> Callable[[], object]:
     return lambda: engine.train_step([Batch(tokens) for _ in range(sizes.accumulation)], RATE)
 
 
-def recorded(call: Callable[[], object], log: bool = False) -> tuple[Record, float]:
-    """Record a call after warm-up; also returns the milliseconds that the host worked.
+def warmup_of(config: Config) -> int:
+    """Steps before a recorded one: a captured pass is a graph only after some micro-batches."""
+    return passes.WARMUP + 1 if config.parallel.cuda_graphs else WARMUP
+
+
+def recorded(call: Callable[[], object], log: bool = False, warmup: int = WARMUP) -> tuple[Record, float]:
+    """Record a call after `warmup` calls; also returns the milliseconds that the host worked.
 
     What the warm-up captures into CUDA graphs, and what it is refused, is recorded too.
     """
-    with recording() as warmup:
-        for _ in range(WARMUP):
+    with recording() as before:
+        for _ in range(warmup):
             call()
     torch.cuda.synchronize()
     with recording(log) as record:
         start = time.process_time()
         call()
         seconds = time.process_time() - start
-    for (kind, name), count in warmup.counts.items():
+    for (kind, name), count in before.counts.items():
         if kind in ("captured", "refused"):
             record.counts[kind, name] += count
     return record, 1e3 * seconds
@@ -126,6 +131,28 @@ def step(inputs: Sequence[str]) -> Counters:
     return counts | {
         "allocations": two.total("allocation"),
         "refused": two.total("refused"),
+        "host ms of two micro-batches and a step": round(milliseconds, 1),
+    }
+
+
+def step_graph(inputs: Sequence[str]) -> Counters:
+    """One step of the native engine with captured passes: counts per micro-batch, and of a step of one micro-batch."""
+    prepare()
+    group.init_distributed()
+    graphs = (*inputs, "engine=native", "cuda_graphs=true")
+    micro = load(graphs).batch.train_micro_batch_size_per_gpu
+    (one, _), (two, milliseconds) = (
+        recorded(engine_step(config), warmup=warmup_of(config))
+        for config in (load(graphs, f"train_batch_size={count * micro}") for count in (1, 2))
+    )
+    print(two.text())
+    return {
+        "launches in the graph": one.total("captured"),
+        "launches per micro-batch": two.total("launch") - one.total("launch"),
+        "launches in a step of one micro-batch": one.total("launch"),
+        "graphs in a step of two micro-batches": two.total("launch", "CUDA graph"),
+        "device and stream waits": waits(two)["device waits"] + waits(two)["stream waits"],
+        "refused": one.total("refused") + two.total("refused"),
         "host ms of two micro-batches and a step": round(milliseconds, 1),
     }
 

@@ -25,7 +25,7 @@ from tools.gpu.runner import DONE, RUNNING, Item, items, read_record
 PATIENCE = 5.0
 """Seconds after which a part is killed that has only one result, at its end: `resume` and `tests`."""
 MINUTES = 600
-SHOWN = {"smoke": 2, "parity": 5, "tests": 28}
+SHOWN = {"smoke": 2, "parity": 5, "tests": 29}
 """Parts after which the page shows the answers, and the minute of the plan at which they end on a GPU at the latest."""
 Results = dict[tuple[str, str], Any]
 """Finished results by run and case. A run without cases has one result, its record."""

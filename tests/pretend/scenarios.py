@@ -28,6 +28,8 @@ METHODS = {
 TRAINED = {
     "native": ("engine=native", "reset_attention_mask=true"),
     "native, fp32, compile": ("engine=native", "precision=fp32", "torch_compile=true"),
+    "native, graphs": ("engine=native", "cuda_graphs=true", "train_iters=4"),
+    "native, graphs, loss masks": ("engine=native", "cuda_graphs=true", "train_iters=4", "eod_mask_loss=true"),
     "zero 2": ("zero_optimization={stage: 2}",),
     "zero 3": ("zero_optimization={stage: 3}",),
     "fp16": ("precision=fp16",),
@@ -69,6 +71,22 @@ POSITIONS = {
     "rerope": ("pos_emb=rotary", "relative_positions={type: rerope, window: 64}"),
     "lm_infinite": ("pos_emb=rotary", "relative_positions={type: lm_infinite, window: 64}"),
 }
+CAPTURED = {
+    **POSITIONS,
+    "fire": ("pos_emb=fire",),
+    "forgetting gates": ("pos_emb=none", "forgetting_gate=fox"),
+    "soft caps": ("attn_logit_softcapping=20.0",),
+    "flex": ("attention_backend=flex",),
+    "reference": ("attention_backend=reference",),
+    "dropout": TRAINED["dropout"],
+    "dropout, compiled": (*TRAINED["dropout"], "torch_compile=true"),
+    "recomputed": TRAINED["full, compiled"],
+    "selective": TRAINED["selective"],
+    "fp32, compiled": ("precision=fp32", "torch_compile=true"),
+    "sums in fp32": ("data_types={grad_accum_dtype: fp32}",),
+    "deterministic": TRAINED["deterministic"],
+}
+"""Models whose passes must be captured in a CUDA graph."""
 COMPILED_BACKENDS = ("sdpa", "merge", "flex", "triton")
 
 
@@ -83,12 +101,17 @@ class Scenario(NamedTuple):
 SCENARIOS: dict[str, Scenario] = {
     **{f"step: {name}": Scenario("step", (*MODEL, *keys)) for name, keys in METHODS.items() if name != "none"},
     "step: coca, native engine": Scenario("step", (*MODEL, "engine=native")),
+    "step graph: coca": Scenario("step_graph", MODEL),
     **{f"layer: {name}": Scenario("layers", (*MODEL, *keys)) for name, keys in METHODS.items()},
     "layer: pope": Scenario("layers", (*MODEL, "pos_emb=pope")),
     "layer: pope + rerope": Scenario("layers", (*MODEL, "pos_emb=pope", *METHODS["coca + rerope"])),
     "layer: coca + rerope, merge": Scenario("layers", (*MODEL, *METHODS["coca + rerope"], "attention_backend=merge")),
     "layer: packed": Scenario("layers", (*MODEL, "reset_attention_mask=true", "attention_backend=triton")),
     "loss head": Scenario("loss_head", MODEL),
+    **{
+        f"graph: {name}": Scenario("step_graph", (*SMALL, "torch_compile=false", "vocab_size=512", *keys))
+        for name, keys in CAPTURED.items()
+    },
     **{f"decode: {name}": Scenario("decode", (*MODEL, *keys)) for name, keys in METHODS.items()},
     **{f"decode graph: {name}": Scenario("decode_graph", (*MODEL, *keys)) for name, keys in METHODS.items()},
     "decode graph: coca + dynamic": Scenario("decode_graph", (*MODEL, "rope_scaling={rope_type: dynamic, factor: 4}")),

@@ -73,8 +73,9 @@ _NOT_PASSED = ("failed", "out of memory")
 def _step(results: Results) -> str:
     answers = []
     for micro in ("16", "64"):
-        runs = {name: each[-1] for name, each in results.items() if name.endswith(f"_{micro}")}
-        last = {name.removesuffix(f"_{micro}"): line for name, line in runs.items()}
+        runs = {name.removesuffix(f"_{micro}"): each for name, each in results.items() if name.endswith(f"_{micro}")}
+        last = {name: each[-1] for name, each in runs.items() if name != "engines"}
+        last |= {str(line.get("method", "engines")): line for line in runs.get("engines", ())}
         base = last.get("roformer", {}).get("tokens_per_second")
         for name, line in last.items():
             if "error" in line:

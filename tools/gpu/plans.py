@@ -64,6 +64,8 @@ MODELS = {
 }
 """Model -> options of bench_train.py, and the limits with micro-batches of 16 and 64 samples of 512 tokens."""
 
+BOTH_ENGINES = "--methods coca --engines deepspeed native graphs"
+
 ONE_GPU: dict[str, Part] = {
     "smoke": Part(
         "Does every kernel run, forward and backward, in bfloat16?",
@@ -81,6 +83,7 @@ ONE_GPU: dict[str, Part] = {
         {
             **{f"{name}_16": _step(model, 16, small) for name, (model, small, _) in MODELS.items()},
             **{f"{name}_64": _step(model, 64, large) for name, (model, _, large) in MODELS.items()},
+            "engines_16": _step(BOTH_ENGINES, 16, 60),
         },
     ),
     "attention": Part(
@@ -116,11 +119,13 @@ ONE_GPU: dict[str, Part] = {
         },
     ),
 }
-"""One GPU, 28 minutes."""
+"""One GPU, 29 minutes."""
 
 
 LONGER = "seq_length=2048 max_position_embeddings=2048"
-CHANGED_TESTS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("decoding", "merge", "head", "operands"))
+CHANGED_TESTS = " ".join(
+    f"tests/gpu/test_{name}_cuda.py" for name in ("passes", "decoding", "merge", "head", "operands")
+)
 OTHER_TESTS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("triton", "attention", "lengths"))
 """The files of the GPU tests. Those that failed on a GPU and were changed, or are new since, are first."""
 
@@ -130,11 +135,11 @@ FIRST: dict[str, Part] = {
         {
             "together_16": _step("--methods rotary coca --peer llama", 16, 60),
             "profile": Run(f"tools/gpu/profile_step.py {MODEL} {ONE} --output FILE", 40, needs=TRAINS),
-            "together_64": _step("--methods coca --peer llama", 64, 45),
+            "together_64": _step("--methods coca --peer llama", 64, 40),
             "coca_2048": _step("--methods coca", 16, 35, LONGER),
             "gpu1": Run(
-                f"tools/bench_train.py {MODEL} --compile --rounds 8 --output FILE --seconds 15 --methods coca",
-                40,
+                f"tools/bench_train.py {MODEL} --compile --rounds 8 --output FILE --seconds 15 {BOTH_ENGINES}",
+                60,
                 needs=TRAINS,
             ),
         },
@@ -142,8 +147,8 @@ FIRST: dict[str, Part] = {
     "attention": Part(
         "How fast is attention from 2,048 to 32,768 tokens, and which backends should `auto` choose?",
         {
-            "backends": _speed("--backends --lengths 2048 8192 32768 --rounds 5 --methods coca rerope pope", 60),
-            "biases": _speed("--backends --lengths 2048 8192 32768 --rounds 5 --methods alibi kerple_log", 50),
+            "backends": _speed("--backends --lengths 2048 8192 32768 --rounds 5 --methods coca rerope pope", 55),
+            "biases": _speed("--backends --lengths 2048 8192 32768 --rounds 5 --methods alibi kerple_log", 45),
             "packed": _speed("--packed --lengths 2048 8192 --rounds 5", 25),
         },
     ),
@@ -153,7 +158,7 @@ FIRST: dict[str, Part] = {
     ),
     "blocks": Part(
         "Which block sizes are the fastest in the backward pass?",
-        {"sweep": Run("tools/gpu/sweep.py --output FILE --lengths 8192 --rounds 5", 45)},
+        {"sweep": Run("tools/gpu/sweep.py --output FILE --lengths 8192 --rounds 5", 40)},
     ),
     "tests": Part(
         "Do the GPU tests pass?",

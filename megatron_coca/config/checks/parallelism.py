@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from megatron_coca.config.checks.layers import types_of
 from megatron_coca.config.checks.recording import Check
 from megatron_coca.config.schema import Settings
 
@@ -49,6 +50,39 @@ def _native(settings: Settings) -> str | None:
     if extra:
         names = ", ".join(sorted(extra))
         return f"native passes no keys to DeepSpeed ({names}); remove them, or set engine=deepspeed"
+    return None
+
+
+_HOST = "the host reads {} of every batch"
+_RECOMPUTED = "recomputation restores the random state on the host"
+
+
+def _cuda_graphs(settings: Settings) -> str | None:
+    """Return why the passes cannot be captured: their work differs between micro-batches, or needs the host."""
+    if not settings.parallel.cuda_graphs:
+        return None
+    if settings.parallel.engine != "native":
+        return "only the native engine captures CUDA graphs; set engine=native, or cuda_graphs=false"
+    reason = _reason_against_graphs(settings)
+    return None if reason is None else f"not supported with {reason}; set cuda_graphs=false"
+
+
+def _reason_against_graphs(settings: Settings) -> str | None:
+    """Return `key: reason` for the key that prevents the capture of the passes in a CUDA graph, or None."""
+    model, types = settings.model, types_of(settings).values()
+    for key in ("reset_attention_mask", "reset_position_ids"):
+        if getattr(settings.data, key):
+            return f"{key}: {_HOST.format('the documents')}"
+    if settings.general.training_positions is not None:
+        return f"training_positions: {_HOST.format('the positions')}"
+    if any(kind.extension.learned for kind in types):
+        return f"rope_scaling: it is trained with stretched positions, and {_HOST.format('the positions')}"
+    if model.checkpoint_activations and (model.hidden_dropout or model.attention_dropout):
+        return f"checkpoint_activations and dropout: {_RECOMPUTED}"
+    if model.attention_dropout and model.attn_logit_softcapping is not None:
+        return f"attn_logit_softcapping and attention_dropout: {_RECOMPUTED}"
+    if model.attention_dropout and any(kind.gate or kind.embedding.by_query for kind in types):
+        return f"attention_dropout: with forgetting gates and FIRE, {_RECOMPUTED}"
     return None
 
 
@@ -185,6 +219,7 @@ def _selective(settings: Settings) -> str | None:
 
 CHECKS = (
     Check("engine", _native),
+    Check("cuda_graphs", _cuda_graphs),
     Check("pipe_parallel_size", _pipeline),
     Check("deepspeed_extra_args", _gradient_dtype),
     *(Check(key, partial(_divides, key)) for key in ("model_parallel_size", "sequence_parallel_size")),

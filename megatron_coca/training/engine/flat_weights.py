@@ -134,7 +134,7 @@ class FlatWeights:
             group["params"] = [bucket.master for bucket in buckets]
             self._groups.append(buckets)
         self._order = [bucket for buckets in self._groups for bucket in reversed(buckets)]
-        self._reduces, self._next = False, 0
+        self._reduces, self._overlaps, self._next = False, False, 0
         self._running: deque[_Reduction] = deque()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
@@ -159,16 +159,19 @@ class FlatWeights:
     def _buckets(self) -> Iterable[Bucket]:
         return (bucket for buckets in self._groups for bucket in buckets)
 
-    def begin_pass(self, last: bool) -> None:
-        """Call this before each backward pass of a step; `last` says whether it is the last one."""
+    def begin_pass(self, last: bool, overlaps: bool = True) -> None:
+        """Call this before each backward pass of a step; `last` says whether it is the last one. If not `overlaps`, the
+        gradients are reduced after the pass.
+        """
         self._reduces, self._next = last or self._sums_in_float32, 0
+        self._overlaps = self._reduces and overlaps
         for bucket in self._order:
             bucket.missing = len(bucket.parameters)
 
     def _arrived(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         """Reduce the buckets that are complete. Autograd calls this when the gradient of `parameter` is complete."""
         bucket.missing -= 1
-        while self._reduces and self._next < len(self._order) and not self._order[self._next].missing:
+        while self._overlaps and self._next < len(self._order) and not self._order[self._next].missing:
             self._reduce()
 
     def _reduce(self) -> None:

@@ -1,7 +1,9 @@
 """The engine for data parallelism in bfloat16 and float32: PyTorch without DeepSpeed, with few calls on the host."""
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -14,6 +16,7 @@ from megatron_coca.training.engine import group, state
 from megatron_coca.training.engine.flat_weights import FlatWeights
 from megatron_coca.training.engine.inputs import module_inputs
 from megatron_coca.training.engine.label_weights import HeldOutLoss, step_labels
+from megatron_coca.training.engine.passes import CapturedPass, run_pass
 from megatron_coca.training.engine.protocol import StepResult
 from megatron_coca.training.engine.routing import finish_routing
 from megatron_coca.training.loss_guard import Limits, bad_reason
@@ -33,7 +36,7 @@ class WholeWeights:
         """The norm is summed in the order of `parameters`, all parameters of the model."""
         self.optimizer, self._parameters = optimizer, list(parameters)
 
-    def begin_pass(self, last: bool) -> None:
+    def begin_pass(self, last: bool, overlaps: bool = True) -> None:
         """Do nothing: gradients stay in their parameters."""
 
     def end_pass(self) -> None:
@@ -90,6 +93,7 @@ class NativeEngine:
             bucket = int(zero_section(config, ranks, torch.cuda.is_available())["reduce_bucket_size"])
             sums_in_float32 = config.parallel.accumulates_in_fp32 and dtype != torch.float32
             self._weights = FlatWeights(optimizer, group.rank(), ranks, bucket, sums_in_float32)
+        self._captured = CapturedPass(self._module, self.device) if config.parallel.cuda_graphs else None
         self._added_at: float | None = None
 
     @property
@@ -106,17 +110,14 @@ class NativeEngine:
         self, micro_batches: Sequence[Batch], learning_rate: float, limits: Limits | None = None
     ) -> StepResult:
         """Run one optimizer step over this rank's micro-batches. Every rank must call this."""
-        weights, last = self._weights, len(micro_batches) - 1
+        weights, parts = self._weights, len(micro_batches)
         for each in weights.optimizer.param_groups:
             each["lr"] = learning_rate
         counted = step_labels(micro_batches, self._data_ranks)
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for index, arguments in enumerate(module_inputs(micro_batches, counted, self.device)):
-            weights.begin_pass(index == last)
-            loss = self._module(**arguments)
-            total += loss.detach()
-            self._backward(loss / len(micro_batches))
-        norm, mean = weights.norm(), group.mean_over_ranks(total / len(micro_batches))
+            total += self._run_micro_batch(arguments, parts, index == parts - 1)
+        norm, mean = weights.norm(), group.mean_over_ranks(total / parts)
         both = torch.stack((mean, norm.double())).tolist()  # a step waits for the device only here
         taken = bad_reason(both[0], both[1], limits or Limits()) is None
         if taken:
@@ -127,10 +128,13 @@ class NativeEngine:
         routing = finish_routing(self._balancing, taken)
         return StepResult(both[0], both[1], not taken, counted.labels, routing)
 
-    def _backward(self, loss: Tensor) -> None:
-        """Compute the gradient of a micro-batch, and reduce the buckets if this is due."""
-        loss.backward()
+    def _run_micro_batch(self, arguments: Mapping[str, Any], parts: int, last: bool) -> Tensor:
+        """Add the gradient of a micro-batch to the sum of the step, and return the loss of the micro-batch."""
+        captured = self._captured is not None
+        self._weights.begin_pass(last, overlaps=not captured)
+        loss = (self._captured or partial(run_pass, self._module))(arguments, parts)
         self._weights.end_pass()
+        return loss
 
     @torch.no_grad()
     def mean_loss(self, micro_batches: Sequence[Batch]) -> HeldOutLoss:
@@ -163,6 +167,8 @@ class NativeEngine:
     def close(self) -> None:
         """Free the memory of the model and the optimizer, so that another engine can be built."""
         self._names = {}
+        if self._captured is not None:
+            self._captured.close()
         self._weights.close()
         gc.collect()
         if torch.cuda.is_available():

@@ -289,6 +289,7 @@ NEEDS = {
     "num_gpus": ("asks for GPUs", ON_THE_CPU),
     "distributed_backend": ("asks for GPUs", ON_THE_CPU),
     "precision": ("fp16 needs a GPU", "set fp16=null precision=bfloat16 (or fp32)"),
+    "cuda_graphs": ("CUDA graphs need a GPU", "set cuda_graphs=false"),
 }
 """For each key in `Config.gpu_keys`, the problem without a GPU and the remedy."""
 

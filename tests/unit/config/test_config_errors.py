@@ -292,6 +292,26 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("precision: bf16", "precision: `bf16` is not one of fp16 | fp32 | bfloat16; did you mean `bfloat16`?"),
         ("zero_optimization: {stage: 4}", "zero_optimization: stage 4 is not one of 0 | 1 | 2 | 3"),
         ("engine: fast", "engine: `fast` is not one of auto | deepspeed | native"),
+        ("cuda_graphs: true", "cuda_graphs: only the native engine captures CUDA graphs; set engine=native, or"),
+        *(
+            (f"engine: native\ncuda_graphs: true\n{keys}", f"cuda_graphs: not supported with {reason}")
+            for keys, reason in [
+                ("reset_attention_mask: true", "reset_attention_mask: the host reads the documents of every batch; se"),
+                ("pos_emb: learned\nreset_position_ids: true", "reset_position_ids: the host reads the documents of"),
+                (
+                    "pos_emb: rotary\ntraining_positions: {type: shifted, max: 4L}",
+                    "training_positions: the host reads the positions of every batch; set cuda_graphs=false",
+                ),
+                (
+                    "pos_emb: rotary\nrope_scaling: {rope_type: clex, max_factor: 4}",
+                    "rope_scaling: it is trained with stretched positions, and the host reads the positions",
+                ),
+                ("checkpoint_activations: true\nhidden_dropout: 0.1", "checkpoint_activations and dropout: recomput"),
+                ("attn_logit_softcapping: 20\nattention_dropout: 0.1", "attn_logit_softcapping and attention_dropou"),
+                ("pos_emb: fire\nattention_dropout: 0.1", "attention_dropout: with forgetting gates and FIRE, recom"),
+                ("forgetting_gate: fox\nattention_dropout: 0.1", "attention_dropout: with forgetting gates and FIRE"),
+            ]
+        ),
         ("engine: native\nprecision: fp16", "engine: native has no loss scaling for fp16; set precision=bfloat16, or"),
         (
             "engine: native\nzero_optimization: {stage: 2}",

@@ -148,6 +148,7 @@ def test_data_types_reach_deepspeed(base: Path) -> None:
         ({"distributed_backend": "nccl"}, ("distributed_backend",)),
         ({"num_gpus": 2, "distributed_backend": "gloo"}, ()),
         ({"num_gpus": 2, "fp16": {"enabled": True}}, ("num_gpus", "precision")),
+        ({"engine": "native", "cuda_graphs": True}, ("cuda_graphs",)),
     ],
 )
 def test_keys_that_ask_for_gpus(base: Path, keys: dict[str, object], required: tuple[str, ...]) -> None:

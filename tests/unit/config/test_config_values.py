@@ -45,7 +45,7 @@ METHODS = {
 OURS = {
     "vocab_size",
     "layer_types",
-    *("engine", "reduction_wait"),
+    *("engine", "cuda_graphs", "reduction_wait"),
     *("gau_width", "gau_key_width"),
     *("alibi_slope_scale", "attn_logit_softcapping", "embedding_scale", "final_logit_scale", "final_logit_softcapping"),
     *("kv_channels", "norm_position", "qk_norm", "softmax_scale", "use_bias_in_qkv", "use_embedding_norm"),

@@ -294,7 +294,7 @@ def test_a_part_without_its_packages_is_named_and_the_others_run(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("plan", "minutes"), [(ONE_GPU, 28), (EIGHT_GPUS, 15), (FIRST, 9)], ids=["1 GPU", "8 GPUs", "first"]
+    ("plan", "minutes"), [(ONE_GPU, 29), (EIGHT_GPUS, 15), (FIRST, 9)], ids=["1 GPU", "8 GPUs", "first"]
 )
 def test_limits(plan: dict[str, Part], minutes: float) -> None:
     assert sum(part.seconds for part in plan.values()) == 60 * minutes
@@ -370,7 +370,7 @@ def test_a_reader_sees_what_is_known_so_far(tmp_path: Path) -> None:
     found = items(ONE_GPU, tmp_path)
     by_title = {item.title: item for item in found}
     before = pages.page(ONE_GPU, found, HERE)
-    assert before.count("| not run yet |") == len(ONE_GPU) + len(found) and "0 of 20 runs have ended" in before
+    assert before.count("| not run yet |") == len(ONE_GPU) + len(found) and "0 of 21 runs have ended" in before
 
     def finish(title: str, *lines: dict[str, Any], status: str = DONE) -> None:
         runner._written(by_title[title], {"status": status, "seconds": 60.0})
@@ -386,10 +386,16 @@ def test_a_reader_sees_what_is_known_so_far(tmp_path: Path) -> None:
     finish("step.coca_16", {"method": "coca", "tokens_per_second": 98000.0, "mfu": None})
     finish("step.llama_16", {"method": "llama", "error": "out of memory"})
     text = pages.page(ONE_GPU, found, HERE)
-    assert "1 of 2 cases passed; failed: sdpa" in text and "4 of 20 runs have ended" in text
+    assert "1 of 2 cases passed; failed: sdpa" in text and "4 of 21 runs have ended" in text
     assert "so far: roformer with micro-batch 16: 100,000 tokens/s, MFU 41.0%" in text
     assert "coca with micro-batch 16: 98,000 tokens/s, 0.98 of RoFormer's, MFU unknown" in text
     assert "llama with micro-batch 16: out of memory" in text
+    engines = {"deepspeed": 98000.0, "native": 99000.0, "graphs": 110000.0}
+    lines = [{"method": f"coca, {name}", "tokens_per_second": speed} for name, speed in engines.items()]
+    finish("step.engines_16", *lines)
+    text = pages.page(ONE_GPU, found, HERE)
+    assert "coca, deepspeed with micro-batch 16: 98,000 tokens/s, 0.98 of RoFormer's" in text
+    assert "coca, graphs with micro-batch 16: 110,000 tokens/s, 1.10 of RoFormer's" in text
     pair = {"kind": "layer", "length": 32768, "method": "coca", "backend": "sdpa (cuDNN 9.24.0)"}
     finish(
         "attention.methods",
