@@ -1,4 +1,4 @@
-"""Compare methods that extend a model beyond its training length, without training; see docs/stretch.md.
+"""Compare methods that extend a model beyond its training length, without or with training; see docs/stretch.md.
 
 megatron-coca stretch MODEL measures perplexity and the retrieval of hidden facts at 1x, 2x, .. of the training length.
 It writes stretch.html and stretch.md with a picture, tables, and the configuration of the best method, or of the
@@ -10,14 +10,27 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.labels import slug
 from megatron_coca.evaluation.options import AUTO, DTYPES, positive_int
 from megatron_coca.evaluation.results import EvaluationError, check_writable
-from megatron_coca.evaluation.stretch.choices import CHOICES, DEFAULT, MOST
+from megatron_coca.evaluation.stretch.choices import (
+    CHOICES,
+    CONTROL,
+    DEFAULT,
+    FINETUNED,
+    LORA,
+    MOST,
+    MOST_LENGTH,
+    trial_methods,
+)
 from megatron_coca.support.arguments import add_source_options, expanded, local_path
 from megatron_coca.support.plain_text import plain
+
+if TYPE_CHECKING:
+    from megatron_coca.evaluation.stretch.command import Done
 
 EPILOG = f"""\
 methods: {", ".join(CHOICES)}
@@ -79,10 +92,17 @@ def parser() -> ArgumentParser:
     after = described.add_argument_group("with the method of best.yml, after the page is written")
     after.add_argument("--export", type=local_path, metavar="DIR", help="write a Hugging Face folder with it")
     after.add_argument("--chat", action="store_true", help="chat with it; an empty line or Ctrl-D ends the chat")
-    trial = "train the model for N steps on --data as a first trial of --finetune-method, and measure it"
-    after.add_argument("--finetune", type=positive_int, metavar="N", help=trial)
-    tried = "the method of the trial: pi (position interpolation) or coca; default: %(default)s"
-    after.add_argument("--finetune-method", choices=("pi", "coca"), default="pi", help=tried)
+    trial = described.add_argument_group("fine-tuning, before the method is chosen")
+    steps = "train the model for N steps on --data with each of --finetune-method, and measure it"
+    trial.add_argument("--finetune", type=positive_int, metavar="N", help=steps)
+    tried = f"methods to train: {', '.join(FINETUNED)}; {CONTROL}, the control, is always one; default: %(default)s"
+    trial.add_argument("--finetune-method", type=names, default="pi", metavar="NAME,...", help=tried)
+    length = f"tokens of a training sample; default: the training length, up to {MOST_LENGTH}"
+    trial.add_argument("--finetune-length", type=positive_int, metavar="N", help=length)
+    lora = "train low-rank adapters and the norms only (" + ", ".join(LORA) + ")"
+    trial.add_argument("--lora", action="store_true", help=lora)
+    keys = "config keys for all trials, such as optimizer.params.lr=1e-4"
+    trial.add_argument("--finetune-set", nargs="+", default=(), metavar="key=value", help=keys)
     return described
 
 
@@ -96,9 +116,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if args.export is not None:
         check_writable(args.export)
+    trials: list[str] = []
     if args.finetune is not None:
         from megatron_coca.commands.stretch_finetuning import check
 
+        trials = trial_methods(args.finetune_method)
+        args.methods = (
+            *args.methods,
+            *(name for name in trials if name in CHOICES),
+        )  # for comparison, without training
         check(args)
     from megatron_coca.evaluation.stretch.command import planned, stretch
 
@@ -106,45 +132,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = stretch(args)
     print(plain(done.text))
     print(f"\nwrote {args.output / 'stretch.html'}, and stretch.md, its picture, best.yml and results/ beside it")
+    if trials:
+        status, done = _train(args, trials, done)
+        if status:
+            return status
     if args.export is not None or args.chat:
         print(f"{done.chosen} is used: {done.reason}")
     if args.export is not None:
-        _export(args, done.overrides)
+        _export(done, args.export)
     if args.chat:
-        _chat(args, done.overrides)
-    return 0 if args.finetune is None else _trial(args)
-
-
-def _trial(args: Namespace) -> int:
-    """Train the model and measure it at the same lengths. Return the exit status."""
-    from megatron_coca.commands.stretch_finetuning import finetune, is_outdated, trained_folder
-    from megatron_coca.evaluation.stretch.command import stretch
-
-    if status := finetune(args):
-        return status
-    trained = trained_folder(args)
-    page = args.output / f"after_{args.finetune_method}"
-    changed = {"model": str(trained), "output": page, "methods": ()}
-    changed["plan"] = args.plan and args.plan.model_copy(update={"methods": [], "contrasts": []})
-    changed["overwrite"] = args.overwrite or is_outdated(page, args.finetune)
-    print(plain(stretch(Namespace(**vars(args) | changed)).text))
-    print(f"\nwrote {page / 'stretch.html'} for the model after {args.finetune} steps")
+        _chat(done, args.device)
     return 0
 
 
-def _export(args: Namespace, overrides: Sequence[str]) -> None:
+def _train(args: Namespace, trials: Sequence[str], before: "Done") -> tuple[int, "Done"]:
+    """Train each method, measure it at the same lengths, and write the page of all. Return the exit status of the first
+    training that failed, or 0, and the choice among all models.
+    """
+    from megatron_coca.commands.stretch_finetuning import finetune, is_outdated, read_trial, trained_folder
+    from megatron_coca.evaluation.stretch.command import compare_trials, stretch
+    from megatron_coca.evaluation.stretch.records import read_plain
+    from megatron_coca.evaluation.stretch.trials import ALL
+
+    plain_result, found = read_plain(args.output), []
+    for method in trials:
+        if status := finetune(args, method):
+            return status, before
+        page = args.output / f"after_{method}"
+        changed = {"model": str(trained_folder(args.output, method)), "output": page, "methods": ()}
+        changed["plan"] = args.plan and args.plan.model_copy(update={"methods": [], "contrasts": []})
+        changed["overwrite"] = args.overwrite or is_outdated(page, args.finetune)
+        print(plain(stretch(Namespace(**vars(args) | changed), plain_result).text))
+        print(f"\nwrote {page / 'stretch.html'} for the model after {args.finetune} steps")
+        found.append(read_trial(args.output, method, page))
+    done = compare_trials(args, found)
+    print(plain(done.text))
+    print(f"\nwrote {args.output / ALL / 'stretch.html'} for all models, and best.yml beside it")
+    return 0, done
+
+
+def _export(done: "Done", folder: Path) -> None:
     from megatron_coca.checkpoints.exporting import export
 
-    done = export(args.model, args.export, overrides)
-    print(f"{done.folder}: a {done.model_type} model for transformers, compared with {done.compared}")
+    made = export(done.checkpoint, folder, done.overrides)
+    print(f"{made.folder}: a {made.model_type} model for transformers, compared with {made.compared}")
 
 
-def _chat(args: Namespace, overrides: Sequence[str]) -> None:
+def _chat(done: "Done", device: str) -> None:
     """Answer each line of standard input. A model without a chat template continues the line."""
     from megatron_coca.evaluation.options import resolve_device
     from megatron_coca.text_generation import load_generator
 
-    generator = load_generator(args.model, overrides, device=resolve_device(args.device))
+    generator = load_generator(done.checkpoint, done.overrides, device=resolve_device(device))
     turns: list[dict[str, str]] = []
     while text := _line():
         if generator.tokenizer.chat is None:

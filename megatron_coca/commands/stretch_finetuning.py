@@ -1,4 +1,4 @@
-"""The fine-tuning of `megatron-coca stretch --finetune N`: a first trial of position interpolation or CoCA."""
+"""The fine-tuning of `megatron-coca stretch --finetune N`: a trial of each method, and of a control."""
 
 import json
 import shlex
@@ -7,22 +7,15 @@ from argparse import Namespace
 from hashlib import sha256
 from pathlib import Path
 
+from megatron_coca.evaluation.report.curves import METRICS
 from megatron_coca.evaluation.results import EvaluationError, write_atomically
-from megatron_coca.evaluation.stretch.choices import PLAIN
+from megatron_coca.evaluation.stretch.choices import FINETUNED, LORA, MOST_LENGTH, PLAIN
 from megatron_coca.evaluation.stretch.records import read_plain, result_file
+from megatron_coca.evaluation.stretch.trials import Trial
 from megatron_coca.work.processes import PROGRAM, run_to_its_end
 
-MOST_LENGTH = 2048
-"""Length of the training samples, unless the model was trained on shorter ones."""
-
-
-def position_keys(method: str, to: float, length: int) -> list[str]:
-    """Return the config keys of the new position method for a model trained at `length` tokens."""
-    original = f"rope_scaling.original_max_position_embeddings={length}"
-    return {
-        "pi": ["rope_scaling.rope_type=linear", f"rope_scaling.factor={to:g}", original],
-        "coca": ["pos_emb=coca"],
-    }[method]
+REPORTS = 20
+"""Number of reports of a trial's training."""
 
 
 def check(args: Namespace) -> None:
@@ -46,8 +39,8 @@ def check(args: Namespace) -> None:
         )
 
 
-def trained_folder(args: Namespace) -> Path:
-    return Path(args.output) / f"finetuned_{args.finetune_method}"
+def trained_folder(output: Path, method: str) -> Path:
+    return output / f"finetuned_{method}"
 
 
 def is_outdated(page: Path, steps: int) -> bool:
@@ -68,7 +61,7 @@ def _claim(args: Namespace, folder: Path, trial: dict[str, object]) -> None:
             raise EvaluationError(f"{folder}: is not a trial of {record.name}; remove it, or name another --output")
         problem = ""
         if record.read_text(encoding="utf-8") != content:
-            problem = "contains a trial of another model, other --data or another --to"
+            problem = "contains a trial of another model, other --data, another --to or other keys"
         elif (folder / "latest").is_file() and (open_checkpoint(folder, verify=False).step or 0) > args.finetune:
             problem = f"has more than {args.finetune} steps"
         if problem and not args.overwrite:
@@ -78,8 +71,10 @@ def _claim(args: Namespace, folder: Path, trial: dict[str, object]) -> None:
     write_atomically(record, content.encode())
 
 
-def finetune(args: Namespace) -> int:
+def finetune(args: Namespace, method: str) -> int:
     """Prepare `--data`, train `--finetune` steps from the model, and return the exit status of the training.
+
+    All methods are trained on the same tokens at the same rate.
 
     Raises InputError.
     """
@@ -92,24 +87,47 @@ def finetune(args: Namespace) -> int:
     texts = [Path(path) for path in args.data]
     measured = read_plain(args.output)
     prepared = args.output / f"finetune_data_{digest_of(texts, measured.tokenizer)}"
-    keys = position_keys(args.finetune_method, args.to, opened.trained.model.seq_length)
-    folder = trained_folder(args)
+    length = opened.trained.model.seq_length
+    keys = [*FINETUNED[method](args.to, length), f"seq_length={args.finetune_length or min(length, MOST_LENGTH)}"]
+    keys += [*LORA * args.lora, *args.finetune_set]
+    folder = trained_folder(args.output, method)
     _claim(args, folder, {"model": measured.checkpoint.identity, "data": prepared.name, "keys": keys})
     if not (prepared / "data.yml").is_file():
         prepare([CorpusSource(SourceSpec("texts", texts), split="train")], prepared, tokenizer)
-    keys += [
-        f"seq_length={min(opened.trained.model.seq_length, MOST_LENGTH)}",
+    keys = [
         f"train_iters={args.finetune}",
         f"checkpoint_factor={args.finetune}",
         "train_micro_batch_size_per_gpu=1",
         "optimizer.params.lr=2e-5",
         "lr_decay_style=constant",
         "eval_iters=0",
+        f"log_interval={max(1, args.finetune // REPORTS)}",
         f"save={folder}",
+        *keys,
     ]
     command = ["train", args.model, str(prepared / "data.yml"), *keys, "--auto-resume"]
     print(f"\n$ {shlex.join(['megatron-coca', *command])}", flush=True)
     return run_to_its_end([*PROGRAM, *command])
+
+
+def read_trial(output: Path, method: str, page: Path) -> Trial:
+    """Return what was trained, from the run's own reports."""
+    from megatron_coca.checkpoints import open_checkpoint
+
+    folder = trained_folder(output, method)
+    opened, steps, seconds, tokens = open_checkpoint(folder, verify=False), 0, 0.0, 0.0
+    memory = None
+    for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
+        report = json.loads(line)
+        if "step_seconds" not in report:
+            continue
+        since, steps = report["step"] - steps, report["step"]
+        seconds += since * report["step_seconds"]
+        tokens += since * report["step_seconds"] * report["tokens_per_second"]
+        memory = report.get("peak_memory_gib", memory)
+    done = opened.step or steps
+    share = done / steps if steps else 0.0  # the last steps may have no report
+    return Trial(method, folder, page, opened.trained, done, round(tokens * share), seconds * share, memory)
 
 
 def digest_of(texts: list[Path], tokenizer: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The methods that `megatron-coca stretch` compares. They need no training."""
+"""The methods that `megatron-coca stretch` compares: those that need no training, and those of its fine-tuning."""
 
 import math
 import re
@@ -43,6 +43,44 @@ CHOICES: dict[str, Changes] = {
 }
 """The config overrides of each method. The factor is the number after the colon, or else that of --to."""
 
+CONTROL = "none"
+"""The fine-tuning that changes nothing: the same tokens at the same rate."""
+
+
+def _original(kind: str) -> Changes:
+    """Return the changes of an extension of a model that is trained further, possibly at another length."""
+    return lambda factor, length: [
+        *_extension(kind)(factor, length),
+        f"rope_scaling.original_max_position_embeddings={length}",
+    ]
+
+
+STAGES = (
+    "{until: 33%, trainable: [key]}",
+    "{until: 67%, trainable: [query, key, value], reset_optimizer: true}",
+    "{reset_optimizer: true}",
+)
+"""The stages of the CoCA paper: the T projection, which replaces K, then Q, T and V, then everything."""
+FINETUNED: dict[str, Changes] = {
+    CONTROL: lambda factor, length: [],
+    "pi": _original("linear"),
+    "yarn": _original("yarn"),
+    "coca": lambda factor, length: ["pos_emb=coca"],
+    "coca_stages": lambda factor, length: ["pos_emb=coca", f"stages=[{', '.join(STAGES)}]"],
+    "drope": lambda factor, length: ["pos_emb=none", "rope_scaling=null", "relative_positions=null"],
+    "rope_id": lambda factor, length: ["rotary_frequencies.type=rope_id"],
+    "pope": lambda factor, length: ["pos_emb=pope"],
+    "partial": lambda factor, length: ["rotary_pct=0.25"],
+    "log_n_trained": lambda factor, length: ["logit_scaling=log_n_trained"],
+}
+"""The config keys of each method of `--finetune-method`, for the factor of `--to`."""
+TRAINED = " (trained)"
+"""The end of the name of a fine-tuned model on a page."""
+MOST_LENGTH = 2048
+"""Length of the training samples, unless the model was trained on shorter ones or `--finetune-length` is given."""
+LORA = ("lora.rank=16", "lora.alpha=32", "lora.also=[norms]")
+"""The config keys of `--lora`."""
+
 DEFAULT = (PLAIN, "dynamic:2", "yarn", "rerope", "rerope+log_n", "self_extend", "dual_chunk", "lm_infinite")
 _NAME = re.compile(r"([a-z_+]+)(?::(\d+(?:\.\d+)?))?")
 
@@ -72,13 +110,23 @@ def chosen_methods(names: Sequence[str], to: float, length: int, place: str = "-
     return list(found.values())
 
 
-def simplicity(name: str) -> tuple[bool, int, int]:
+def trial_methods(names: Sequence[str]) -> list[str]:
+    """Return the methods to train, the control first. Raises EvaluationError for an unknown name."""
+    for name in names:
+        if name not in FINETUNED:
+            raise EvaluationError(f"--finetune-method {name}: unknown method; name some of {', '.join(FINETUNED)}")
+    return list(dict.fromkeys((CONTROL, *names)))
+
+
+def simplicity(name: str) -> tuple[int, int, int]:
     """Return the place of a method in the order of simplicity; the smallest is the simplest.
 
     The plain model comes first, then methods are ordered by the number of config keys that they set, then by CHOICES.
+    Fine-tuned models come last.
     """
-    kind, _, factor = name.partition(":")
-    return kind != PLAIN, len(CHOICES[kind](float(factor or 2), 1)), list(CHOICES).index(kind)
+    kind, _, factor = name.removesuffix(TRAINED).partition(":")
+    table, trained = (FINETUNED, True) if name.endswith(TRAINED) else (CHOICES, False)
+    return trained + (name != PLAIN), len(table[kind](float(factor or 2), 1)), list(table).index(kind)
 
 
 def multiples_up_to(to: float) -> list[float]:

@@ -16,8 +16,9 @@ from megatron_coca.evaluation.stretch.choices import PLAIN, Method, chosen_metho
 from megatron_coca.evaluation.stretch.decision import decide
 from megatron_coca.evaluation.stretch.page import MARKDOWN, reason, write_page
 from megatron_coca.evaluation.stretch.plans import Plan, read_plan
-from megatron_coca.evaluation.stretch.records import RESULTS, result_file
+from megatron_coca.evaluation.stretch.records import RESULTS, read_results, result_file
 from megatron_coca.evaluation.stretch.running import Runner
+from megatron_coca.evaluation.stretch.trials import ALL, Trial, write_trials
 from megatron_coca.evaluation.subject import Evaluation, Subject, dtype_of
 from megatron_coca.evaluation.tasks.margin.measure import PROTOCOL, default_scored, read_documents
 from megatron_coca.evaluation.tasks.margin.task import MarginProtocol, MarginResult
@@ -34,16 +35,20 @@ EARLIER = "results.json"
 
 
 class Done(NamedTuple):
-    """The page's text, the chosen method's name, why it was chosen, and its overrides."""
+    """The page's text, the chosen method's name, why it was chosen, and the checkpoint and overrides that select it."""
 
     text: str
     chosen: str
     reason: str
+    checkpoint: str
     overrides: list[str]
 
 
-def stretch(args: Namespace) -> Done:
-    """Measure the methods and write the page. `args.plan` is a plan or None (`planned`). Raises InputError."""
+def stretch(args: Namespace, like: MarginResult | None = None) -> Done:
+    """Measure the methods and write the page. `args.plan` is a plan or None (`planned`). Raises InputError.
+
+    `like` is the result of the model before fine-tuning: the same tokens are scored, also at its lengths.
+    """
     check_writable(args.output / MARKDOWN)
     lock = args.output / f".{RESULTS}.lock"
     busy = f"{args.output}: another process is measuring there; wait for it, or name another --output"
@@ -53,7 +58,7 @@ def stretch(args: Namespace) -> Done:
                 f"{args.output / EARLIER}: was written by an earlier version, whose results cannot be resumed; name "
                 "another --output, or replace it with --overwrite"
             )
-        return _measure(args)
+        return _measure(args, like)
 
 
 def planned(args: Namespace) -> Namespace:
@@ -65,7 +70,7 @@ def planned(args: Namespace) -> Namespace:
     return Namespace(**vars(args) | values | {"plan": plan})
 
 
-def _measure(args: Namespace) -> Done:
+def _measure(args: Namespace, like: MarginResult | None) -> Done:
     plan: Plan | None = args.plan
     ignored = tuple(source_keys(args))
     trained = open_checkpoint(args.model, verify=False, overrides=ignored).trained
@@ -74,12 +79,13 @@ def _measure(args: Namespace) -> Done:
     options = SubjectOptions(args.model, (plain,), args.device, dtype, args.output / RESULTS, args.overwrite)
     evaluation = Evaluation(options, "margin")
     tokenizer, length = evaluation.needed_tokenizer(), trained.model.seq_length
-    lengths = [round(multiple * length) for multiple in multiples_up_to(args.to)]
+    lengths = lengths_up_to(args.to, length if like is None else like.checkpoint.seq_length)
+    lengths = sorted({*lengths, length})
     methods = chosen_methods(args.methods, args.to, length)
     documents = read_documents(evaluation, args.data, lengths[-1] + 1, args.documents)
     protocol = MarginProtocol(
         text=PROTOCOL,
-        scored=default_scored(evaluation),
+        scored=default_scored(evaluation) if like is None else like.protocol.scored,
         seed=plan.seed if plan else 0,
         start=tokenizer.usual_start,
         chat=chat_of(tokenizer, recorded(result_file(args.output, PLAIN), "protocol", "chat", "date")),
@@ -97,7 +103,27 @@ def _measure(args: Namespace) -> Done:
     configs = {subject.label: subject.config for subject in subjects}
     text, decision = write_page(result, configs, args.output, plan), decide(result)
     overrides = next(method.overrides for method in methods if method.name == decision.chosen)
-    return Done(text, decision.chosen, reason(decision), [*overrides, *ignored])
+    return Done(text, decision.chosen, reason(decision), args.model, [*overrides, *ignored])
+
+
+def compare_trials(args: Namespace, trials: Sequence[Trial]) -> Done:
+    """Write the page of the fine-tuned models, beside the methods that need no training. Raises EvaluationError."""
+    ignored = tuple(source_keys(args))
+    opened = open_checkpoint(args.model, verify=False, overrides=ignored)
+    given = {each.name: each for each in chosen_methods(args.methods, args.to, opened.trained.model.seq_length)}
+    before = read_results(args.output, list(given))
+    configs = {name: opened.configure([*given[name].overrides, *ignored]) for name in before.supported}
+    text, decision = write_trials(before, configs, trials, args.output / ALL)
+    trained = {trial.name: trial.folder for trial in trials}
+    if decision.chosen in trained:
+        return Done(text, decision.chosen, reason(decision), str(trained[decision.chosen]), [*ignored])
+    overrides = [*given[decision.chosen].overrides, *ignored]
+    return Done(text, decision.chosen, reason(decision), args.model, overrides)
+
+
+def lengths_up_to(to: float, length: int) -> list[int]:
+    """Return the measured lengths in tokens for a model that was trained at `length` tokens."""
+    return [round(multiple * length) for multiple in multiples_up_to(to)]
 
 
 def chat_of(tokenizer: Tokenizer, date: str | None = None) -> ChatRecord | None:

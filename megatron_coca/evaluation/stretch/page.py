@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_coca import methods
@@ -32,14 +32,20 @@ ORDER = "no extension first, then the method that sets the fewest config keys, t
 """The order of simplicity (`choices.simplicity`)."""
 
 
-def write_page(result: StretchResult, configs: dict[str, Config], folder: Path, plan: Plan | None = None) -> str:
+def write_page(
+    result: StretchResult,
+    configs: Mapping[str, Config],
+    folder: Path,
+    plan: Plan | None = None,
+    more: Sequence[Section] = (),
+) -> str:
     """Write stretch.html, stretch.md, stretch.svg and best.yml to `folder`; return the text of stretch.md.
 
-    `configs` has the configuration of each method by name. The contrasts of `plan` are added.
+    `configs` has the configuration of each method by name. The contrasts of `plan` are added, and the sections `more`.
     """
     decision = decide(result)
     changes = best_yaml(result, decision)
-    document = _document(result, decision, configs[decision.chosen], plan, changes)
+    document = _document(result, decision, configs[decision.chosen], plan, changes, more)
     assert document.headline is not None and document.headline.figure is not None
     drawn = svgs(document.headline.figure, "light")  # a page needs no PDF or PNG
     write_atomically(folder / PICTURE, drawn[".svg"])
@@ -51,7 +57,12 @@ def write_page(result: StretchResult, configs: dict[str, Config], folder: Path, 
 
 
 def _document(
-    result: StretchResult, decision: Decision, config: Config, plan: Plan | None, changes: str
+    result: StretchResult,
+    decision: Decision,
+    config: Config,
+    plan: Plan | None,
+    changes: str,
+    more: Sequence[Section],
 ) -> ReportDocument:
     """Return the content of the page; `changes` is the YAML of the chosen method, which has the configuration."""
     figure = tables.figure(result)
@@ -59,7 +70,7 @@ def _document(
         text=(f"{decision.chosen}, {reason(decision)}, for this project ({OVERLAY}):",), code=changes.rstrip()
     )
     theirs, parameters = for_transformers(config, result.trained)
-    sections = []
+    sections = [*more]
     if plan is not None and plan.contrasts:
         sections.append(
             Section("contrasts", "Contrasts", (ReportBlock(tables=(tables.contrast_table(result, plan),)),))

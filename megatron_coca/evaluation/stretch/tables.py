@@ -16,7 +16,7 @@ from megatron_coca.evaluation.statistics import (
     geometric_estimate,
     wilson_interval,
 )
-from megatron_coca.evaluation.stretch.choices import PLAIN
+from megatron_coca.evaluation.stretch.choices import PLAIN, TRAINED
 from megatron_coca.evaluation.stretch.decision import FEWEST, LOOKS, POWER, Decision, confidence
 from megatron_coca.evaluation.stretch.plans import Plan, PlannedContrast, outcome_of, pairs_of, sequence
 from megatron_coca.evaluation.stretch.records import HOLDS, StretchResult
@@ -210,7 +210,7 @@ Ends = tuple[float, float, float]
 def figure(result: StretchResult) -> Figure:
     """Return the picture: perplexity, facts found and mean margin by length with their intervals, a line per method."""
     names, inside = result.ranked(), together(result)
-    kinds = {name: "rotary" if name == PLAIN else name.partition(":")[0] for name in names}
+    kinds = {name: "rotary" if name == PLAIN else name.partition(":")[0].removesuffix(TRAINED) for name in names}
     shown = recoloured([Member(each, "", "", look_of(kinds[each]), kinds[each]) for each in names])
     looks = {member.label: member.look for member in shown}
 

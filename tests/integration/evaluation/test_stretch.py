@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import time
+from math import exp
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -300,15 +302,42 @@ def test_a_killed_process_is_resumed(model: Path, text: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["pi", "coca"])
-def test_a_trial_of_fine_tuning(method: str, model: Path, text: Path, tmp_path: Path) -> None:
+def test_trials_of_fine_tuning(model: Path, text: Path, tmp_path: Path) -> None:
+    """Each method beside the control on the same tokens, and beside itself without training."""
     export(model, tmp_path / "folder")
-    more = ["--methods", "plain", "--finetune", 2, "--finetune-method", method]
-    assert stretch(tmp_path / "folder", text, tmp_path / "out", *more) == 0
-    trained, after = open_checkpoint(tmp_path / f"out/finetuned_{method}"), result_of(tmp_path / f"out/after_{method}")
-    assert trained.step == 2 and trained.trained.position.pos_emb == ("coca" if method == "coca" else "rotary")
-    assert trained.trained.position.extension.name == ("default" if method == "coca" else "linear")
-    assert after.losses("plain", 1024) != result_of(tmp_path / "out").losses("plain", 1024) != []
+    more = ["--methods", "plain", "--finetune", 3, "--finetune-method", "pi,coca_stages", "--finetune-length", 256]
+    more += ["--finetune-set", "optimizer.params.lr=0.01", "--export", tmp_path / "exported"]
+    out = tmp_path / "out"
+    assert stretch(tmp_path / "folder", text, out, *more) == 0
+    before, names = result_of(out, "pi"), ("none", "pi", "coca_stages")
+    trained = {name: open_checkpoint(out / f"finetuned_{name}") for name in names}
+    assert {each.step for each in trained.values()} == {3}
+    assert {each.trained.model.seq_length for each in trained.values()} == {256}
+    assert trained["pi"].trained.position.rope_scaling.original_max_position_embeddings == 512
+    assert trained["coca_stages"].trained.position.pos_emb == "coca"
+    after = {name: result_of(out / f"after_{name}") for name in names}
+    for each in after.values():
+        assert each.lengths() == [256, 512, 1024] and each.header.protocol.scored == before.header.protocol.scored
+        assert each.losses("plain", 1024) != before.losses("plain", 1024) != []
+        hidden = [[(case.task, case.tokens) for case in one.facts("plain", 512)[:4]] for one in (each, before)]
+        assert len(hidden[0]) == 4 and hidden[0] == hidden[1]
+    page = " ".join((out / "trained/stretch.md").read_text().split())
+    ratio = exp(
+        mean(a - b for a, b in zip(*(after[name].losses("plain", 1024) for name in ("pi", "none")), strict=True))
+    )
+    assert f"| pi (trained) | none (trained) | 1,024 | {ratio:.3f} " in page
+    assert "| pi (trained) | pi | 1,024 |" in page and "| none (trained) | plain | 512 |" in page
+    assert "| none (trained) | 3 | 768 |" in page, "three steps of one sample"
+    chosen = (out / "trained/best.yml").read_text().removeprefix("# ").partition(", chosen by")[0]
+    length = open_checkpoint(tmp_path / "exported").trained.model.seq_length
+    assert length == (256 if chosen.endswith("(trained)") else 512)
+
+
+def test_an_unknown_method_of_fine_tuning(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stretch(model, text, tmp_path / "out", "--finetune", 2, "--finetune-method", "dropp") == 2
+    assert "--finetune-method dropp: unknown method; name some of none, pi, yarn" in capsys.readouterr().err
 
 
 @pytest.mark.slow
