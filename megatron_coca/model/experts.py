@@ -245,6 +245,16 @@ class Balancing:
         self.mixtures, self._loss, self._z, self._rate = mixtures, loss, z, update_rate
         self._seen: list[list[Routing]] = []
 
+    @contextmanager
+    def kept_corrections(self) -> Iterator[None]:
+        """Keep the float32 values of `correction_bias` if the `with` block converts the weights one by one."""
+        biases = [each.router.correction_bias for each in self.mixtures]
+        before = [None if bias is None else bias.detach().clone() for bias in biases]
+        yield
+        for bias, values in zip(biases, before, strict=True):
+            if bias is not None and values is not None and bias.shape == values.shape:  # ZeRO 3 divides it
+                bias.data = values.to(bias.device)
+
     def gradient_of(self, routings: list[Routing]) -> Tensor:
         """Return a scalar with the value 0 and the gradient of the balancing losses. `routings` has the result of each
         router in a pass.

@@ -175,7 +175,8 @@ class DeepSpeedEngine:
         optimizer.step = step  # type: ignore[method-assign]
         try:
             grid = internals.sequence_grid(config.parallel.sequence_ranks)
-            self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=section, mpu=grid)[0]
+            with contextlib.nullcontext() if self._balancing is None else self._balancing.kept_corrections():
+                self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=section, mpu=grid)[0]
         except internals.DEEPSPEED_ERRORS as error:
             raise ConfigError(
                 f"zero_optimization, fp16, bf16 or deepspeed_extra_args: not supported by DeepSpeed ({error}); change "
