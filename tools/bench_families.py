@@ -50,6 +50,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_po
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 BASE = {"rope_type": "default", "rope_theta": 1e4}
 WINDOW = {"sliding_window": TRAINED // 2}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 176}
 HEADS, NO_PADDING = {"head_dim": 64}, {"pad_token_id": None}
 GEMMA4 = {"global_head_dim": 128, "attention_k_eq_v": True, "num_global_key_value_heads": 2}
 GRANITE = {"attention_multiplier": 0.125, "residual_multiplier": 0.5, "embedding_multiplier": 12.0}
@@ -62,6 +63,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("Ministral3", BLOCK | {"head_dim": 64, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
     "qwen2": ("Qwen2", BLOCK),
     "qwen3": ("Qwen3", BLOCK | {"head_dim": 64}),
+    "mixtral": ("Mixtral", BLOCK | {"num_local_experts": 4, "intermediate_size": 352}),
+    "olmoe": ("Olmoe", BLOCK | {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 176}),
+    "qwen2_moe": ("Qwen2Moe", BLOCK | EXPERTS | {"shared_expert_intermediate_size": 352}),
+    "qwen3_moe": ("Qwen3Moe", BLOCK | EXPERTS | {"head_dim": 64}),
     "smollm3": ("SmolLM3", BLOCK | {"pad_token_id": None}),
     "olmo2": ("Olmo2", BLOCK),
     "olmo3": ("Olmo3", BLOCK | WINDOW | {"rope_parameters": {"full_attention": YARN, "sliding_attention": BASE}}),

@@ -208,7 +208,52 @@ LIKE_GPT: dict[str, tuple[str, dict[str, Any]]] = {
         {"max_position_embeddings": LONG, "scale_embedding": False, "tie_word_embeddings": False},
     ),
 }
-CASES = LIKE_LLAMA | LIKE_GPT
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "head_dim": 10, "sliding_window": 9, "rope_parameters": YARN}),
+    "mixtral tied, one of three": (
+        "Mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True, "rope_parameters": LINEAR},
+    ),
+    "mixtral, gelu": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "rope_parameters": LINEAR}),
+    "olmoe tied, weights that sum to one": (
+        "Olmoe",
+        {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "olmoe, biases": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 1, "attention_bias": True}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+        | {"shared_expert_intermediate_size": 18, "rope_parameters": YARN},
+    ),
+    "qwen2_moe, some dense layers, windows": (
+        "Qwen2Moe",
+        {"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12}
+        | {"mlp_only_layers": [3], "decoder_sparse_step": 2, "num_hidden_layers": 4, "num_experts_per_tok": 3}
+        | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+    ),
+    "qwen2_moe tied, no biases": (
+        "Qwen2Moe",
+        {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 12, "qkv_bias": False}
+        | {"shared_expert_intermediate_size": 7, "tie_word_embeddings": True, "hidden_act": "gelu"},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
+        | {"head_dim": 10, "rope_parameters": YARN},
+    ),
+    "qwen3_moe, some dense layers, a window": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [0]}
+        | {"use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 4},
+    ),
+    "qwen3_moe tied, biases": (
+        "Qwen3Moe",
+        {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 12, "attention_bias": True}
+        | {"decoder_sparse_step": 3, "tie_word_embeddings": True, "hidden_act": "relu"},
+    ),
+}
+CASES = LIKE_LLAMA | LIKE_GPT | MIXTURES
 OWN_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("GPTJ", "CodeGen", "GPTBigCode", "OpenAIGPT", "CTRL"), (*FREE, "num_key_value_heads")),
     "GPTNeo": (*FREE, "num_key_value_heads"),

@@ -30,6 +30,27 @@ def sizes(vocabulary: int, width: int, inner: int, layers: int, heads: int, keys
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "mistralai/Mixtral-8x7B-v0.1": sizes(32000, 4096, 14336, 32, 32, 8, 32768)
+    | {"model_type": "mixtral", "hidden_act": "silu", "num_experts_per_tok": 2, "num_local_experts": 8}
+    | {"output_router_logits": False, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.02}
+    | {"sliding_window": None, "tie_word_embeddings": False, "attention_dropout": 0.0},
+    "allenai/OLMoE-1B-7B-0924": sizes(50304, 2048, 1024, 16, 16, 16, 4096)
+    | {"model_type": "olmoe", "attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None, "num_experts": 64}
+    | {"hidden_act": "silu", "norm_topk_prob": False, "num_experts_per_tok": 8, "output_router_logits": False}
+    | {"rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01}
+    | {"tie_word_embeddings": False, "pad_token_id": 1},
+    "Qwen/Qwen1.5-MoE-A2.7B": sizes(151936, 2048, 5632, 24, 16, 16, 8192)
+    | {"model_type": "qwen2_moe", "attention_dropout": 0.0, "decoder_sparse_step": 1, "hidden_act": "silu"}
+    | {"max_window_layers": 21, "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60}
+    | {"num_experts_per_tok": 4, "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+    | {"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632, "sliding_window": 32768}
+    | {"tie_word_embeddings": False, "use_sliding_window": False},
+    "Qwen/Qwen3-30B-A3B": sizes(151936, 2048, 6144, 48, 32, 4, 40960)
+    | {"model_type": "qwen3_moe", "attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1}
+    | {"head_dim": 128, "hidden_act": "silu", "max_window_layers": 48, "mlp_only_layers": [], "num_experts": 128}
+    | {"moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6}
+    | {"output_router_logits": False, "rope_scaling": None, "rope_theta": 1e6, "router_aux_loss_coef": 0.001}
+    | {"sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False},
     "google/gemma-2b": sizes(256000, 2048, 16384, 18, 8, 1, 8192)
     | {"model_type": "gemma", "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "rope_theta": 10000.0}
     | {"rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0, "rope_scaling": None},

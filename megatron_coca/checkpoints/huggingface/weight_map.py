@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -303,6 +304,21 @@ def expand(rows: Sequence[Row], num_layers: int) -> list[Row]:
     return expanded
 
 
+class _PartsOnUse(Sequence[Tensor]):
+    """The weights with these names. Each is read when it is used, so that a packing need not have all in memory."""
+
+    def __init__(self, weights: Weights, names: Sequence[str]) -> None:
+        self._weights, self._names = weights, names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self._weights.read(name) for name in self._names[place]]
+        return self._weights.read(self._names[place])
+
+
 def our_weights(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
     """Convert Hugging Face weights to ours, using the rows of the architecture's table.
 
@@ -316,7 +332,7 @@ def our_weights(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
 
     def read(name: str) -> Tensor:
         row = by_name[name]
-        return row.packing.join([theirs.read(part) for part in row.theirs], heads)
+        return row.packing.join(_PartsOnUse(theirs, row.theirs), heads)
 
     entries = {}
     for row in rows:

@@ -32,6 +32,7 @@ FAST = (
     *("exaone4", "hunyuan", "nemotron", "apertus", "olmo", "nanochat", "granite_swa"),
     *("codegen", "gpt_neo", "opt", "opt, norms of sums, a narrow embedding", "openai-gpt"),
     *("ctrl", "modernbert-decoder", "xglm", "gemma4_text"),
+    *("mixtral", "olmoe", "qwen2_moe, some dense layers, windows", "qwen3_moe, some dense layers, a window"),
 )
 """Cases that together use every switch and every packing of these families."""
 

@@ -232,6 +232,10 @@ def _has_section(config: Json, sliding: list[bool]) -> list[bool]:
 
 ALL_LAYERS = Windows(lambda config, count: [True] * count, listed=False)
 """All layers have the window, as in Mistral."""
+SWITCHED = Windows(
+    lambda config, count: [bool(config.get("use_sliding_window", False))] * count, listed=False, switched=True
+)
+"""All layers have the window if it is switched on, as in Qwen 3 with experts."""
 FROM_LAYER = Windows(_from_layer, switched=True)
 """Layers from number `max_window_layers` on have the window, as in Qwen."""
 LISTED = Windows(lambda config, count: _listed(config, [True] * count))

@@ -1,6 +1,15 @@
 """Families of OLMo. Each is a row (see `keys.Family`)."""
 
+from typing import Any
+
 from megatron_coca.checkpoints.huggingface.families.defaults import BIASES, MODERN, RMS_5, Json, rows_of
+from megatron_coca.checkpoints.huggingface.families.experts import (
+    ROUTER_LOSS,
+    TOP_K,
+    at_least_two,
+    experts_only,
+    with_experts,
+)
 from megatron_coca.checkpoints.huggingface.families.keys import Family, every
 from megatron_coca.checkpoints.huggingface.weight_map import POST, PRE, QK_PROJECTION, like_llama
 
@@ -15,6 +24,11 @@ def _two_keys(scaling: Json) -> Json:
     if scaling["rope_type"] not in ("linear", "dynamic"):
         return scaling
     return {"type": scaling["rope_type"], "factor": scaling["factor"]}
+
+
+def _olmoe(config: Json, keys: Json) -> dict[str, Any]:
+    at_least_two(config, "num_experts", 64)
+    return {}
 
 
 FAMILIES: dict[str, Family] = {
@@ -41,6 +55,17 @@ FAMILIES: dict[str, Family] = {
         rows_of(like_llama(PRE)),
         MODERN | {"norm": "non_parametric_layernorm", "layernorm_epsilon": 1e-5},
         BIASES | {"clip_qkv": ("clip_qkv", None)},
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        with_experts(like_llama(PRE | QK_PROJECTION)),
+        MODERN | {"qk_norm": "projection"},
+        OLMO | dict(TOP_K) | {"num_experts": ("moe_num_experts", 64), "num_experts_per_tok": ("moe_top_k", 8)},
+        {"clip_qkv": None},
+        {"head_dim": None},
+        read=_olmoe,
+        write=experts_only,
+        harmless=ROUTER_LOSS,
     ),
 }
 """`model_type` -> family."""

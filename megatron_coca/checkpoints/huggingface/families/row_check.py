@@ -43,7 +43,7 @@ def _problems(family: Family) -> Iterator[str]:
         yield from _unknown("fixed", "", ours)
     for field, common in (
         *(("names", name) for name in family.names),
-        *(("first", name) for name in family.first.values()),
+        *(("first", name) for name in family.first.values() if name not in family.keys),
     ):
         if common not in COMMON:
             yield f"{field}: {common} is not a common key{nearest(common, COMMON) or '; correct it'}"

@@ -1,0 +1,138 @@
+"""Weights and keys of families with mixtures of experts, which their rows share."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor
+
+from megatron_coca.checkpoints.huggingface.families.defaults import Json, NotSupported, rows_of
+from megatron_coca.checkpoints.huggingface.families.tables import Rows
+from megatron_coca.checkpoints.huggingface.weight_map import Heads, Row, WeightPacking
+from megatron_coca.config import Config, ModelConfig
+from megatron_coca.config.model import DENSE, EXPERTS
+
+
+def _join_experts(parts: Sequence[Tensor], heads: Heads, each: int) -> Tensor:
+    """Stack the matrices of experts, `each` of which are one matrix of ours. At most two parts are in memory."""
+    first = parts[0]
+    rows, *others = first.shape
+    stacked = first.new_empty((len(parts) // each, each * rows, *others))
+    for number in range(len(parts)):
+        part = first if number == 0 else parts[number]
+        stacked[number // each, number % each * rows : (number % each + 1) * rows] = part
+    return stacked
+
+
+def of_experts(each: int) -> WeightPacking:
+    """Return the packing of the experts' matrices, in the order of experts, `each` of which are one matrix of ours."""
+    return WeightPacking(
+        lambda parts, heads: _join_experts(parts, heads, each),
+        lambda packed, heads, count: [part for expert in packed for part in expert.chunk(each)],
+        lambda shapes, heads: [shapes[0] or (0,)] * len(shapes),
+    )
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Their names of the modules of a mixture, within the MLP of a layer.
+
+    Attributes:
+        mlp: name of the MLP in layers with a mixture. `{i}` is the number of the layer.
+        router: the router's linear map.
+        parts: the up, gate and down projections of an expert.
+        shared: the shared MLP, or None.
+        shared_gate: the gate of the shared MLP.
+        correction: the numbers that change only the choice.
+    """
+
+    mlp: str = "model.layers.{i}.mlp"
+    router: str = "gate"
+    parts: tuple[str, str, str] = ("up_proj", "gate_proj", "down_proj")
+    shared: str | None = None
+    shared_gate: str = "shared_expert_gate"
+    correction: str = "gate.e_score_correction_bias"
+
+
+def with_experts(rows: Rows, names: ExpertNames = ExpertNames()) -> Callable[[ModelConfig], Rows]:
+    """Return the table of a family as a function of the model. `rows` is the table of a model without mixtures."""
+
+    def table(model: ModelConfig) -> Rows:
+        kinds = list(enumerate(model.mlp_names))
+        found = [row for row in rows_of(rows)(model) if ".mlp." not in row.ours]
+        for row in (row for row in rows if row.ours.startswith("blocks.{i}.mlp.")):
+            found += [_of_layer(row, number) for number, kind in kinds if kind == DENSE]
+        for number, kind in kinds:
+            if kind == EXPERTS:
+                found += [_of_layer(row, number) for row in _mixture(model, names, rows)]
+        return tuple(found)
+
+    return table
+
+
+def _of_layer(row: Row, number: int) -> Row:
+    theirs = tuple(name.replace("{i}", str(number)) for name in row.theirs)
+    return replace(row, ours=row.ours.replace("{i}", str(number)), theirs=theirs)
+
+
+def _mixture(model: ModelConfig, names: ExpertNames, rows: Rows) -> Iterator[Row]:
+    up, gate, down = names.parts
+    experts = [f"{names.mlp}.experts.{number}" for number in range(model.moe_num_experts)]
+    for kind in ("weight", "bias") if model.use_bias_in_mlp else ("weight",):
+        both = tuple(f"{expert}.{part}.{kind}" for expert in experts for part in (up, gate))
+        yield Row(f"blocks.{{i}}.mlp.linear1.{kind}", both, of_experts(2))
+        yield Row(f"blocks.{{i}}.mlp.linear2.{kind}", tuple(f"{name}.{down}.{kind}" for name in experts), of_experts(1))
+    yield Row("blocks.{i}.mlp.router.weight", (f"{names.mlp}.{names.router}.weight",))
+    if model.moe_router_bias:
+        yield Row("blocks.{i}.mlp.router.bias", (f"{names.mlp}.{names.router}.bias",))
+    if model.moe_correction_bias:
+        yield Row("blocks.{i}.mlp.router.correction_bias", (f"{names.mlp}.{names.correction}",))
+    if names.shared is not None and model.moe_shared_intermediate_size is not None:
+        for row in (row for row in rows if row.ours.startswith("blocks.{i}.mlp.linear")):
+            theirs = tuple(f"{names.mlp}.{names.shared}.{name.partition('.mlp.')[2]}" for name in row.theirs)
+            yield replace(row, ours=row.ours.replace(".mlp.", ".mlp.shared."), theirs=theirs)
+        if model.moe_shared_gate:
+            yield Row("blocks.{i}.mlp.shared_gate.weight", (f"{names.mlp}.{names.shared_gate}.weight",))
+
+
+def expert_layers(mixed: Sequence[bool]) -> dict[str, Any]:
+    """Return our key for the layers with a mixture; no key if all layers have one. `mixed` has a value per layer."""
+    if all(mixed):
+        return {}
+    kinds = groupby(EXPERTS if flag else DENSE for flag in mixed)
+    return {"mlp_config": [[[kind], len(list(run))] for kind, run in kinds]}
+
+
+def at_least_two(config: Json, name: str, default: int) -> int:
+    """Return the number of experts. Raises NotSupported if there is only one, which no row describes."""
+    count = config.get(name, default)
+    if not isinstance(count, int) or count < 2:
+        raise NotSupported(f"{name}: {count!r} is not supported, only 2 or more experts")
+    return count
+
+
+def sparse_steps(config: Json, keys: Json) -> dict[str, Any]:
+    """Read the layers with a mixture as Qwen's classes choose them."""
+    listed, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    mixed = [i not in listed and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])]
+    if not any(mixed):
+        raise NotSupported("decoder_sparse_step, mlp_only_layers: leave no layer with experts")
+    return expert_layers(mixed)
+
+
+def written_steps(config: Config) -> dict[str, Any]:
+    """Return the keys that `sparse_steps` reads, and the inner width of the experts."""
+    dense = [number for number, kind in enumerate(config.model.mlp_names) if kind == DENSE]
+    own = {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+    return own | {"moe_intermediate_size": config.model.expert_width}
+
+
+def experts_only(config: Config) -> dict[str, Any]:
+    """Return the inner width of the experts for a class in which every layer has a mixture."""
+    return {"intermediate_size": config.model.expert_width}
+
+
+ROUTER_LOSS = frozenset({"output_router_logits", "router_aux_loss_coef"})
+"""Keys for the balancing loss of transformers' training, which the model does not depend on."""
+TOP_K: Mapping[str, tuple[str, Any]] = {"norm_topk_prob": ("moe_norm_topk_prob", False)}
