@@ -51,6 +51,7 @@ LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_facto
 BASE = {"rope_type": "default", "rope_theta": 1e4}
 WINDOW = {"sliding_window": TRAINED // 2}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 176}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 176}
 HEADS, NO_PADDING = {"head_dim": 64}, {"pad_token_id": None}
 GEMMA4 = {"global_head_dim": 128, "attention_k_eq_v": True, "num_global_key_value_heads": 2}
 GRANITE = {"attention_multiplier": 0.125, "residual_multiplier": 0.5, "embedding_multiplier": 12.0}
@@ -65,6 +66,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", BLOCK | {"head_dim": 64}),
     "mixtral": ("Mixtral", BLOCK | {"num_local_experts": 4, "intermediate_size": 352}),
     "olmoe": ("Olmoe", BLOCK | {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 176}),
+    "glm4_moe": ("Glm4Moe", BLOCK | ROUTED | {"head_dim": 64}),
+    "dots1": ("Dots1", BLOCK | ROUTED | {"head_dim": 64, "n_shared_experts": 1}),
     "qwen2_moe": ("Qwen2Moe", BLOCK | EXPERTS | {"shared_expert_intermediate_size": 352}),
     "qwen3_moe": ("Qwen3Moe", BLOCK | EXPERTS | {"head_dim": 64}),
     "smollm3": ("SmolLM3", BLOCK | {"pad_token_id": None}),

@@ -253,6 +253,41 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"decoder_sparse_step": 3, "tie_word_embeddings": True, "hidden_act": "relu"},
     ),
 }
+GROUPS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 12}
+MIXTURES |= {
+    "glm4_moe": (
+        "Glm4Moe",
+        GROUPS
+        | {"n_shared_experts": 2, "routed_scaling_factor": 1.7, "attention_bias": True, "use_qk_norm": True}
+        | {"head_dim": 12, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+    ),
+    "glm4_moe tied, two dense layers": (
+        "Glm4Moe",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 2}
+        | {"norm_topk_prob": False, "tie_word_embeddings": True, "head_dim": 8},
+    ),
+    "glm4_moe, experts in all layers": (
+        "Glm4Moe",
+        {"n_routed_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 12, "first_k_dense_replace": 0}
+        | {"head_dim": 12, "hidden_act": "gelu"},
+    ),
+    "dots1": (
+        "Dots1",
+        GROUPS
+        | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "head_dim": 10}
+        | {"sliding_window": 9, "max_window_layers": 1, "first_k_dense_replace": 1, "rope_parameters": YARN},
+    ),
+    "dots1 tied, biases": (
+        "Dots1",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 12}
+        | {"attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "dots1, listed windows": (
+        "Dots1",
+        {"n_routed_experts": 5, "num_experts_per_tok": 1, "n_shared_experts": 1, "moe_intermediate_size": 20}
+        | {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+}
 CASES = LIKE_LLAMA | LIKE_GPT | MIXTURES
 OWN_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("GPTJ", "CodeGen", "GPTBigCode", "OpenAIGPT", "CTRL"), (*FREE, "num_key_value_heads")),

@@ -51,6 +51,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6}
     | {"output_router_logits": False, "rope_scaling": None, "rope_theta": 1e6, "router_aux_loss_coef": 0.001}
     | {"sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False},
+    "zai-org/GLM-4.5-Air": sizes(151552, 4096, 10944, 46, 96, 8, 131072)
+    | {"model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0, "first_k_dense_replace": 1}
+    | {"head_dim": 128, "hidden_act": "silu", "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128}
+    | {"n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1}
+    | {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000}
+    | {"routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False},
     "google/gemma-2b": sizes(256000, 2048, 16384, 18, 8, 1, 8192)
     | {"model_type": "gemma", "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "rope_theta": 10000.0}
     | {"rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0, "rope_scaling": None},

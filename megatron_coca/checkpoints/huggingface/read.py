@@ -345,6 +345,8 @@ def _open_weights(folder: Folder) -> Weights:
     wanted.sort(key=lambda row: min((order[files[name]] for name in row.theirs if name in files), default=0))
     read = {name for row in rows for name in row.theirs}
     unread = sorted(name for name in files if name not in read and not unneeded.fullmatch(name))
+    if family is not None and family.later_layers:
+        unread = [name for name in unread if not _is_behind(name, model.num_layers)]
     missing = [name for row in wanted for name in row.theirs if name not in files]
     remedy = f"correct {CONFIG}" + (f", or {families.row_name(kind_of_model)}" if family else "")
     if missing and unread:  # no download lost these weights
@@ -358,6 +360,12 @@ def _open_weights(folder: Folder) -> Weights:
             f"{folder.path}: has weights that the model described by {CONFIG} does not have ({_some(unread)}); {remedy}"
         )
     return replace(weights, remedy=f"{remedy} ({BIASES}), or use other weights") if family else weights
+
+
+def _is_behind(name: str, layers: int) -> bool:
+    """Return whether a weight belongs to a layer behind the last of `layers` layers."""
+    found = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= layers
 
 
 def rows_of(folder: Folder) -> list[weight_map.Row]:

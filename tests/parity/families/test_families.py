@@ -225,8 +225,9 @@ def build(name: str) -> Any:
 
 
 def layer_scalars(model: Any) -> list[Tensor]:
-    """Weights of Gemma 4 that are no parameters."""
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    """Weights of Gemma 4, and of routers like DeepSeek 3's, that are no parameters."""
+    ends = ("layer_scalar", "e_score_correction_bias")
+    return [buffer for name, buffer in model.named_buffers() if name.endswith(ends)]
 
 
 def tokens(length: int) -> Tensor:

@@ -18,12 +18,13 @@ These helpers are for rows:
 | a table with mixtures of experts | `with_experts`, `ExpertNames` | `families/experts.py` |
 | their `keys`, `read` and `write` | `TOP_K`, `ROUTER_LOSS`, `at_least_two`, `expert_layers` | `families/experts.py` |
 | | `sparse_steps`, `written_steps`, `experts_only` | `families/experts.py` |
+| | `deepseek_keys`, `deepseek_experts`, `written_deepseek_experts` | `families/experts.py` |
 | `keys`, norms | `RMS`, `RMS_5`, `EPS`, `EPSILON` | `families/defaults.py` |
 | `keys`, biases | `BIASES`, `QKV_BIAS`, `MLP_BIAS` | `families/defaults.py` |
 | `read` and `write` | `one_bias`, `has_qk_layernorm`, `NotSupported` | `families/defaults.py` |
 | `names`, `harmless` of GPT-2 | `GPT_NAMES`, `SUMMARY` | `families/defaults.py` |
 | `windows` | `every`, `ALL_LAYERS`, `NO_LAYERS`, `LISTED`, `FROM_LAYER`, `SWITCHED` | `families/keys.py` |
-| | `FIRST_WITHOUT`, `FIRST_OF_PERIOD`, `PERIOD_OR_NONE`, `WITHOUT_ROTATION` | `families/keys.py` |
+| | `FROM_LAST`, `FIRST_WITHOUT`, `FIRST_OF_PERIOD`, `PERIOD_OR_NONE`, `WITHOUT_ROTATION` | `families/keys.py` |
 | `rotating` | `ROPE_INTERVAL`, `WITH_WINDOW`, `WITH_WINDOW_IF_ANY`, `WITH_BASE`, `WITH_SECTION` | `families/keys.py` |
 """
 

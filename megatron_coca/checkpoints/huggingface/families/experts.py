@@ -136,3 +136,46 @@ def experts_only(config: Config) -> dict[str, Any]:
 ROUTER_LOSS = frozenset({"output_router_logits", "router_aux_loss_coef"})
 """Keys for the balancing loss of transformers' training, which the model does not depend on."""
 TOP_K: Mapping[str, tuple[str, Any]] = {"norm_topk_prob": ("moe_norm_topk_prob", False)}
+
+
+DEEPSEEK_3: Mapping[str, Any] = {"moe_router_scores": "sigmoid", "moe_correction_bias": True}
+"""The router of DeepSeek 3."""
+
+
+def deepseek_keys(experts: int | None, top_k: int | None, normalizes: bool) -> dict[str, tuple[str, Any]]:
+    """Return the keys of the experts in classes like that of DeepSeek 3. The arguments are defaults of the class."""
+    return {
+        "n_routed_experts": ("moe_num_experts", experts),
+        "num_experts_per_tok": ("moe_top_k", top_k),
+        "moe_intermediate_size": ("moe_intermediate_size", 1408),
+        "routed_scaling_factor": ("moe_routed_scaling_factor", 1.0),
+        "n_group": ("moe_num_groups", 1),
+        "topk_group": ("moe_top_k_groups", 1),
+        "norm_topk_prob": ("moe_norm_topk_prob", normalizes),
+    }
+
+
+def deepseek_experts(config: Json, shared: int | None, dense: int) -> dict[str, Any]:
+    """Read the shared MLP, whose width config.json counts in experts, and the dense layers, which are the first ones.
+    `shared` and `dense` are defaults of the class.
+    """
+    at_least_two(config, "n_routed_experts", 128)
+    experts, first = config.get("n_shared_experts", shared), config.get("first_k_dense_replace", dense)
+    if not experts:
+        raise NotSupported(f"n_shared_experts: {experts!r} is not supported, only 1 or more")
+    layers = config["num_hidden_layers"]
+    if first >= layers:
+        raise NotSupported(f"first_k_dense_replace: {first} leaves no layer with experts")
+    width = experts * config.get("moe_intermediate_size", 1408)
+    own = {"moe_shared_intermediate_size": width, **DEEPSEEK_3}
+    return own | expert_layers([number >= first for number in range(layers)])
+
+
+def written_deepseek_experts(config: Config) -> dict[str, Any]:
+    """Return the keys that `deepseek_experts` reads, and the inner width of the experts."""
+    model = config.model
+    return {
+        "moe_intermediate_size": model.expert_width,
+        "n_shared_experts": (model.moe_shared_intermediate_size or 0) // model.expert_width,
+        "first_k_dense_replace": [*model.mlp_names, EXPERTS].index(EXPERTS),
+    }

@@ -1,9 +1,26 @@
 """Families of GLM. Each is a row (see `keys.Family`)."""
 
-from megatron_coca.checkpoints.huggingface.families.defaults import MODERN, rows_of
+from typing import Any
+
+from megatron_coca.checkpoints.huggingface.families.defaults import MODERN, QKV_BIAS, RMS_5, Json, rows_of
+from megatron_coca.checkpoints.huggingface.families.experts import (
+    ExpertNames,
+    deepseek_experts,
+    deepseek_keys,
+    with_experts,
+    written_deepseek_experts,
+)
 from megatron_coca.checkpoints.huggingface.families.keys import Family
 from megatron_coca.checkpoints.huggingface.families.tables import Rows
-from megatron_coca.checkpoints.huggingface.weight_map import GATE_FIRST, NEIGHBOURS, PRE, layer_rows, like_llama
+from megatron_coca.checkpoints.huggingface.weight_map import (
+    GATE_FIRST,
+    NEIGHBOURS,
+    PRE,
+    QK_HEAD,
+    layer_rows,
+    like_llama,
+)
+from megatron_coca.config import Config
 
 
 def packed_gate(rows: Rows) -> Rows:
@@ -26,6 +43,16 @@ GLM4_NORMS = {
     "mlp_output_layernorm": "post_mlp_layernorm",
 }
 
+
+def _glm4_moe(config: Json, keys: Json) -> dict[str, Any]:
+    norms = {"qk_norm": "head" if config.get("use_qk_norm") else None}
+    return norms | deepseek_experts(config, 1, 1)
+
+
+def _written_glm4_moe(config: Config) -> dict[str, Any]:
+    return {"use_qk_norm": config.model.qk_norm is not None} | written_deepseek_experts(config)
+
+
 FAMILIES: dict[str, Family] = {
     "glm": Family(
         "GlmForCausalLM",
@@ -42,6 +69,17 @@ FAMILIES: dict[str, Family] = {
         GLM_KEYS,
         head_dim=128,
         share=0.5,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        with_experts(like_llama(PRE | QK_HEAD), ExpertNames(shared="shared_experts")),
+        MODERN,
+        RMS_5 | QKV_BIAS | deepseek_keys(128, 8, True),
+        share=0.5,
+        read=_glm4_moe,
+        write=_written_glm4_moe,
+        harmless=frozenset({"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"}),
+        later_layers=True,
     ),
 }
 """`model_type` -> family."""

@@ -122,6 +122,8 @@ class Family:
         read: (config.json, our keys so far) -> additional keys of ours.
         write: our configuration -> additional keys of config.json.
         harmless: keys in published folders that the class ignores.
+        later_layers: whether published folders have layers behind the last one, which predict further tokens. The
+            class ignores their weights.
     """
 
     architecture: str
@@ -151,6 +153,7 @@ class Family:
     read: Callable[[Json, Json], dict[str, Any]] = lambda config, keys: {}
     write: Callable[[Config], dict[str, Any]] = lambda config: {}
     harmless: frozenset[str] = frozenset()
+    later_layers: bool = False
 
 
 class ConfigReader(NamedTuple):
@@ -238,6 +241,10 @@ SWITCHED = Windows(
 """All layers have the window if it is switched on, as in Qwen 3 with experts."""
 FROM_LAYER = Windows(_from_layer, switched=True)
 """Layers from number `max_window_layers` on have the window, as in Qwen."""
+FROM_LAST = Windows(
+    lambda config, count: _listed(config, (i >= config.get("max_window_layers", 62) for i in range(count)))
+)
+"""Layers from number `max_window_layers` on have the window unless others are listed, as in dots.llm1."""
 LISTED = Windows(lambda config, count: _listed(config, [True] * count))
 """All layers have the window unless they are listed, as in Ministral."""
 NO_LAYERS = Windows(lambda config, count: _listed(config, [False] * count))

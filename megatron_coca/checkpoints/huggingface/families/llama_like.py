@@ -22,8 +22,16 @@ from megatron_coca.checkpoints.huggingface.families.defaults import (
     one_bias,
     rows_of,
 )
+from megatron_coca.checkpoints.huggingface.families.experts import (
+    ExpertNames,
+    deepseek_experts,
+    deepseek_keys,
+    with_experts,
+    written_deepseek_experts,
+)
 from megatron_coca.checkpoints.huggingface.families.keys import (
     FIRST_WITHOUT,
+    FROM_LAST,
     PERIOD_OR_NONE,
     ROPE_INTERVAL,
     WITH_WINDOW_IF_ANY,
@@ -173,6 +181,17 @@ AFTER = {"qk_norm": "head", "qk_norm_after_rotation": True}
 LLAMA_KEYS = RMS_5 | BIASES | MLP_BIAS
 
 FAMILIES: dict[str, Family] = {
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        with_experts(like_llama(PRE | QK_HEAD), ExpertNames(shared="shared_experts")),
+        MODERN | {"qk_norm": "head"},
+        RMS | BIASES | deepseek_keys(None, None, False),
+        windows=FROM_LAST,
+        window=4096,
+        read=lambda config, keys: deepseek_experts(config, None, 0),
+        write=written_deepseek_experts,
+        harmless=frozenset({"output_router_logits", "max_window_layers"}),
+    ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         rows_of(like_llama(PRE)),
