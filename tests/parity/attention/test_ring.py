@@ -43,11 +43,14 @@ COCA = {"pos_emb": "coca"}
 UNEVEN = [[7, 20, 1, 9], [37]]
 """Lengths of the documents in two rows of 37 tokens."""
 SHORT = [[3] * 12 + [1], [1] * 37]
+COUNTED = "documents, positions through the row"
+"""Maps then read the position of the first token of each document, which is not 0."""
 LAYOUTS: Mapping[str, tuple[int, list[list[int]] | None]] = {
     "37 tokens": (37, None),
     "16 tokens": (16, None),
     "documents": (37, UNEVEN),
     "short documents": (37, SHORT),
+    COUNTED: (37, UNEVEN),
 }
 """Numbers of tokens, and lengths of documents by row. 37, and 16 with three ranks, do not divide into equal chunks."""
 FLASH: Mapping[str, dict[str, Any]] = {
@@ -98,6 +101,7 @@ RINGS = (
     (3, "documents"),
     (4, "37 tokens"),
     (4, "documents"),
+    (2, COUNTED),
 )
 """The number of ranks and the layout of the runs."""
 FEW = ("coca", "rerope", "alibi")
@@ -140,11 +144,12 @@ def errors_of(keys: Mapping[str, Any], layout: str, ring: Ring) -> dict[str, flo
 
     alone, ranked = attention_of(keys, "reference"), attention_of(keys, keys["attention_backend"])
     whole = hidden.clone().requires_grad_()
-    expected = alone(whole, documents=documents)
+    through = torch.arange(length) if layout == COUNTED else None
+    expected = alone(whole, through, documents)
     expected.backward(cotangent)
     assign_shard(ranked, shard)
     own = held(hidden).contiguous().requires_grad_()
-    positions, reached, packed = resolve_positions(hidden[..., 0], None, documents)
+    positions, reached, packed = resolve_positions(hidden[..., 0], through, documents)
     context = ranked.encoding(positions, reached, hidden.dtype, documents=packed, reached=reached, batch=2)
     got = ranked.attention(own, context)
     got.backward(held(cotangent))
