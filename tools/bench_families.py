@@ -65,6 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", BLOCK),
     "qwen3": ("Qwen3", BLOCK | {"head_dim": 64}),
     "mixtral": ("Mixtral", BLOCK | {"num_local_experts": 4, "intermediate_size": 352}),
+    "gpt_oss": ("GptOss", BLOCK | WINDOW | {"num_local_experts": 4, "intermediate_size": 352, "rope_parameters": YARN}),
     "olmoe": ("Olmoe", BLOCK | {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 176}),
     "glm4_moe": ("Glm4Moe", BLOCK | ROUTED | {"head_dim": 64}),
     "dots1": ("Dots1", BLOCK | ROUTED | {"head_dim": 64, "n_shared_experts": 1}),

@@ -288,6 +288,23 @@ MIXTURES |= {
         | {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     ),
 }
+MIXTURES |= {
+    "gpt_oss": (
+        "GptOss",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 10, "sliding_window": 9, "swiglu_limit": 0.5}
+        | {"rope_parameters": YARN | {"truncate": False}},
+    ),
+    "gpt_oss tied, no biases of attention": (
+        "GptOss",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 6, "sliding_window": 7, "swiglu_alpha": 1.2}
+        | {"attention_bias": False, "tie_word_embeddings": True, "rope_parameters": BASE},
+    ),
+    "gpt_oss, listed windows": (
+        "GptOss",
+        {"num_local_experts": 3, "num_experts_per_tok": 3, "head_dim": 12, "sliding_window": 11}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "rope_parameters": LINEAR},
+    ),
+}
 CASES = LIKE_LLAMA | LIKE_GPT | MIXTURES
 OWN_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("GPTJ", "CodeGen", "GPTBigCode", "OpenAIGPT", "CTRL"), (*FREE, "num_key_value_heads")),

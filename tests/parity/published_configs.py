@@ -57,6 +57,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1}
     | {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000}
     | {"routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False},
+    "unsloth/gpt-oss-20b-BF16": sizes(201088, 2880, 2880, 24, 64, 8, 131072)
+    | {"model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 4}
+    | {"head_dim": 64, "hidden_act": "silu", "initial_context_length": 4096, "num_experts_per_tok": 4}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 12, "num_local_experts": 32}
+    | {"output_router_logits": False, "rms_norm_eps": 1e-5, "rope_theta": 150000, "router_aux_loss_coef": 0.9}
+    | {
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        | {"original_max_position_embeddings": 4096}
+    }
+    | {"sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False},
     "google/gemma-2b": sizes(256000, 2048, 16384, 18, 8, 1, 8192)
     | {"model_type": "gemma", "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "rope_theta": 10000.0}
     | {"rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0, "rope_scaling": None},

@@ -33,7 +33,7 @@ FAST = (
     *("codegen", "gpt_neo", "opt", "opt, norms of sums, a narrow embedding", "openai-gpt"),
     *("ctrl", "modernbert-decoder", "xglm", "gemma4_text"),
     *("mixtral", "olmoe", "qwen2_moe, some dense layers, windows", "qwen3_moe, some dense layers, a window"),
-    *("glm4_moe", "dots1"),
+    *("glm4_moe", "dots1", "gpt_oss"),
 )
 """Cases that together use every switch and every packing of these families."""
 
@@ -152,6 +152,18 @@ UNREAD = {
     "classifier_bias": ("modernbert-decoder", {"classifier_bias": True}, "classifier_bias: differs from mlp_bias"),
     "attention_types": ("gpt_neo", {"attention_types": [[["global"], 2]]}, "must name each layer"),
     "rope_parameters": ("apertus", {"rope_parameters": None}, "rope_parameters: missing, .*; add the section$"),
+    "rope_parameters of gpt_oss": (
+        "gpt_oss",
+        {"rope_parameters": None},
+        "rope_parameters: missing, .*; add the section$",
+    ),
+    "one expert": (
+        "mixtral",
+        {"num_local_experts": 1},
+        "num_local_experts: 1 is not supported, only 2 or more experts",
+    ),
+    "no layer with experts": ("qwen3_moe", {"decoder_sparse_step": 9}, "leave no layer with experts"),
+    "only dense layers": ("glm4_moe", {"first_k_dense_replace": 3}, "first_k_dense_replace: 3 leaves no layer"),
     "layer_rope_theta": ("granite_swa", {"layer_rope_theta": [1.0, 2.0, 0, 0, 0]}, "layer_rope_theta: several"),
     "section": ("cohere_compass_text", {"rope_parameters": {}}, "rope_parameters: has no section sliding_attention"),
     "num_local_experts": (

@@ -24,7 +24,8 @@ These helpers are for rows:
 | `read` and `write` | `one_bias`, `has_qk_layernorm`, `NotSupported` | `families/defaults.py` |
 | `names`, `harmless` of GPT-2 | `GPT_NAMES`, `SUMMARY` | `families/defaults.py` |
 | `windows` | `every`, `ALL_LAYERS`, `NO_LAYERS`, `LISTED`, `FROM_LAYER`, `SWITCHED` | `families/keys.py` |
-| | `FROM_LAST`, `FIRST_WITHOUT`, `FIRST_OF_PERIOD`, `PERIOD_OR_NONE`, `WITHOUT_ROTATION` | `families/keys.py` |
+| | `FROM_LAST`, `FIRST_OF_TWO`, `FIRST_WITHOUT`, `FIRST_OF_PERIOD` | `families/keys.py` |
+| | `PERIOD_OR_NONE`, `WITHOUT_ROTATION` | `families/keys.py` |
 | `rotating` | `ROPE_INTERVAL`, `WITH_WINDOW`, `WITH_WINDOW_IF_ANY`, `WITH_BASE`, `WITH_SECTION` | `families/keys.py` |
 """
 
@@ -42,6 +43,7 @@ from megatron_coca.checkpoints.huggingface.families import (
     mistral,
     modernbert,
     olmo,
+    openai,
     phi,
     qwen,
 )
@@ -50,7 +52,7 @@ from megatron_coca.checkpoints.huggingface.families.row_check import check_row
 
 MAKERS = (
     *(bigcode, bloom, cohere, fairseq, gemma, gemma4, glm, gpt, granite, llama_like, mistral, modernbert, olmo, phi),
-    *(qwen,),
+    *(openai, qwen),
 )
 """The modules with families."""
 ORDER = (

@@ -245,6 +245,8 @@ FROM_LAST = Windows(
     lambda config, count: _listed(config, (i >= config.get("max_window_layers", 62) for i in range(count)))
 )
 """Layers from number `max_window_layers` on have the window unless others are listed, as in dots.llm1."""
+FIRST_OF_TWO = Windows(lambda config, count: _listed(config, (i % 2 == 0 for i in range(count))))
+"""Every other layer, from the first on, has the window, as in gpt-oss."""
 LISTED = Windows(lambda config, count: _listed(config, [True] * count))
 """All layers have the window unless they are listed, as in Ministral."""
 NO_LAYERS = Windows(lambda config, count: _listed(config, [False] * count))
