@@ -389,7 +389,7 @@ COCA = "configs/finetune/coca.yml"
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen3", "gemma3", "smollm3", "cohere2"),
+        *("qwen3", "gemma3", "smollm3", "cohere2", "qwen2_moe, some dense layers, windows"),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("apertus", "phi", "olmo", "granite", "gemma4_text")),
     ],
 )
