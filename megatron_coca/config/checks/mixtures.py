@@ -90,6 +90,8 @@ def _parallel(settings: Settings) -> str | None:
     for name, reason in reasons.items():
         if getattr(keys, name) > 1:
             return f"not supported with {name}, because {reason}; set {name}=1 and use data parallelism"
+    if keys.cuda_graphs:
+        return "not supported with cuda_graphs, which cannot contain the counts of routers; set cuda_graphs=false"
     if GAU in settings.model.layer_names:
         return "not supported with layers of type gau, which have no MLP; remove one of the two"
     return None

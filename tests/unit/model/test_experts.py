@@ -208,6 +208,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"attention_config": ["gau", "global", "gau"], "gau_key_width": 24},
         "not supported with layers of type gau",
     ),
+    "graphs": ({"cuda_graphs": True, "engine": "native"}, "moe_num_experts: not supported with cuda_graphs"),
     "compiled": ({"torch_compile": True}, "torch_compile: not supported with moe_num_experts"),
 }
 
