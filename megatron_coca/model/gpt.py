@@ -71,11 +71,16 @@ def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
         return
     recomputing, size = CONTEXTS[model.checkpoint_policy], model.checkpoint_num_layers
     # Without dropout the random state is not read, because CUDA graph capture does not allow reading it.
-    random = bool(model.hidden_dropout or model.attention_dropout)
+    random = bool(model.hidden_dropout or model.attention_dropout) or _has_dropout(blocks)
     for first in range(0, len(blocks), size):
         group = list(blocks)[first : first + size]
         through = partial(_through, group)
         yield partial(checkpoint, through, use_reentrant=False, context_fn=recomputing, preserve_rng_state=random)
+
+
+def _has_dropout(blocks: nn.ModuleList) -> bool:
+    """Return whether a module draws random numbers that the configuration of the model does not show: adapters may."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in blocks.modules())
 
 
 def _through(group: Sequence[nn.Module], x: Tensor, contexts: Contexts) -> Tensor:

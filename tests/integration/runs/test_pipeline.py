@@ -125,7 +125,7 @@ class Trained:
         ]
 
     def steps(self, first: int, last: int, limits: Limits | None = None) -> list[list[Any]]:
-        return [list(self.engine.train_step(self.batches(step), RATE, limits)) for step in range(first, last)]
+        return [list(self.engine.train_step(self.batches(step), RATE, limits)[:4]) for step in range(first, last)]
 
     def evaluated(self) -> list[float]:
         return [self.engine.mean_loss(self.batches(99, samples=samples)).mean for samples in (None, 1)]

@@ -124,3 +124,21 @@ def test_peft_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"lora: peft is not installed; run `pip install megatron-coca\[adapters\]`"):
         adapted()
+
+
+def test_recomputed_blocks_draw_the_same_dropout_of_adapters() -> None:
+    """The gradients with and without activation checkpointing have the same bits."""
+    found = []
+    for recomputed in (False, True):
+        keys = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "checkpoint_activations": recomputed}
+        model, _ = adapted(lora={"dropout": 0.5}, **keys)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if ".lora_B." in name:
+                    weight.fill_(0.1)
+        torch.manual_seed(3)
+        model.train()(torch.arange(32).reshape(2, 16)).float().square().mean().backward()
+        found.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
+    assert found[0].keys() == found[1].keys() != set()
+    for name, gradient in found[0].items():
+        assert gradient is not None and torch.equal(gradient, found[1][name]), name
