@@ -50,6 +50,9 @@ def parse() -> argparse.Namespace:
     step.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
     step.add_argument("--kernels", type=int, default=0, metavar="N", help="also list the N kernels launched most")
     step.set_defaults(function=show_step)
+    engines = commands.add_parser("engines", help="launches and host time of a step with each engine")
+    engines.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
+    engines.set_defaults(function=show_engines)
     layers = commands.add_parser("layer", help="launches and bytes of a layer, forward and backward, by operation")
     layers.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
     layers.set_defaults(function=show_layer)
@@ -146,6 +149,15 @@ def show_step(options: argparse.Namespace) -> int:
     record, milliseconds = measure.recorded(measure.engine_step(config), warmup=measure.warmup_of(config))
     print(f"host {milliseconds:.0f} ms")
     print(record.text(options.kernels))
+    return 0
+
+
+def show_engines(options: argparse.Namespace) -> int:
+    """Print what a step takes with each engine."""
+    from tests.pretend import measure
+
+    for name, (launches, milliseconds) in measure.engines(options.inputs).items():
+        print(f"{name}: {launches:,} launches, {milliseconds:.1f} ms")
     return 0
 
 

@@ -4,6 +4,7 @@ Every measurement joins a process group and changes global state, so each has a 
 """
 
 import contextlib
+import math
 import os
 import tempfile
 import time
@@ -22,7 +23,8 @@ from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, Sampling, build_model, static_decoding
 from megatron_coca.model.generate import TokenChoice
 from megatron_coca.training import launch, run
-from megatron_coca.training.engine import DeepSpeedEngine, NativeEngine, build_engine, group, passes, state
+from megatron_coca.training.engine import NativeEngine, build_engine, group, passes, state
+from megatron_coca.training.engine.deepspeed_engine import DeepSpeedEngine
 from megatron_coca.training.optimizer import build_optimizer
 from tests.pretend import order
 from tests.pretend.build import BUILT
@@ -133,6 +135,28 @@ def step(inputs: Sequence[str]) -> Counters:
         "refused": two.total("refused"),
         "host ms of two micro-batches and a step": round(milliseconds, 1),
     }
+
+
+ENGINES = {
+    "deepspeed": ("engine=deepspeed",),
+    "native": ("engine=native",),
+    "native, cuda_graphs": ("engine=native", "cuda_graphs=true"),
+}
+
+
+def engines(inputs: Sequence[str], rounds: int = 25) -> dict[str, tuple[int, float]]:
+    """Return the launches of a step and its least milliseconds of CPU time for each engine. They take turns."""
+    prepare()
+    group.init_distributed()
+    steps = {name: engine_step(load(inputs, *keys)) for name, keys in ENGINES.items()}
+    launches = {name: recorded(step, warmup=passes.WARMUP + 1)[0].total("launch") for name, step in steps.items()}
+    least = dict.fromkeys(ENGINES, math.inf)
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            least[name] = min(least[name], 1e3 * (time.process_time() - start))
+    return {name: (launches[name], least[name]) for name in ENGINES}
 
 
 def step_graph(inputs: Sequence[str]) -> Counters:
