@@ -104,7 +104,7 @@ def expert_layers(mixed: Sequence[bool]) -> dict[str, Any]:
     return {"mlp_config": [[[kind], len(list(run))] for kind, run in kinds]}
 
 
-def at_least_two(config: Json, name: str, default: int) -> int:
+def at_least_two(config: Json, name: str, default: int | None) -> int:
     """Return the number of experts. Raises NotSupported if there is only one, which no row describes."""
     count = config.get(name, default)
     if not isinstance(count, int) or count < 2:
@@ -155,18 +155,18 @@ def deepseek_keys(experts: int | None, top_k: int | None, normalizes: bool) -> d
     }
 
 
-def deepseek_experts(config: Json, shared: int | None, dense: int) -> dict[str, Any]:
+def deepseek_experts(config: Json, experts: int | None, shared: int | None, dense: int) -> dict[str, Any]:
     """Read the shared MLP, whose width config.json counts in experts, and the dense layers, which are the first ones.
-    `shared` and `dense` are defaults of the class.
+    `experts`, `shared` and `dense` are defaults of the class.
     """
-    at_least_two(config, "n_routed_experts", 128)
-    experts, first = config.get("n_shared_experts", shared), config.get("first_k_dense_replace", dense)
-    if not experts:
-        raise NotSupported(f"n_shared_experts: {experts!r} is not supported, only 1 or more")
+    at_least_two(config, "n_routed_experts", experts)
+    beside, first = config.get("n_shared_experts", shared), config.get("first_k_dense_replace", dense)
+    if not beside:
+        raise NotSupported(f"n_shared_experts: {beside!r} is not supported, only 1 or more")
     layers = config["num_hidden_layers"]
     if first >= layers:
         raise NotSupported(f"first_k_dense_replace: {first} leaves no layer with experts")
-    width = experts * config.get("moe_intermediate_size", 1408)
+    width = beside * config.get("moe_intermediate_size", 1408)
     own = {"moe_shared_intermediate_size": width, **DEEPSEEK_3}
     return own | expert_layers([number >= first for number in range(layers)])
 

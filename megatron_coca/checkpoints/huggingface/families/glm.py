@@ -46,7 +46,7 @@ GLM4_NORMS = {
 
 def _glm4_moe(config: Json, keys: Json) -> dict[str, Any]:
     norms = {"qk_norm": "head" if config.get("use_qk_norm") else None}
-    return norms | deepseek_experts(config, 1, 1)
+    return norms | deepseek_experts(config, 128, 1, 1)
 
 
 def _written_glm4_moe(config: Config) -> dict[str, Any]:

@@ -188,7 +188,7 @@ FAMILIES: dict[str, Family] = {
         RMS | BIASES | deepseek_keys(None, None, False),
         windows=FROM_LAST,
         window=4096,
-        read=lambda config, keys: deepseek_experts(config, None, 0),
+        read=lambda config, keys: deepseek_experts(config, None, None, 0),
         write=written_deepseek_experts,
         harmless=frozenset({"output_router_logits", "max_window_layers"}),
     ),
