@@ -69,7 +69,8 @@ def _cuda_graphs(settings: Settings) -> str | None:
 
 def _reason_against_graphs(settings: Settings) -> str | None:
     """Return `key: reason` for the key that prevents the capture of the passes in a CUDA graph, or None."""
-    model, types = settings.model, types_of(settings).values()
+    model, types, lora = settings.model, types_of(settings).values(), settings.optimizer.lora
+    of_adapters = 0.0 if lora is None else lora.dropout
     for key in ("reset_attention_mask", "reset_position_ids"):
         if getattr(settings.data, key):
             return f"{key}: {_HOST.format('the documents')}"
@@ -77,7 +78,7 @@ def _reason_against_graphs(settings: Settings) -> str | None:
         return f"training_positions: {_HOST.format('the positions')}"
     if any(kind.extension.learned for kind in types):
         return f"rope_scaling: it is trained with stretched positions, and {_HOST.format('the positions')}"
-    if model.checkpoint_activations and (model.hidden_dropout or model.attention_dropout):
+    if model.checkpoint_activations and (model.hidden_dropout or model.attention_dropout or of_adapters):
         return f"checkpoint_activations and dropout: {_RECOMPUTED}"
     if model.attention_dropout and model.attn_logit_softcapping is not None:
         return f"attn_logit_softcapping and attention_dropout: {_RECOMPUTED}"

@@ -307,6 +307,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
                     "rope_scaling: it is trained with stretched positions, and the host reads the positions",
                 ),
                 ("checkpoint_activations: true\nhidden_dropout: 0.1", "checkpoint_activations and dropout: recomput"),
+                ("checkpoint_activations: true\nlora: {dropout: 0.1}", "checkpoint_activations and dropout: recomput"),
                 ("attn_logit_softcapping: 20\nattention_dropout: 0.1", "attn_logit_softcapping and attention_dropou"),
                 ("pos_emb: fire\nattention_dropout: 0.1", "attention_dropout: with forgetting gates and FIRE, recom"),
                 ("forgetting_gate: fox\nattention_dropout: 0.1", "attention_dropout: with forgetting gates and FIRE"),
