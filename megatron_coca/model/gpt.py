@@ -61,26 +61,20 @@ Contexts = Mapping[str, PositionContext]
 Step = Callable[[Tensor, Contexts], Tensor]
 
 
-def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
+def trained_steps(blocks: nn.ModuleList, model: ModelConfig, draws: bool) -> Iterator[Step]:
     """Yield the functions that a training forward pass calls in turn: one per block or, with activation checkpointing,
     one per group of `checkpoint_num_layers` blocks. The results with and without activation checkpointing are
-    bit-identical, because recomputation restores the random state.
+    bit-identical, because recomputation restores the random state. `draws`: whether the blocks draw random numbers.
     """
     if not model.checkpoint_activations:
         yield from (partial(_through, [block]) for block in blocks)
         return
     recomputing, size = CONTEXTS[model.checkpoint_policy], model.checkpoint_num_layers
     # Without dropout the random state is not read, because CUDA graph capture does not allow reading it.
-    random = bool(model.hidden_dropout or model.attention_dropout) or _has_dropout(blocks)
     for first in range(0, len(blocks), size):
         group = list(blocks)[first : first + size]
         through = partial(_through, group)
-        yield partial(checkpoint, through, use_reentrant=False, context_fn=recomputing, preserve_rng_state=random)
-
-
-def _has_dropout(blocks: nn.ModuleList) -> bool:
-    """Return whether a module draws random numbers that the configuration of the model does not show: adapters may."""
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in blocks.modules())
+        yield partial(checkpoint, through, use_reentrant=False, context_fn=recomputing, preserve_rng_state=draws)
 
 
 def _through(group: Sequence[nn.Module], x: Tensor, contexts: Contexts) -> Tensor:
@@ -123,6 +117,7 @@ class GPT(ShardedModule):
     Attributes:
         methods: the position method of every layer type.
         vocab_size: number of rows of the output head, padding included.
+        draws: whether the blocks draw random numbers in training. Adapters with dropout set it, too.
     """
 
     def __init__(
@@ -133,7 +128,7 @@ class GPT(ShardedModule):
         """
         super().__init__()
         self.methods, self.vocab_size = dict(methods), model.padded_vocab_size
-        self._config = model
+        self._config, self.draws = model, bool(model.hidden_dropout or model.attention_dropout)
         positions = absolute(methods.values(), model)
         self.embedding = Embedding(model, positions)
         (_, first), *others = methods.items()
@@ -264,7 +259,7 @@ class GPT(ShardedModule):
         of each layer. With `last`, return only the hidden states of the last tokens.
         """
         if self.training:
-            for step in trained_steps(self.blocks, self._config):
+            for step in trained_steps(self.blocks, self._config, self.draws):
                 x = step(x, contexts)
             return self.norm(x)
         layers = [None] * len(self.blocks) if caches is None else caches

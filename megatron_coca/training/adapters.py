@@ -3,12 +3,11 @@
 import re
 
 import torch
-import torch.nn as nn
 
-from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.config import ConfigError
 from megatron_coca.config.optimization import QUERY_KEY_VALUE, AdapterTarget, LoraConfig
-from megatron_coca.training.optimizer import parts_of
+from megatron_coca.model import GPT
+from megatron_coca.training.optimizer import parts_of, split_projections
 
 MODULES: dict[AdapterTarget, tuple[str, ...]] = {
     "query": ("attention.query_key_value.query",),
@@ -33,7 +32,7 @@ def require_peft() -> None:
         ) from error
 
 
-def add_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> None:
+def add_adapters(model: GPT, lora: LoraConfig, seed: int) -> None:
     """Add adapters to the blocks of a model, in place, and freeze all weights except those of the parts in `lora.also`.
 
     The packed projections of queries, keys and values are split if only some of them change or each has an adapter. The
@@ -47,14 +46,14 @@ def add_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> None:
 
     trained = {part for part in QUERY_KEY_VALUE if part in lora.also}
     if trained not in (set(), set(QUERY_KEY_VALUE)) or {"query", "key", "value"} & set(lora.targets):
-        for attention in [module for module in model.modules() if isinstance(module, SelfAttention)]:
-            attention.split_projection()
+        split_projections(model)
     modules = [name for target in lora.targets for name in MODULES[target]]
     settings = Settings(target_modules=modules, lora_dropout=lora.dropout, **lora.settings)
     frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model, NAME)
+    model.draws = model.draws or lora.dropout > 0
     for name, parameter in model.named_parameters():
         whole = PARAMETER.search(name) is None
         is_selected = not whole or set(parts_of(name)) <= set(lora.also)

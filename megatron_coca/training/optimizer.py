@@ -38,6 +38,12 @@ def parts_of(name: str) -> tuple[TrainablePart, ...]:
     return next(parts for pattern, parts in PARTS if re.search(pattern, name))
 
 
+def split_projections(model: nn.Module) -> None:
+    """Replace every packed projection by three layers, in place."""
+    for attention in [module for module in model.modules() if isinstance(module, SelfAttention)]:
+        attention.split_projection()
+
+
 def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
     """Freeze, in place, all parameters that `trainable` does not name. Parameters that are never trained stay frozen.
 
@@ -47,8 +53,7 @@ def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
     if config.trainable is None:
         return
     if len({config.trains(part) for part in QUERY_KEY_VALUE}) > 1:
-        for attention in [module for module in model.modules() if isinstance(module, SelfAttention)]:
-            attention.split_projection()
+        split_projections(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and config.trains(*parts_of(name)))
 
