@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_coca.checkpoints import native
 from tests.integration.hooks import Hook
 from tests.patience import patience
 
@@ -21,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 TIME_LIMIT = patience(300.0)
 """Seconds for one launch, beyond which something hangs."""
 TAIL = 3000
+IN_ONE_RUN = 5
+"""Kills after which a run is left to finish."""
 
 
 class Kills(NamedTuple):
@@ -190,6 +194,35 @@ def kill_randomly(start: Start, keys: Mapping[str, Any], seed: int, kills: int, 
         inside += not _partials(Path(keys["save"])) <= before
     run_to_end(start, keys)
     return Kills(hits, inside, time.monotonic() - begin)
+
+
+def final_hashes(run: Path, step: int) -> dict[str, str]:
+    """The sha256 of the files with weights, optimizer and random states at a step."""
+    files = native.read_json(native.step_folder(run, step) / native.MANIFEST)["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith((".safetensors", ".pt"))}
+
+
+def assert_kills_change_nothing(
+    start: Start, folder: Path, kills: int, open_run: Callable[[Path], Any], steps: int
+) -> int:
+    """Kill runs `kills` times in all, and compare the files at the last step and the losses with those of a run that is
+    never killed. Return the number of kills inside a save.
+
+    `start` launches a run of `steps` steps, which resumes by itself. All runs are in `folder`.
+    """
+    within = run_to_end(start, {"save": str(folder / "whole")})
+    whole, losses = final_hashes(folder / "whole", steps), open_run(folder / "whole").losses
+    assert len(whole) > 2 and len(losses) == steps
+    hits = inside_saves = 0
+    for seed in count():
+        run = folder / f"run_{seed}"
+        killed = kill_randomly(start, {"save": str(run)}, seed, min(IN_ONE_RUN, kills - hits), within)
+        hits, inside_saves = hits + killed.hits, inside_saves + killed.inside_saves
+        assert final_hashes(run, steps) == whole and open_run(run).losses == losses, f"run {seed}, {killed}"
+        if hits >= kills:
+            break
+    print(f"{hits} kills in {seed + 1} runs, {inside_saves} of them inside a save")
+    return inside_saves
 
 
 def left_alive(folder: Path) -> list[str]:

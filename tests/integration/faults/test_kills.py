@@ -3,27 +3,17 @@
 `--kills 100` kills a run of one process 100 times and one of two processes 20 times.
 """
 
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_coca.checkpoints import native
-from tests.integration.killing import ForkServer, kill_randomly, run_to_end
+from tests.integration.killing import ForkServer, assert_kills_change_nothing
 
 STEPS = 12
 KEYS = {"auto_resume": True, "train_iters": STEPS, "checkpoint_factor": 2, "keep_last_n_checkpoints": 2}
 EXPERTS = {"mlp_config": ["dense", "experts"], "moe_num_experts": 4, "moe_top_k": 2, "moe_correction_bias": True}
 EXPERTS |= {"moe_bias_update_rate": 1e-3, "moe_shared_intermediate_size": 24, "precision": "bfloat16"}
-IN_ONE_RUN = 5
-"""Kills after which a run is left to finish."""
-
-
-def final_hashes(run: Path) -> dict[str, str]:
-    """The sha256 of the files with weights, optimizer and random states at the last step."""
-    files = native.read_json(native.step_folder(run, STEPS) / native.MANIFEST)["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith((".safetensors", ".pt"))}
 
 
 @pytest.mark.parametrize(
@@ -66,16 +56,5 @@ def test_a_killed_run_ends_as_one_never_killed(
     def start(changes: Any) -> Any:
         return server.start(KEYS | keys | dict(changes), ranks)
 
-    within = run_to_end(start, {"save": str(tmp_path / "whole")})
-    whole, losses = final_hashes(tmp_path / "whole"), open_run(tmp_path / "whole").losses
-    assert len(whole) > 2 and len(losses) == STEPS
-    hits = inside_saves = 0
-    for seed in count():
-        run = tmp_path / f"run_{seed}"
-        killed = kill_randomly(start, {"save": str(run)}, seed, min(IN_ONE_RUN, kills - hits), within)
-        hits, inside_saves = hits + killed.hits, inside_saves + killed.inside_saves
-        assert final_hashes(run) == whole and open_run(run).losses == losses, f"run {seed}, {killed}"
-        if hits >= kills:
-            break
-    print(f"{hits} kills in {seed + 1} runs, {inside_saves} of them inside a save")
+    inside_saves = assert_kills_change_nothing(start, tmp_path, kills, open_run, STEPS)
     assert kills < 100 or inside_saves

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from safetensors.torch import load_file
 from megatron_coca.checkpoints import native, open_checkpoint
 from megatron_coca.config import load_config
 from tests.conftest import Run
-from tests.integration.faults.test_kills import final_hashes
-from tests.integration.killing import ForkServer, kill_randomly, run_to_end
+from tests.integration.killing import ForkServer, assert_kills_change_nothing
 
 STEPS = 12
 LORA = {"rank": 4, "alpha": 8, "also": ["norms"]}
@@ -214,15 +212,4 @@ def test_a_killed_run_ends_as_one_never_killed(
     def start(changes: Any) -> Any:
         return server.start(staged | {"keep_last_n_checkpoints": 2} | keys | dict(changes), ranks)
 
-    within = run_to_end(start, {"save": str(tmp_path / "whole")})
-    whole, losses = final_hashes(tmp_path / "whole"), open_run(tmp_path / "whole").losses
-    assert len(whole) > 2 and len(losses) == STEPS
-    hits = inside_saves = 0
-    for seed in count():
-        run = tmp_path / f"run_{seed}"
-        killed = kill_randomly(start, {"save": str(run)}, seed, min(5, kills - hits), within)
-        hits, inside_saves = hits + killed.hits, inside_saves + killed.inside_saves
-        assert final_hashes(run) == whole and open_run(run).losses == losses, f"run {seed}, {killed}"
-        if hits >= kills:
-            break
-    print(f"{hits} kills in {seed + 1} runs, {inside_saves} of them inside a save")
+    assert_kills_change_nothing(start, tmp_path, kills, open_run, STEPS)

@@ -1,7 +1,6 @@
 """A run in stages gives the same results with any interruption, and a finished stage cannot be changed."""
 
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,8 @@ import pytest
 
 from megatron_coca.checkpoints import native
 from megatron_coca.config import load_config
-from tests.integration.faults.test_kills import final_hashes
 from tests.integration.hooks import Hook
-from tests.integration.killing import ForkServer, kill_randomly, run_to_end
+from tests.integration.killing import ForkServer, assert_kills_change_nothing
 
 STEPS = 12
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -186,14 +184,4 @@ def test_a_run_killed_in_its_stages_ends_as_one_never_killed(
     def start(changes: Any) -> Any:
         return server.start(KEYS | {"checkpoint_factor": 3, "keep_last_n_checkpoints": 2} | dict(changes))
 
-    within = run_to_end(start, {"save": str(tmp_path / "whole")})
-    whole, losses = final_hashes(tmp_path / "whole"), open_run(tmp_path / "whole").losses
-    hits = inside_saves = 0
-    for seed in count():
-        run = tmp_path / f"run_{seed}"
-        killed = kill_randomly(start, {"save": str(run)}, seed, min(5, kills - hits), within)
-        hits, inside_saves = hits + killed.hits, inside_saves + killed.inside_saves
-        assert final_hashes(run) == whole and open_run(run).losses == losses, f"run {seed}, {killed}"
-        if hits >= kills:
-            break
-    print(f"{hits} kills in {seed + 1} runs, {inside_saves} of them inside a save")
+    assert_kills_change_nothing(start, tmp_path, kills, open_run, STEPS)
