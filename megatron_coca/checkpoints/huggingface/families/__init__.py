@@ -17,6 +17,7 @@ These helpers are for rows:
 | `fixed` | `MODERN` (LLaMA's block), `PLAIN_MLP` (without a gate), `LAYERNORM` (GPT-2's) | `families/defaults.py` |
 | a table with mixtures of experts | `with_experts`, `ExpertNames` | `families/experts.py` |
 | their `keys`, `read` and `write` | `TOP_K`, `ROUTER_LOSS`, `at_least_two`, `expert_layers` | `families/experts.py` |
+| | `counted_experts` | `families/experts.py` |
 | | `sparse_steps`, `written_steps`, `experts_only` | `families/experts.py` |
 | | `deepseek_keys`, `deepseek_experts`, `written_deepseek_experts` | `families/experts.py` |
 | `keys`, norms | `RMS`, `RMS_5`, `EPS`, `EPSILON` | `families/defaults.py` |

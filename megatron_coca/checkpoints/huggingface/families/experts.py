@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,9 @@ from megatron_coca.checkpoints.huggingface.families.tables import Rows
 from megatron_coca.checkpoints.huggingface.weight_map import Heads, Row, WeightPacking
 from megatron_coca.config import Config, ModelConfig
 from megatron_coca.config.model import DENSE, EXPERTS
+
+ReadKeys = Callable[[Json, Json], dict[str, Any]]
+"""A function (config.json, our keys so far) -> additional keys of ours, as `Family.read`."""
 
 
 def _join_experts(parts: Sequence[Tensor], heads: Heads, each: int) -> Tensor:
@@ -110,6 +114,20 @@ def at_least_two(config: Json, name: str, default: int | None) -> int:
     if not isinstance(count, int) or count < 2:
         raise NotSupported(f"{name}: {count!r} is not supported, only 2 or more experts")
     return count
+
+
+def counted_experts(
+    name: str, default: int, fixed: Mapping[str, Any] = MappingProxyType({}), layers: ReadKeys = lambda config, keys: {}
+) -> ReadKeys:
+    """Return the function `read` of a family whose key `name` is the number of experts. All of its models have our keys
+    `fixed`, and `layers` reads the layers with a mixture.
+    """
+
+    def read(config: Json, keys: Json) -> dict[str, Any]:
+        at_least_two(config, name, default)
+        return layers(config, keys) | dict(fixed)
+
+    return read
 
 
 def sparse_steps(config: Json, keys: Json) -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """Families of Mistral AI. Each is a row (see `keys.Family`)."""
 
-from typing import Any
-
-from megatron_coca.checkpoints.huggingface.families.defaults import MODERN, RMS, RMS_5, Json, rows_of
+from megatron_coca.checkpoints.huggingface.families.defaults import MODERN, RMS, RMS_5, rows_of
 from megatron_coca.checkpoints.huggingface.families.experts import (
     ROUTER_LOSS,
     ExpertNames,
-    at_least_two,
+    counted_experts,
     experts_only,
     with_experts,
 )
@@ -14,11 +12,6 @@ from megatron_coca.checkpoints.huggingface.families.keys import ALL_LAYERS, LIST
 from megatron_coca.checkpoints.huggingface.weight_map import PRE, like_llama
 
 MIXTRAL = ExpertNames("model.layers.{i}.block_sparse_moe", parts=("w3", "w1", "w2"))
-
-
-def _mixtral(config: Json, keys: Json) -> dict[str, Any]:
-    at_least_two(config, "num_local_experts", 8)
-    return {"moe_norm_topk_prob": True}
 
 
 FAMILIES: dict[str, Family] = {
@@ -55,7 +48,7 @@ FAMILIES: dict[str, Family] = {
         RMS_5 | {"num_local_experts": ("moe_num_experts", 8), "num_experts_per_tok": ("moe_top_k", 2)},
         {"router_jitter_noise": 0.0},
         windows=ALL_LAYERS,
-        read=_mixtral,
+        read=counted_experts("num_local_experts", 8, {"moe_norm_topk_prob": True}),
         write=experts_only,
         harmless=ROUTER_LOSS,
     ),

@@ -1,12 +1,10 @@
 """Families of OLMo. Each is a row (see `keys.Family`)."""
 
-from typing import Any
-
 from megatron_coca.checkpoints.huggingface.families.defaults import BIASES, MODERN, RMS_5, Json, rows_of
 from megatron_coca.checkpoints.huggingface.families.experts import (
     ROUTER_LOSS,
     TOP_K,
-    at_least_two,
+    counted_experts,
     experts_only,
     with_experts,
 )
@@ -24,11 +22,6 @@ def _two_keys(scaling: Json) -> Json:
     if scaling["rope_type"] not in ("linear", "dynamic"):
         return scaling
     return {"type": scaling["rope_type"], "factor": scaling["factor"]}
-
-
-def _olmoe(config: Json, keys: Json) -> dict[str, Any]:
-    at_least_two(config, "num_experts", 64)
-    return {}
 
 
 FAMILIES: dict[str, Family] = {
@@ -63,7 +56,7 @@ FAMILIES: dict[str, Family] = {
         OLMO | dict(TOP_K) | {"num_experts": ("moe_num_experts", 64), "num_experts_per_tok": ("moe_top_k", 8)},
         {"clip_qkv": None},
         {"head_dim": None},
-        read=_olmoe,
+        read=counted_experts("num_experts", 64),
         write=experts_only,
         harmless=ROUTER_LOSS,
     ),

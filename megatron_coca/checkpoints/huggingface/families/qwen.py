@@ -1,13 +1,11 @@
 """Families of Qwen. Each is a row (see `keys.Family`)."""
 
-from typing import Any
-
-from megatron_coca.checkpoints.huggingface.families.defaults import BIASES, MODERN, RMS, Json, rows_of
+from megatron_coca.checkpoints.huggingface.families.defaults import BIASES, MODERN, RMS, rows_of
 from megatron_coca.checkpoints.huggingface.families.experts import (
     ROUTER_LOSS,
     TOP_K,
     ExpertNames,
-    at_least_two,
+    counted_experts,
     sparse_steps,
     with_experts,
     written_steps,
@@ -27,16 +25,6 @@ EXPERTS_3 = {
     "num_experts_per_tok": ("moe_top_k", 8),
     "moe_intermediate_size": ("moe_intermediate_size", 768),
 }
-
-
-def _experts(default: int, fixed: dict[str, Any]) -> Any:
-    """Return the function that reads the layers with a mixture. All models of the family have the keys `fixed`."""
-
-    def read(config: Json, keys: Json) -> dict[str, Any]:
-        at_least_two(config, "num_experts", default)
-        return sparse_steps(config, keys) | fixed
-
-    return read
 
 
 FAMILIES: dict[str, Family] = {
@@ -66,7 +54,7 @@ FAMILIES: dict[str, Family] = {
         {"use_mrope": False},
         windows=FROM_LAYER,
         window=4096,
-        read=_experts(60, {"moe_shared_gate": True}),
+        read=counted_experts("num_experts", 60, {"moe_shared_gate": True}, sparse_steps),
         write=written_steps,
         harmless=ROUTER_LOSS,
     ),
@@ -78,7 +66,7 @@ FAMILIES: dict[str, Family] = {
         first={"num_local_experts": "num_experts"},
         windows=SWITCHED,
         window=4096,
-        read=_experts(128, {}),
+        read=counted_experts("num_experts", 128, layers=sparse_steps),
         write=written_steps,
         harmless=ROUTER_LOSS | {"max_window_layers"},
     ),
