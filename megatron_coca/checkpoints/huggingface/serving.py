@@ -6,10 +6,10 @@ file itself: it refuses a program that keeps rotated keys if rotations change wi
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints.adapters import has_adapters
 from megatron_coca.checkpoints.files import CheckpointError, read_json
@@ -60,14 +60,14 @@ def servings(folder: Path, length: int | None = None) -> list[Serving]:
     remote = settings["model_type"] == OURS
     transformers = ["transformers", "serve", *["--trust-remote-code"] * remote, "--force-model", str(folder)]
     found = [Serving(TRANSFORMERS, (shlex.join(transformers),), _for_transformers(opened.trained, remote))]
-    for program, line in COMMANDS.items():
+    for program, served in PROGRAMS.items():
         if reason := _reason(program, opened.trained, settings) or _too_long(opened.trained, settings, length):
             found.append(Serving(program, (), (reason,)))
         else:
             notes = (
                 () if remote or settings["model_type"] in RUN else (f"{program} was not tried with this architecture.",)
             )
-            found.append(Serving(program, (line(folder, remote, settings, length),), notes))
+            found.append(Serving(program, (served.command(folder, settings, length),), notes))
     return found
 
 
@@ -82,30 +82,45 @@ def text_of(found: list[Serving]) -> str:
 
 # Commands -------------------------------------------------------------------------------------------------------------
 
-
-def _vllm(folder: Path, remote: bool, settings: Mapping[str, Any], length: int | None) -> str:
-    words = ["vllm", "serve", str(folder)]
-    words += ["--trust-remote-code", "--model-impl", "transformers"] if remote else []
-    if length is None:
-        return shlex.join(words)
-    longer = length > settings["max_position_embeddings"]
-    return "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 " * longer + shlex.join([*words, "--max-model-len", str(length)])
+THROUGH = ("--model-impl", "transformers")
+"""Options with which vLLM and SGLang use a class of transformers or of the folder."""
 
 
-def _sglang(folder: Path, remote: bool, settings: Mapping[str, Any], length: int | None) -> str:
-    words = ["python", "-m", "sglang.launch_server", "--model-path", str(folder)]
-    if remote or settings["model_type"] == "gpt_neox":  # SGLang has no GPT-NeoX of its own
-        words += [*["--trust-remote-code"] * remote, "--model-impl", "transformers"]
-    if length is None:
-        return shlex.join(words)
-    longer = length > settings["max_position_embeddings"]
-    return "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 " * longer + shlex.join(
-        [*words, "--context-length", str(length)]
-    )
+class Program(NamedTuple):
+    """A program that keeps the keys of earlier tokens itself.
+
+    Attributes:
+        words: its command, which the folder follows.
+        lacks: values of `model_type` for which it has no model of its own and does not choose transformers' by itself.
+        length: its option for the longest input.
+        longer: a variable that allows inputs beyond max_position_embeddings.
+    """
+
+    words: tuple[str, ...]
+    lacks: tuple[str, ...]
+    length: str
+    longer: str
+
+    def command(self, folder: Path, settings: Mapping[str, Any], length: int | None) -> str:
+        """Return the line for a shell that serves inputs of up to `length` tokens."""
+        kind, words = settings["model_type"], [*self.words, str(folder)]
+        words += ["--trust-remote-code"] if kind == OURS else []
+        words += THROUGH if kind in (OURS, *self.lacks) else []
+        if length is None:
+            return shlex.join(words)
+        longer = f"{self.longer}=1 " if length > settings["max_position_embeddings"] else ""
+        return longer + shlex.join([*words, self.length, str(length)])
 
 
-COMMANDS: dict[str, Callable[[Path, bool, Mapping[str, Any], int | None], str]] = {VLLM: _vllm, SGLANG: _sglang}
-"""Programs that keep the keys of earlier tokens themselves -> their command."""
+PROGRAMS = {
+    VLLM: Program(("vllm", "serve"), (), "--max-model-len", "VLLM_ALLOW_LONG_MAX_MODEL_LEN"),
+    SGLANG: Program(
+        ("python", "-m", "sglang.launch_server", "--model-path"),
+        ("gpt_neox",),
+        "--context-length",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
+    ),
+}
 
 
 # Reasons --------------------------------------------------------------------------------------------------------------
