@@ -31,6 +31,7 @@ from tests.pretend.build import BUILT
 from tests.pretend.device import Record, recording
 from tests.pretend.scenarios import COMPILED_BACKENDS
 from tests.pretend.traffic import MATRIX_PRODUCTS, measured_bytes
+from tools.bench_train import ENGINES
 
 Counters = dict[str, float]
 
@@ -135,13 +136,6 @@ def step(inputs: Sequence[str]) -> Counters:
         "refused": two.total("refused"),
         "host ms of two micro-batches and a step": round(milliseconds, 1),
     }
-
-
-ENGINES = {
-    "deepspeed": ("engine=deepspeed",),
-    "native": ("engine=native",),
-    "native, cuda_graphs": ("engine=native", "cuda_graphs=true"),
-}
 
 
 def engines(inputs: Sequence[str], rounds: int = 25) -> dict[str, tuple[int, float]]:
