@@ -71,14 +71,15 @@ class AdaptedWeights:
         base: the weights of the model that the adapters change.
         own: the trained weights in the checkpoint.
         config: the configuration that the adapters were trained with.
+        shapes: the shape of every weight of the model, by its name.
     """
 
     def __init__(self, base: Weights, own: Weights, config: Config) -> None:
         """Raises CheckpointError if a weight is in neither of the two, or if the checkpoint has one of no module."""
         self.base, self.own, self.config = base, own, config
         assert config.optimizer.lora is not None
-        self.lora, self._shapes = config.optimizer.lora, model_entries(config)
-        if missing := [name for name in self._shapes if name not in base.entries and name not in own.entries]:
+        self.lora, self.shapes = config.optimizer.lora, model_entries(config)
+        if missing := [name for name in self.shapes if name not in base.entries and name not in own.entries]:
             raise CheckpointError(
                 f"{own.source}: {missing[0]} is neither in the checkpoint nor in the model that its adapters change "
                 f"({base.source}); use another step"
@@ -101,7 +102,7 @@ class AdaptedWeights:
             if part := ADAPTER.search(name):
                 adapters.setdefault(name[: part.start()], {})[peft_name(part[1])] = name
         found = {}
-        for name in self._shapes:
+        for name in self.shapes:
             module, _, kind = name.rpartition(".")
             modules = self._parts_of(module) if module.endswith(PACKED) else {module: None}
             own = [
@@ -127,7 +128,7 @@ class AdaptedWeights:
 
     def weights(self) -> Weights:
         """Return all weights. Those with adapters are in float32, or in float64 for a model in float64."""
-        entries = {name: self._entry(name) for name in self._shapes}
+        entries = {name: self._entry(name) for name in self.shapes}
         return replace(self.own, entries=entries, read=self._read, origins={})
 
     def _entry(self, name: str) -> WeightEntry:
@@ -138,7 +139,7 @@ class AdaptedWeights:
         dtype = self.base.entries[name].dtype if name in self.base.entries else stored[0]
         if any(each.parts for each in changes):
             dtype = torch.promote_types(dtype, torch.float32)
-        return WeightEntry(dtype, self._shapes[name])
+        return WeightEntry(dtype, self.shapes[name])
 
     def _read(self, name: str) -> Tensor:
         changes, dtype = self.changes.get(name, []), self._entry(name).dtype

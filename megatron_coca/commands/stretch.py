@@ -121,10 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from megatron_coca.commands.stretch_finetuning import check
 
         trials = trial_methods(args.finetune_method)
-        args.methods = (
-            *args.methods,
-            *(name for name in trials if name in CHOICES),
-        )  # for comparison, without training
+        args.methods += tuple(name for name in trials if name in CHOICES)  # without training, to compare
         check(args)
     from megatron_coca.evaluation.stretch.command import planned, stretch
 

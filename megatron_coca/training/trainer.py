@@ -125,7 +125,7 @@ class Trainer:
         figures = {"loss": loss, "grad_norm": result.grad_norm, "lr": rate}
         if self._engine.loss_scale is not None:
             figures["loss_scale"] = self._engine.loss_scale
-        if result.routing is not None and monitor.reports(self.step):
+        if monitor.reports(self.step):
             named = enumerate(self._config.model.mlp_names)
             figures |= routing_figures(result.routing, [number for number, kind in named if kind == EXPERTS])
         monitor.stepped(self.step, figures, result.skipped)

@@ -8,7 +8,7 @@ the same plan from the lengths, the bands and the documents, which all ranks kno
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -128,14 +128,12 @@ class Round:
 
     def _pieces(self, area: Area) -> list[tuple[int, BlockPiece]]:
         query, key = self.row(area.queries.start), self.received.index(area.keys.start)
-        shift, found = (query - area.queries.start, key - area.keys.start), []
-        for segment in self.received.segments:
-            for piece in area_pieces(self.bands[segment], area.queries, area.keys, area.begin):
-                moved = (piece.query + shift[0], piece.key + shift[1])
-                found.append(
-                    (segment, BlockPiece(*moved, piece.rows, piece.columns, piece.shape, piece.blocks, piece.step))
-                )
-        return found
+        down, right = query - area.queries.start, key - area.keys.start
+        return [
+            (segment, replace(piece, query=piece.query + down, key=piece.key + right))
+            for segment in self.received.segments
+            for piece in area_pieces(self.bands[segment], area.queries, area.keys, area.begin)
+        ]
 
 
 @dataclass(frozen=True)

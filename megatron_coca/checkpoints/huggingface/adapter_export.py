@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,11 @@ class _Adapters:
     whole: set[str] = field(default_factory=set)
     turned: bool = False
 
+    @cached_property
+    def merged(self) -> Weights:
+        """The weights with the adapters merged."""
+        return self.weights.weights()
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and values of all tensors in the folder."""
         by_name, heads = {row.ours: row for row in self.rows}, weight_map.heads_of(self.config)
@@ -127,7 +133,7 @@ class _Adapters:
             if any(each.whole for each in changes):
                 yield from self._trained_whole(name, row, changes, own, parts)
             if tied and name == EMBEDDING:
-                yield f"{WRAPPED}{CLASS_HEAD}", self.weights.weights().read(name).clone()
+                yield f"{WRAPPED}{CLASS_HEAD}", self.merged.read(name).clone()
                 self.whole.add(CLASS_HEAD.rpartition(".")[0])
 
     def _heads(self, heads: Heads, number: int) -> Heads:
@@ -141,7 +147,7 @@ class _Adapters:
         """Yield the weights of the class that contain rows which were trained as a whole. `free` are those without
         adapters.
         """
-        value, marks = self.weights.weights().read(name), torch.zeros(self.weights.weights().entries[name].shape)
+        value, marks = self.merged.read(name), torch.zeros(self.weights.shapes[name])
         for each in changes:
             if each.whole is not None:
                 marks[slice(None) if each.rows is None else each.rows.numbers()] = 1
@@ -160,7 +166,7 @@ class _Adapters:
 
     def _adapter(self, name: str, row: Row, changes: list[Change], heads: Heads) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters of the matrices of the class that contain our weight `name`."""
-        own, total = self.weights.own, self.weights.weights().entries[name].shape[0]
+        own, total = self.weights.own, self.weights.shapes[name][0]
         rank = self.weights.lora.rank
         outer, touched = torch.zeros(total, rank * len(changes)), torch.zeros(total, len(changes))
         norms = self._norms(name) if self.weights.lora.dora else None

@@ -6,7 +6,6 @@ for example because both find all facts or none, the margins decide. All differe
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_coca.evaluation.contrasts import padded, pairs_needed, simultaneous
@@ -131,12 +130,17 @@ def compare(result: StretchResult, method: str, leader: str, length: int) -> Com
     inside = confidence(result)
     found = [float(one.found) - float(other.found) for one, other in pairs]
     margins = [one.margin - other.margin for one, other in pairs]
-    by, ends, needed = separated_by(found, margins, inside), estimate(padded(found), inside), None
+    by, needed = separated_by(found, margins, inside), None
     if not by and len(pairs) >= FEWEST:
         counted = [padded(found), margins] if math.fsum(found) <= 0 else [padded(found)]
         needed = min(pairs_needed(each, inside, POWER, MOST_NEEDED) for each in counted)
-    shares = replace(ends, mean=math.fsum(found) / len(found), low=max(-1.0, ends.low), high=min(1.0, ends.high))
-    return Compared(method, len(pairs), shares, estimate(margins, inside), by, needed)
+    return Compared(method, len(pairs), difference_of_shares(found, inside), estimate(margins, inside), by, needed)
+
+
+def difference_of_shares(found: Sequence[float], inside: float) -> Estimate:
+    """Return the mean of paired differences of outcomes that are 0 or 1, with its interval, which is within -1 .. 1."""
+    ends = estimate(padded(found), inside)
+    return Estimate(math.fsum(found) / len(found), max(-1.0, ends.low), min(1.0, ends.high), len(found))
 
 
 def separated_by(found: Sequence[float], margins: Sequence[float], inside: float) -> str:

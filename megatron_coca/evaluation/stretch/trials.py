@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_coca.config import Config
-from megatron_coca.evaluation.contrasts import level_text, padded, simultaneous
+from megatron_coca.evaluation.contrasts import level_text, simultaneous
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Section, Table, TableCell, TableRow
 from megatron_coca.evaluation.statistics import Estimate, estimate, geometric_estimate
 from megatron_coca.evaluation.stretch.choices import CONTROL, TRAINED
-from megatron_coca.evaluation.stretch.decision import Decision, decide
+from megatron_coca.evaluation.stretch.decision import Decision, decide, difference_of_shares
 from megatron_coca.evaluation.stretch.page import write_page
 from megatron_coca.evaluation.stretch.records import StretchResult, read_results
 from megatron_coca.support.console import duration
@@ -121,8 +121,7 @@ def _differences(result: StretchResult, one: str, other: str, length: int, insid
         ratio = geometric_estimate([mine - theirs for mine, theirs in losses], inside)
         cells[0] = _cell(ratio, "{:.3f}")
     if facts:
-        ends = estimate(padded(found), inside)
-        share = Estimate(sum(found) / len(found), max(-1.0, ends.low), min(1.0, ends.high), len(found))
+        share = difference_of_shares(found, inside)
         margin = estimate([mine.margin - theirs.margin for mine, theirs in facts], inside)
         cells[1:] = _cell(share, "{:+.0%}"), _cell(margin, "{:+.1f}")
     return TableRow(one, (TableCell(other), TableCell(f"{length:,}", length), *cells))
