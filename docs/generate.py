@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -24,15 +24,19 @@ from megatron_coca.ablation.cells import packed_records
 from megatron_coca.ablation.file import AblationFile, read_ablation
 from megatron_coca.attention.build import AUTOMATIC, BACKENDS, automatic, build_method
 from megatron_coca.attention.inputs import Band, Needs
-from megatron_coca.config import backends, load_config
+from megatron_coca.commands.estimate import DEFAULT_MFU, GPUS, Gpu
+from megatron_coca.config import Config, backends, load_config
 from megatron_coca.config.base import ConfigGroup
 from megatron_coca.config.load import literal_values
 from megatron_coca.config.metric_sinks import selectable
 from megatron_coca.config.neox_keys import ALIASES, DIFFERENT, INERT, SAME, UNSUPPORTED, UNSUPPORTED_CHOICES
 from megatron_coca.config.position import DEFAULTS, ORIGINAL
 from megatron_coca.config.schema import GROUPS, MAPPINGS, SELECTORS
+from megatron_coca.evaluation.stretch.choices import FINETUNED
 from megatron_coca.methods import Option
+from megatron_coca.model.cost import peak_flops
 from megatron_coca.support.safe_yaml import read_yaml
+from megatron_coca.training.estimate import estimate, fits
 
 # Keys -----------------------------------------------------------------------------------------------------------------
 
@@ -402,6 +406,70 @@ def public_table() -> str:
     return _table(("name", "meaning"), rows)
 
 
+# Estimates ------------------------------------------------------------------------------------------------------------
+
+LLAMA = ROOT / "configs/finetune/llama7b_coca.yml"
+ADAPTED_TOKENS = 50_000_000
+ADAPTED_GPUS = {"24 GB": "4090", "48 GB": "L40S", "80 GB": "A100-80"}
+ADAPTED_LENGTHS = (8192, 32_768)
+LEARNED = ("pope",)
+"""Methods with weights of their own, which `lora.also` must name."""
+
+
+def _adapted(method: str, length: int) -> Config:
+    """Return the configuration of a run that trains LLaMA-7B with adapters on one GPU at a length."""
+    keys: dict[str, Any] = {"stages": None, "pos_emb": "rotary", "engine": "native", "zero_optimization": None}
+    keys |= {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "seq_length": length}
+    also = ["norms", "embedding", *(["positions"] if method in LEARNED else [])]
+    changes = FINETUNED[method](length / 2048, 2048)
+    return load_config(LLAMA, keys).override([*changes, f"lora.also=[{', '.join(also)}]"])
+
+
+def _hours(config: Config, gpu: Gpu) -> str:
+    found = estimate(config, 1, peak_flops(gpu.device) or 0.0, DEFAULT_MFU)
+    hours = ADAPTED_TOKENS / found.tokens_per_second / 3600
+    return f"{hours:.1f} h" if fits(found.memory, gpu.memory) else "does not fit"
+
+
+def adapters_table() -> str:
+    """Return the memory and time of LLaMA-7B with adapters on one GPU, by length and position method. Methods with
+    equal numbers share a row.
+    """
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for length, method in product(ADAPTED_LENGTHS, (name for name in FINETUNED if name != "coca_stages")):
+        config = _adapted(method, length)
+        memory = estimate(config, 1, 1.0, 1.0).memory.total / 2**30
+        times = (_hours(config, GPUS[name]) for name in ADAPTED_GPUS.values())
+        rows.setdefault((f"{length:,}", f"{memory:.1f} GiB", *times), []).append(f"`{method}`")
+    head = ("length", "methods", "memory", *(f"{size}: {name}" for size, name in ADAPTED_GPUS.items()))
+    return _table(head, [(length, ", ".join(names), *cells) for (length, *cells), names in rows.items()])
+
+
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+RECIPE: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "1, optimizer in host memory": (1, OFFLOAD),
+    "8": (8, {}),
+}
+"""The number of GPUs and further keys of each row of the table of the recipe."""
+
+
+def recipe_table() -> str:
+    """Return the memory of one GPU and the days of each stage of the recipe for LLaMA-7B."""
+    rows, gpu = [], GPUS["A100-80"]
+    for label, (count, keys) in RECIPE.items():
+        cells, days = [], 0.0
+        for stage in load_config(LLAMA, keys).run_stages():
+            steps = stage.last - stage.first
+            found = estimate(stage.config, count, peak_flops(gpu.device) or 0.0, DEFAULT_MFU)
+            own = steps * found.tokens_per_step / found.tokens_per_second / 86400
+            days += own
+            room = "" if fits(found.memory, gpu.memory) else ": does not fit"
+            cells.append(f"{found.memory.total / 2**30:.1f} GiB{room}, {own:.1f} days")
+        rows.append((label, *cells, f"{days:.0f} days"))
+    return _table(("A100-80", "stage 1", "stage 2", "stage 3", "all stages"), rows)
+
+
 # Studies --------------------------------------------------------------------------------------------------------------
 
 
@@ -448,6 +516,8 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("studies/README.md", "costs"): costs_table,
     ("studies/README.md", "seeds"): seeds_table,
     ("docs/python.md", "names"): public_table,
+    ("docs/finetuning.md", "adapters"): adapters_table,
+    ("docs/finetuning.md", "recipe"): recipe_table,
     ("docs/attention.md", "forms"): forms_table,
     ("docs/attention.md", "frequencies"): lambda: choices_table(
         "rotary_frequencies", ("`type`", "frequencies", "options", "source")

@@ -123,18 +123,22 @@ def _configured_gpus(config: Config) -> int:
 
 
 def _lines(config: Config, result: "RunEstimate", options: Namespace) -> Iterator[str]:
-    from megatron_coca.model.cost import trained_count
+    from megatron_coca.model.cost import adapter_count
+    from megatron_coca.training.optimizer import trainable_share
     from megatron_coca.training.topology import rounded_sum
 
-    count, grid, memory, trained = result.parameters, result.topology, result.memory, trained_count(config).total
+    count, grid, memory, share = result.parameters, result.topology, result.memory, trainable_share(config)
     yield f"parameters         {count.total:>18,}   {count.non_embedding:,} without embedding and head"
     if count.idle:
         yield f"active             {count.active:>18,}   {count.active / count.total:.2%}: those that process a token"
-    if trained != count.total:
-        yield f"trained            {trained:>18,}   {trained / count.total:.2%}"
+    if share.trained != share.total:
+        adapters = f", {adapter_count(config):,} of them in adapters" * (config.optimizer.lora is not None)
+        yield f"trained            {share.trained:>18,}   {share.trained / share.total:.2%}{adapters}"
     for part in ("embedding", "attention", "mlp", "norms", "position", "head"):
         yield f"  {part:<16} {getattr(count, part):>18,}"
-    yield f"FLOPs per token    {result.flops.model:>18.3e}   6N + 12 L h n; {result.flops.executed:.3e} executed"
+    freezes = config.optimizer.lora is not None or config.optimizer.trainable is not None
+    formula = "6N + 12 L h n" + ", and 4N for frozen weights" * freezes
+    yield f"FLOPs per token    {result.flops.model:>18.3e}   {formula}; {result.flops.executed:.3e} executed"
     yield ""
     axes = ", ".join(f"{name} {size}" for name, size in grid.layout().items())
     yield f"GPUs               {grid.world_size:>18,}   {options.gpu}: {axes}"

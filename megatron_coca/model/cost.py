@@ -12,7 +12,7 @@ from megatron_coca.attention.build import BACKENDS, build_method
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.config import Config, ModelConfig, PositionConfig
 from megatron_coca.config.model import EXPERTS, GATED_ACTIVATIONS, GAU, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
-from megatron_coca.config.optimization import TrainablePart
+from megatron_coca.config.optimization import AdapterTarget, TrainablePart
 
 Backends = Mapping[str, str]
 """The attention backend of each layer type; `sdpa` for types that are missing."""
@@ -37,7 +37,7 @@ class ParameterCount:
     `embedding` includes the padded rows. If the weights are tied, it is also the output head, and `head` counts only a
     layer before the head and a bias. `norms` includes the final norm and the numbers of layer_scale. `position` counts
     the table, bias or network of the position methods. `idle` are the parameters of the experts that do not process a
-    token, which `mlp` includes.
+    token, which `mlp` includes. `adapters` are the parameters of the adapters that a run adds.
     """
 
     embedding: int
@@ -47,6 +47,7 @@ class ParameterCount:
     position: int
     head: int
     idle: int = 0
+    adapters: int = 0
 
     @property
     def active(self) -> int:
@@ -55,8 +56,8 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """The sum of `numel()` over the parameters of the model that `build_model` returns."""
-        return self.embedding + self.non_embedding + self.head
+        """The sum of `numel()` over the parameters of the model that `build_model` returns, and those of adapters."""
+        return self.embedding + self.non_embedding + self.head + self.adapters
 
     @property
     def non_embedding(self) -> int:
@@ -72,8 +73,9 @@ class Flops:
         model: 6N + 12 L h n, the basis of model FLOPs utilisation (MFU) (Chowdhery et al. 2022, "PaLM", appendix B). N
             is the number of weights in matrix products, including the output head but not the embedding; L is the
             number of layers, h their width, and n the number of queries and of keys. In mixtures of experts, only the
-            experts that process a token count. This count ignores causality and
-            recomputation, so that MFU is comparable between training frameworks.
+            experts that process a token count. Frozen weights count 4 instead of 6, because they have no gradients, and
+            N includes adapters. This count ignores causality and recomputation, so that MFU is comparable between
+            training frameworks.
         executed: the operations that a causal kernel runs, with (n + 1) / 2 keys per query on average, plus a second
             forward pass of the blocks if activations are recomputed.
         forward: the operations of one forward pass in `executed`.
@@ -112,7 +114,8 @@ def parameter_count(config: Config) -> ParameterCount:
 
 
 def trained_count(config: Config) -> ParameterCount:
-    """Count the parameters as `parameter_count` does, but only those that `trainable` selects.
+    """Count the parameters as `parameter_count` does, but only those that `trainable` selects. With `lora`, these are
+    the adapters and the parts in `also`.
 
     Raises:
         ConfigError: `vocab_size` is not known.
@@ -126,7 +129,33 @@ def trained_count(config: Config) -> ParameterCount:
         norms=count.norms * trains("norms"),
         position=(count.position - _position(config, frozen=True)) * trains("positions"),
         head=count.head * trains("output_head"),
+        adapters=adapter_count(config),
     )
+
+
+def adapter_count(config: Config) -> int:
+    """Count the parameters of the adapters that a run adds to the model: rank (inputs + outputs) for each matrix, and
+    with DoRA one for each output.
+    """
+    lora = config.optimizer.lora
+    if lora is None:
+        return 0
+    matrices = [size for name in config.model.layer_names for size in _adapted_matrices(config, name)]
+    return sum(lora.rank * (inputs + outputs) + lora.dora * outputs for inputs, outputs in matrices)
+
+
+def _adapted_matrices(config: Config, name: str) -> list[tuple[int, int]]:
+    """Return the inputs and outputs of the matrices with adapters in one block of a layer type."""
+    lora, model = config.optimizer.lora, config.model.with_heads(name)
+    keys, hidden, inner = model.num_kv_heads * model.head_dim, model.hidden_size, model.ffn_hidden_size
+    sizes: dict[AdapterTarget, list[tuple[int, int]]] = {
+        "query": [(hidden, model.attention_width)],
+        "key": [(hidden, keys)],
+        "value": [] if model.values_from_keys else [(hidden, keys)],
+        "dense": [(model.attention_width, hidden)],
+        "mlp": [(hidden, packed_mlp_width(model)), (inner, hidden)],
+    }
+    return [size for target in (lora.targets if lora is not None else ()) for size in sizes[target]]
 
 
 def flops_per_token(config: Config, length: int | None = None, backends: Backends | None = None) -> Flops:
@@ -143,7 +172,7 @@ def flops_per_token(config: Config, length: int | None = None, backends: Backend
     length = length or model.seq_length
     names, positions = model.layer_names, config.layer_types
     gates = model.hidden_size * model.num_attention_heads
-    blocks = sum(_weights_per_block(model, *kinds) for kinds in _layers(model))
+    blocks = sum(sum(_weights_per_block(model, *kinds).values()) for kinds in _layers(model))
     blocks += sum(gates * (positions[name].gate is not None) for name in names)
     head = model.padded_vocab_size * model.token_width + 2 * model.hidden_size * (model.embedding_width or 0)
     head += model.use_output_transform * model.hidden_size**2
@@ -156,9 +185,25 @@ def flops_per_token(config: Config, length: int | None = None, backends: Backend
     widths = {name: gau if name == GAU else (mean[name], executed[name]) for name in positions}
     square = sum(4.0 * widths[name][0] for name in names) * length  # q k^T and its product with v
     causal = sum(4.0 * widths[name][1] * positions[name].mean_keys(length) for name in names)
+    frozen = 2.0 * _frozen_weights(config, head)
+    blocks += adapter_count(config)
     forward = 2.0 * (blocks + head) + causal
     again = 2.0 * (blocks - _not_repeated(model)) + causal if recomputes_blocks(model) else 0.0
-    return Flops(model=3 * (2.0 * (blocks + head) + square), executed=3 * forward + again, forward=forward)
+    needed = 3 * (2.0 * (blocks + head) + square) - frozen
+    return Flops(model=needed, executed=3 * forward + again - frozen, forward=forward)
+
+
+def _frozen_weights(config: Config, head: int) -> int:
+    """Count the weights without gradients among those that each token is multiplied with, without adapters. `head` of
+    them are in the output head.
+    """
+    model, trains = config.model, config.optimizer.trains
+    frozen = 0 if trains("output_head" if model.no_weight_tying else "embedding") else head
+    for kinds in _layers(model):
+        frozen += sum(count for part, count in _weights_per_block(model, *kinds).items() if not trains(part))
+        if not trains("positions") and config.layer_types[kinds[0]].gate is not None:
+            frozen += model.hidden_size * model.num_attention_heads
+    return frozen
 
 
 def _operand_width(model: ModelConfig, position: PositionConfig) -> int:
@@ -225,16 +270,27 @@ def packed_mlp_width(model: ModelConfig, width: int | None = None) -> int:
     return width * (2 if model.activation in GATED_ACTIVATIONS else 1)
 
 
-def _weights_per_block(model: ModelConfig, name: str, mlp: str) -> int:
-    """Count the weights in the matrices of one block that each token is multiplied with."""
+def _weights_per_block(model: ModelConfig, name: str, mlp: str) -> dict[TrainablePart, int]:
+    """Count the weights in the matrices of one block that each token is multiplied with, by trainable part."""
     h = model.hidden_size
     if name == GAU:
-        return h * (3 * model.gau_features + model.gau_key_width)
-    attention = _attention_rows(model.with_heads(name))
+        return {"query": h * (2 * model.gau_features + model.gau_key_width), "attention_output": h * model.gau_features}
+    shape = model.with_heads(name)
+    width, keys = shape.attention_width, shape.num_kv_heads * shape.head_dim
+    values = 0 if shape.values_from_keys else keys
+    attention: dict[TrainablePart, int] = {"query": width, "key": keys, "value": values}
+    rows = attention | {"attention_output": width + shape.output_gates, "mlp": _mlp_rows(model, mlp)}
+    return {part: h * count for part, count in rows.items()}
+
+
+def _mlp_rows(model: ModelConfig, mlp: str) -> int:
+    """Return the number of rows and columns, other than hidden_size, of the matrices of an MLP, or of those of a
+    mixture of experts that each token is multiplied with.
+    """
     if mlp != EXPERTS:
-        return h * (attention + packed_mlp_width(model) + model.ffn_hidden_size)
+        return packed_mlp_width(model) + model.ffn_hidden_size
     used = model.moe_top_k * model.expert_width + (model.moe_shared_intermediate_size or 0)
-    return h * (attention + packed_mlp_width(model, used) + used + model.moe_num_experts + model.moe_shared_gate)
+    return packed_mlp_width(model, used) + used + model.moe_num_experts + model.moe_shared_gate
 
 
 def _attention_rows(model: ModelConfig) -> int:
@@ -403,7 +459,8 @@ def loss_bytes(config: Config, micro: int, sequence: int = 1) -> float:
     if chunk == 0:
         # The logits, their float32 copy (in half precision), the log-probabilities and their gradient.
         return tokens * vocabulary * (size + 8 + (4 if size < 4 else 0))
-    head = vocabulary * model.token_width
+    trained = config.optimizer.trains("output_head" if model.no_weight_tying else "embedding")
+    head = vocabulary * model.token_width * trained  # a frozen head has no gradient
     scored = min(chunk, tokens) * vocabulary * (size + 4 + (size if size < 4 else 0))
     if auto:  # on a GPU the gradient overwrites the logits
         scored = max(scored, min(LOSS_CHUNK_BYTES, tokens * vocabulary * size))
@@ -433,8 +490,51 @@ def _kept_by_type(config: Config, size: int, tensor: int, name: str, mlp: str, b
     gated = shape.output_gates and shape.output_gates + shape.attention_width  # the gates, and the gated outputs
     normed = shape.num_kv_heads * shape.head_dim * model.value_norm  # the normalised values
     inner = shape.packed_attention_width + shape.attention_width + gated + normed + _mlp_numbers(model, mlp, size)
+    inner += _adapter_numbers(config, name, mlp, size)
     saved += hidden * size * model.layer_scale
     return saved + (inner * size + _operand_bytes(config, size, backends)) / tensor
+
+
+def _adapter_numbers(config: Config, name: str, mlp: str, size: int) -> float:
+    """Count the numbers of `size` bytes per token that one block saves in addition with adapters; usually negative,
+    because frozen matrices do not save their inputs.
+
+    An adapter saves its product with A, with dropout its input after dropout and the mask, and with DoRA the products
+    of weight and adapter.
+    """
+    lora, model = config.optimizer.lora, config.model.with_heads(name)
+    if lora is None:
+        return 0
+    saved: float = sum(
+        lora.rank + (2 * inputs if lora.dropout else 0) + (2 * outputs if lora.dora else 0)
+        for inputs, outputs in _adapted_matrices(config, name)
+    )
+    projections = {"query", "key", "value"}
+    if projections & {*lora.targets, *lora.also}:
+        saved -= _not_kept(config, name)
+    reading = {*lora.also, *(() if lora.dropout else lora.targets)}  # parts with matrices that save their inputs
+    inputs = [bool(reading & projections), "mlp" in reading]  # of attention and MLP
+    if model.gpt_j_residual and model.gpt_j_tied:
+        inputs = [any(inputs)]  # both have the same input
+    saved -= inputs.count(False) * model.hidden_size
+    if "mlp" in reading:
+        return saved
+    if mlp != EXPERTS:
+        return saved - model.ffn_hidden_size
+    rows = model.moe_top_k * (model.expert_width + model.hidden_size)
+    router = model.hidden_size * 4 / size if size < 4 else 0  # the token in float32
+    return saved - rows - router - (model.moe_shared_intermediate_size or 0)
+
+
+def _not_kept(config: Config, name: str) -> int:
+    """Count the numbers per token of queries and keys that nothing saves if they are not parts of one tensor with the
+    values. A rotation saves neither; polar forms save what they compute magnitudes from.
+    """
+    model, position = config.model.with_heads(name), config.layer_types[name]
+    normed = model.use_qk_layernorm or model.qk_norm is not None
+    if normed or not position.embedding.rotary or build_method(position, model).form.by_magnitudes:
+        return 0
+    return model.attention_width + (0 if position.pos_emb in COEFFICIENTS else model.num_kv_heads * model.head_dim)
 
 
 def _norm_extra(model: ModelConfig, size: int) -> float:

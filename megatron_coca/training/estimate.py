@@ -11,6 +11,7 @@ from megatron_coca.model.cost import (
     Flops,
     ParameterCount,
     activations,
+    adapter_count,
     flops_per_token,
     loss_bytes,
     norm_parameters,
@@ -151,7 +152,8 @@ def stage_parameters(config: Config, topology: Topology) -> list[tuple[int, int]
     blocks = [model.num_layers // pipe + (stage < model.num_layers % pipe) for stage in range(pipe)]
     # The biases of the projections to the residual stream are replicated on every tensor rank.
     replicated = model.hidden_size * (model.use_bias_in_attn_linear + model.use_bias_in_mlp)
-    numbers = _stage_numbers(config, topology, parameter_count(config), replicated, blocks)
+    count = replace(parameter_count(config), adapters=adapter_count(config))
+    numbers = _stage_numbers(config, topology, count, replicated, blocks)
     return list(zip(numbers, blocks, strict=True))
 
 
@@ -180,7 +182,7 @@ def _stage_numbers(
     norms = (count.norms - last - first) // model.num_layers  # including query and key norms
     block = divided // topology.tensor + replicated + norms
     numbers = [block * number for number in blocks]
-    numbers[0] += count.embedding + count.position + first
+    numbers[0] += count.embedding + count.position + count.adapters + first  # adapters: there is one pipeline stage
     numbers[-1] += last + count.head
     if topology.pipe > 1 and not model.no_weight_tying and count.embedding:
         numbers[-1] += model.padded_vocab_size * model.token_width

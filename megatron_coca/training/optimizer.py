@@ -72,12 +72,13 @@ class TrainableShare(NamedTuple):
 
 
 def trainable_share(config: Config) -> TrainableShare:
-    """Count parameters like `numel()` of the model, including the padding of the embedding and the output head.
+    """Count parameters like `numel()` of the model, including adapters and the padding of the embedding and the head.
 
     Raises:
         ConfigError: `vocab_size` is unknown.
     """
-    return TrainableShare(trained_count(config).total, parameter_count(config).total)
+    trained = trained_count(config)
+    return TrainableShare(trained.total, parameter_count(config).total + trained.adapters)
 
 
 Groups = list[dict[str, Any]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.config import load_config
-from megatron_coca.training.estimate import stage_parameters, states_bytes
+from megatron_coca.training.estimate import stage_parameters, stage_trained, states_bytes
 from megatron_coca.training.launch.environment import free_port
 from megatron_coca.training.topology import Topology, effective_stage
 from tests.conftest import clean_environment
@@ -37,6 +37,11 @@ CASES = [
 ]
 CASES += [case | {"data_types": {"grad_accum_dtype": "fp32"}} for case in CASES if case["precision"] == "bfloat16"]
 CASES += [{"engine": "native", "precision": precision} for precision in ("fp32", "bfloat16")]
+CASES += [
+    case | {"lora": {"rank": 8, "also": ["norms", "embedding"]}}
+    for case in CASES
+    if case.get("zero_optimization", {}).get("stage") != 3
+]
 
 HELD = """
 import gc, json, os, sys
@@ -46,6 +51,7 @@ from megatron_coca.config import load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import build_model
 from megatron_coca.training import launch
+from megatron_coca.training.adapters import add_adapters
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.engine import build_engine
 from megatron_coca.training.optimizer import build_optimizer
@@ -61,7 +67,11 @@ keys, sizes_held, stages = json.loads(sys.argv[1]), [], []
 for case in json.loads(sys.argv[2]):
     before = tensor_bytes()
     config = load_config([], keys | case)
-    model = build_model(config).train()
+    model = build_model(config)
+    if config.optimizer.lora is not None:
+        dtype = torch.bfloat16 if config.precision.dtype == "bf16" else torch.float32
+        add_adapters(model.to(dtype), config.optimizer.lora, 1)
+    model.train()
     sizes = config.batch.resolve(dist.world_size())
     engine = build_engine(model, partial(build_optimizer, config=config.optimizer), config, sizes)
     tokens = np.zeros((1, config.model.seq_length + 1), dtype=np.int64)
@@ -106,6 +116,7 @@ def test_states_are_what_an_engine_holds(processes: int) -> None:
             assert effective_stage(config, processes) == stage, case
         topology = Topology.of(config.parallel, processes)
         ((numbers, _),) = stage_parameters(config, topology)
-        states = states_bytes(config, topology, numbers)
+        (trained,) = stage_trained(config, topology)
+        states = states_bytes(config, topology, numbers, trained)
         resident = states.weights + states.optimizer + (states.gradients if stage == 3 else 0)
         assert held == pytest.approx(resident, rel=0.02), case

@@ -10,8 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.model import LanguageModelLoss, build_model
-from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
+from megatron_coca.model import GPT, LanguageModelLoss, build_model
+from megatron_coca.model.cost import adapter_count, flops_per_token, parameter_count, peak_flops, trained_count
+from megatron_coca.training.adapters import add_adapters
+from megatron_coca.training.optimizer import train_only_parts, trainable_share
 
 ROOT = Path(__file__).parents[3]
 TINY: dict[str, Any] = {
@@ -143,6 +145,75 @@ def test_operations_are_what_pytorch_counts(shape: str, checkpoint: bool) -> Non
     squared = 2 * widths * (length - 1)  # the half that is masked
     again = flops.executed - 3 * flops.forward
     assert counted == pytest.approx(flops.model + (again + squared if checkpoint else 0), rel=1e-9)
+
+
+ADAPTED: dict[str, dict[str, Any]] = {
+    "attention": {},
+    "all matrices": {"targets": ["query", "key", "value", "dense", "mlp"]},
+    "some matrices": {"rank": 3, "targets": ["query", "mlp"]},
+    "keys and head as a whole": {"targets": ["query"], "also": ["embedding", "key", "output_head"]},
+    "MLP as a whole": {"targets": ["dense"], "also": ["embedding", "mlp", "attention_output"]},
+}
+
+
+def adapted(shape: str, lora: dict[str, Any], **changes: Any) -> tuple[Config, GPT]:
+    beside = {"also": ["embedding"], **lora}
+    if "output_head" in beside["also"] and not SHAPES[shape].get("no_weight_tying"):
+        beside["also"] = [part for part in beside["also"] if part != "output_head"]
+    if "attention_output" in beside["also"]:
+        beside["targets"] = ["query"]
+    config = tiny(**SHAPES[shape] | {"lora": beside} | changes)
+    model = build_model(config)
+    assert config.optimizer.lora is not None
+    add_adapters(model, config.optimizer.lora, 0)
+    return config, model
+
+
+@pytest.mark.parametrize("shape", ["plain", "untied", "grouped", "gated", "heads by layer type"])
+@pytest.mark.parametrize("lora", [*ADAPTED.values(), {"dora": True}], ids=[*ADAPTED, "DoRA"])
+def test_adapters_are_those_that_peft_adds(shape: str, lora: dict[str, Any]) -> None:
+    config, model = adapted(shape, lora)
+    sizes = [(name, weight.numel(), weight.requires_grad) for name, weight in model.named_parameters()]
+    assert adapter_count(config) == sum(size for name, size, _ in sizes if ".lora_" in name)
+    assert trained_count(config).total == sum(size for _, size, trained in sizes if trained)
+    assert trainable_share(config).total == sum(size for _, size, _ in sizes)
+
+
+def counted_operations(config: Config, model: GPT) -> float:
+    loss, batch, length = LanguageModelLoss(model).train(), 2, config.model.seq_length
+    with FlopCounterMode(display=False) as counter:
+        loss(torch.zeros(batch, length + 1, dtype=torch.int64)).backward()
+    return counter.get_total_flops() / (batch * length)
+
+
+DENSE = {"attention_backend": "reference", "vocab_size": 256, "loss_chunk_size": 0}
+
+
+@pytest.mark.parametrize("shape", ["plain", "untied", "grouped", "gated", "parallel", "coca", "heads by layer type"])
+@pytest.mark.parametrize("lora", ADAPTED.values(), ids=ADAPTED)
+def test_operations_with_adapters_are_what_pytorch_counts(shape: str, lora: dict[str, Any]) -> None:
+    """The embedding is trained, so the gradient passes through all blocks."""
+    config, model = adapted(shape, lora, **DENSE)
+    assert counted_operations(config, model) == pytest.approx(flops_per_token(config).model, rel=1e-9)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.startswith("experts")])
+@pytest.mark.parametrize("also", [["embedding"], ["embedding", "mlp"]])
+def test_operations_with_adapters_beside_experts(shape: str, also: list[str]) -> None:
+    config, model = adapted(shape, {"also": also}, **DENSE)
+    sizes = [(name, weight.numel(), weight.requires_grad) for name, weight in model.named_parameters()]
+    assert adapter_count(config) == sum(size for name, size, _ in sizes if ".lora_" in name)
+    assert trained_count(config).total == sum(size for _, size, trained in sizes if trained)
+    assert counted_operations(config, model) == pytest.approx(flops_per_token(config).model, rel=1e-9)
+
+
+@pytest.mark.parametrize("shape", ["plain", "untied", "grouped", "coca", "gated heads", "experts, a shared MLP"])
+@pytest.mark.parametrize("parts", [["key"], ["query", "key", "value"], ["mlp"], ["attention_output"]])
+def test_operations_of_a_stage_that_trains_a_part(shape: str, parts: list[str]) -> None:
+    config = tiny(**SHAPES[shape] | DENSE | {"trainable": [*parts, "embedding"]})
+    model = build_model(config)
+    train_only_parts(model, config.optimizer)
+    assert counted_operations(config, model) == pytest.approx(flops_per_token(config).model, rel=1e-9)
 
 
 def test_causal_kernels_do_half_of_the_square() -> None:

@@ -8,6 +8,7 @@ import torch
 from megatron_coca.config import Config, load_config
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.model.cost import BYTES, activations, loss_bytes
+from megatron_coca.training.adapters import add_adapters
 
 BASE: dict[str, Any] = {
     "num_layers": 4,
@@ -28,7 +29,10 @@ def configured(**changes: Any) -> Config:
 
 def saved_bytes(config: Config) -> int:
     """The storages that autograd keeps between forward and backward pass, parameters not counted."""
-    loss = LanguageModelLoss(build_model(config)).train()
+    model = build_model(config)
+    if config.optimizer.lora is not None:
+        add_adapters(model, config.optimizer.lora, 0)
+    loss = LanguageModelLoss(model).train()
     loss = loss.to({"fp32": torch.float32, "bf16": torch.bfloat16}[config.precision.dtype])
     own = {parameter.untyped_storage().data_ptr() for parameter in loss.parameters()}
     found: dict[int, int] = {}
@@ -48,7 +52,8 @@ def kept_by_loss(config: Config) -> int:
     """The loss in chunks keeps the gradients of the hidden states and, in float32, of the output head."""
     hidden = config.model.hidden_size
     size = BYTES[config.precision.dtype]
-    return MICRO * config.model.seq_length * hidden * size + config.model.padded_vocab_size * hidden * 4
+    head = config.model.padded_vocab_size * hidden * 4 * config.optimizer.trains("output_head")
+    return MICRO * config.model.seq_length * hidden * size + head
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -97,6 +102,38 @@ def test_activations_are_what_autograd_saves(shape: dict[str, Any]) -> None:
     assert kept * config.model.num_layers + ends + kept_by_loss(config) == pytest.approx(
         saved_bytes(config), rel=TOLERANCE
     )
+
+
+BESIDE = ["norms", "embedding"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "attention": {"rank": 8, "also": BESIDE},
+    "all matrices": {"targets": ["query", "key", "value", "dense", "mlp"], "also": [*BESIDE, "output_head"]},
+    "dropout": {"rank": 8, "dropout": 0.1, "also": BESIDE},
+    "output projection": {"rank": 8, "targets": ["dense"], "also": BESIDE},
+    "queries as a whole": {"rank": 8, "targets": ["value"], "also": ["query", *BESIDE]},
+    "DoRA": {"rank": 8, "dora": True, "also": BESIDE},
+}
+
+
+@pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.parametrize(
+    "shape",
+    ["rotary", "coca", "pope", "alibi", "grouped", "parallel, one norm", "gated in bfloat16", "rmsnorm in bfloat16"],
+)
+def test_activations_with_adapters_are_what_autograd_saves(shape: str, lora: dict[str, Any]) -> None:
+    config = configured(**SHAPES[shape] | {"lora": lora})
+    kept, _, ends = activations(config, MICRO)
+    # DoRA frees an identity matrix for each adapter at once, which the hook counts all the same.
+    tolerance = TOLERANCE if lora.get("dora") else 0.12
+    assert kept * config.model.num_layers + ends + kept_by_loss(config) == pytest.approx(
+        saved_bytes(config), rel=tolerance
+    )
+
+
+@pytest.mark.parametrize("also", [[], ["mlp"]], ids=["frozen experts", "experts as a whole"])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.startswith("experts")])
+def test_activations_with_adapters_beside_experts(shape: str, also: list[str]) -> None:
+    test_activations_with_adapters_are_what_autograd_saves(shape, {"rank": 8, "also": [*BESIDE, *also]})
 
 
 @pytest.mark.parametrize("pos_emb", ["rotary", "pope"])
