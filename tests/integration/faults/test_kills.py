@@ -1,6 +1,6 @@
 """SIGKILL at random moments, also during saves. The same command resumes, and the run ends like an uninterrupted run.
 
-`--kills 100` kills a run of one process 100 times and one of two processes 20 times.
+`--kills 100` kills a run of one process 100 times and one of two processes, also a ring, 20 times.
 """
 
 from pathlib import Path
@@ -14,6 +14,7 @@ STEPS = 12
 KEYS = {"auto_resume": True, "train_iters": STEPS, "checkpoint_factor": 2, "keep_last_n_checkpoints": 2}
 EXPERTS = {"mlp_config": ["dense", "experts"], "moe_num_experts": 4, "moe_top_k": 2, "moe_correction_bias": True}
 EXPERTS |= {"moe_bias_update_rate": 1e-3, "moe_shared_intermediate_size": 24, "precision": "bfloat16"}
+RING = {"context_parallel_size": 2, "attention_dropout": 0.0, "zero_stage": 2}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,8 @@ EXPERTS |= {"moe_bias_update_rate": 1e-3, "moe_shared_intermediate_size": 24, "p
         pytest.param(1, {}, 1, id="many", marks=pytest.mark.slow),
         pytest.param(1, {"engine": "native"}, 1, id="many, native engine", marks=pytest.mark.slow),
         pytest.param(2, {"zero_stage": 3}, 5, id="ZeRO 3 in two processes", marks=pytest.mark.slow),
+        pytest.param(2, RING, 5, id="a ring of two processes", marks=pytest.mark.slow),
+        pytest.param(3, RING | {"context_parallel_size": 3}, 10, id="a ring of three", marks=pytest.mark.slow),
         pytest.param(
             2,
             {"engine": "native", "precision": "bfloat16"},
