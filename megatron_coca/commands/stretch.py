@@ -99,8 +99,10 @@ def parser() -> ArgumentParser:
     trial.add_argument("--finetune-method", type=names, default="pi", metavar="NAME,...", help=tried)
     length = f"tokens of a training sample; default: the training length, up to {MOST_LENGTH}"
     trial.add_argument("--finetune-length", type=positive_int, metavar="N", help=length)
-    lora = "train low-rank adapters and the norms only (" + ", ".join(LORA) + ")"
+    lora = f"train low-rank adapters and the norms only (lora: {LORA})"
     trial.add_argument("--lora", action="store_true", help=lora)
+    texts = "texts to train on, in the forms of --data; default: --data"
+    trial.add_argument("--finetune-data", type=expanded, nargs="+", metavar="PATH", help=texts)
     keys = "config keys for all trials, such as optimizer.params.lr=1e-4"
     trial.add_argument("--finetune-set", nargs="+", default=(), metavar="key=value", help=keys)
     return described
@@ -116,16 +118,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if args.export is not None:
         check_writable(args.export)
-    trials: list[str] = []
+    from megatron_coca.evaluation.stretch.command import planned, stretch
+
+    args, trials = planned(args), list[str]()
     if args.finetune is not None:
         from megatron_coca.commands.stretch_finetuning import check
 
         trials = trial_methods(args.finetune_method)
-        args.methods += tuple(name for name in trials if name in CHOICES)  # without training, to compare
+        args.methods = (*args.methods, *(name for name in trials if name in CHOICES))  # without training, to compare
         check(args)
-    from megatron_coca.evaluation.stretch.command import planned, stretch
-
-    args = planned(args)
     done = stretch(args)
     print(plain(done.text))
     print(f"\nwrote {args.output / 'stretch.html'}, and stretch.md, its picture, best.yml and results/ beside it")

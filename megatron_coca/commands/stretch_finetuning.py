@@ -9,13 +9,15 @@ from pathlib import Path
 
 from megatron_coca.evaluation.report.curves import METRICS
 from megatron_coca.evaluation.results import EvaluationError, write_atomically
-from megatron_coca.evaluation.stretch.choices import FINETUNED, LORA, MOST_LENGTH, PLAIN
+from megatron_coca.evaluation.stretch.choices import LORA_RATE, MOST_LENGTH, PLAIN, RATE, trial_keys
 from megatron_coca.evaluation.stretch.records import read_plain, result_file
 from megatron_coca.evaluation.stretch.trials import Trial
 from megatron_coca.work.processes import PROGRAM, run_to_its_end
 
 REPORTS = 20
 """Number of reports of a trial's training."""
+CHECKPOINTS = 8
+"""Number of checkpoints of a trial, of which the last one is kept."""
 
 
 def check(args: Namespace) -> None:
@@ -26,8 +28,8 @@ def check(args: Namespace) -> None:
     """
     from megatron_coca.checkpoints import open_checkpoint
 
-    if not args.data:
-        raise EvaluationError("--finetune: needs texts to train on; name them with --data")
+    if not texts_of(args):
+        raise EvaluationError("--finetune: needs texts to train on; name them with --finetune-data or --data")
     opened = open_checkpoint(args.model, verify=False)
     if opened.settings is None:
         raise EvaluationError(
@@ -37,6 +39,11 @@ def check(args: Namespace) -> None:
         raise EvaluationError(
             f"{args.model}: has no tokenizer, which the texts need; put tokenizer.json into the folder"
         )
+
+
+def texts_of(args: Namespace) -> list[Path]:
+    """Return the texts to train on: those of `--finetune-data`, or else of `--data`."""
+    return [Path(path) for path in args.finetune_data or args.data or ()]
 
 
 def trained_folder(output: Path, method: str) -> Path:
@@ -61,7 +68,7 @@ def _claim(args: Namespace, folder: Path, trial: dict[str, object]) -> None:
             raise EvaluationError(f"{folder}: is not a trial of {record.name}; remove it, or name another --output")
         problem = ""
         if record.read_text(encoding="utf-8") != content:
-            problem = "contains a trial of another model, other --data, another --to or other keys"
+            problem = "contains a trial of another model, of other texts, with another --to or other keys"
         elif (folder / "latest").is_file() and (open_checkpoint(folder, verify=False).step or 0) > args.finetune:
             problem = f"has more than {args.finetune} steps"
         if problem and not args.overwrite:
@@ -72,7 +79,7 @@ def _claim(args: Namespace, folder: Path, trial: dict[str, object]) -> None:
 
 
 def finetune(args: Namespace, method: str) -> int:
-    """Prepare `--data`, train `--finetune` steps from the model, and return the exit status of the training.
+    """Prepare the texts, train `--finetune` steps from the model, and return the exit status of the training.
 
     All methods are trained on the same tokens at the same rate.
 
@@ -84,21 +91,22 @@ def finetune(args: Namespace, method: str) -> int:
     opened = open_checkpoint(args.model)
     tokenizer = opened.tokenizer().tokenizer
     assert tokenizer is not None, "checked before"
-    texts = [Path(path) for path in args.data]
+    texts = texts_of(args)
     measured = read_plain(args.output)
     prepared = args.output / f"finetune_data_{digest_of(texts, measured.tokenizer)}"
     length = opened.trained.model.seq_length
-    keys = [*FINETUNED[method](args.to, length), f"seq_length={args.finetune_length or min(length, MOST_LENGTH)}"]
-    keys += [*LORA * args.lora, *args.finetune_set]
+    keys = [f"seq_length={args.finetune_length or min(length, MOST_LENGTH)}"]
+    keys += [f"optimizer.params.lr={LORA_RATE if args.lora else RATE}"]
+    keys += [*trial_keys(method, args.to, length, args.lora), *args.finetune_set]
     folder = trained_folder(args.output, method)
     _claim(args, folder, {"model": measured.checkpoint.identity, "data": prepared.name, "keys": keys})
     if not (prepared / "data.yml").is_file():
         prepare([CorpusSource(SourceSpec("texts", texts), split="train")], prepared, tokenizer)
     keys = [
         f"train_iters={args.finetune}",
-        f"checkpoint_factor={args.finetune}",
+        f"checkpoint_factor={-(-args.finetune // CHECKPOINTS)}",
+        "keep_last_n_checkpoints=1",
         "train_micro_batch_size_per_gpu=1",
-        "optimizer.params.lr=2e-5",
         "lr_decay_style=constant",
         "eval_iters=0",
         f"log_interval={max(1, args.finetune // REPORTS)}",

@@ -78,8 +78,10 @@ TRAINED = " (trained)"
 """The end of the name of a fine-tuned model on a page."""
 MOST_LENGTH = 2048
 """Length of the training samples, unless the model was trained on shorter ones or `--finetune-length` is given."""
-LORA = ("lora.rank=16", "lora.alpha=32", "lora.also=[norms]")
-"""The config keys of `--lora`."""
+LORA = "{rank: 16, alpha: 32, also: [norms]}"
+"""The value of the config key `lora` with `--lora`."""
+RATE, LORA_RATE = "2e-5", "2e-4"
+"""The learning rates of a trial: that of position interpolation in the CoCA paper, and that of QLoRA for adapters."""
 
 DEFAULT = (PLAIN, "dynamic:2", "yarn", "rerope", "rerope+log_n", "self_extend", "dual_chunk", "lm_infinite")
 _NAME = re.compile(r"([a-z_+]+)(?::(\d+(?:\.\d+)?))?")
@@ -110,12 +112,30 @@ def chosen_methods(names: Sequence[str], to: float, length: int, place: str = "-
     return list(found.values())
 
 
-def trial_methods(names: Sequence[str]) -> list[str]:
-    """Return the methods to train, the control first. Raises EvaluationError for an unknown name."""
+def trial_methods(names: Sequence[str], place: str = "--finetune-method") -> list[str]:
+    """Return the methods to train, the control first. Raises EvaluationError for an unknown name.
+
+    `place` names the option or file in messages.
+    """
     for name in names:
         if name not in FINETUNED:
-            raise EvaluationError(f"--finetune-method {name}: unknown method; name some of {', '.join(FINETUNED)}")
+            raise EvaluationError(f"{place} {name}: unknown method; name some of {', '.join(FINETUNED)}")
     return list(dict.fromkeys((CONTROL, *names)))
+
+
+def trial_keys(method: str, factor: float, length: int, lora: bool) -> list[str]:
+    """Return the config keys of a method of `--finetune-method`.
+
+    With `lora`, a method with stages trains adapters in its last stage only, because the earlier ones train whole
+    matrices.
+    """
+    keys = FINETUNED[method](factor, length)
+    if not lora:
+        return keys
+    if method == "coca_stages":
+        last = f"{STAGES[-1].removesuffix('}')}, lora: {LORA}}}"
+        return ["pos_emb=coca", f"stages=[{', '.join((*STAGES[:-1], last))}]"]
+    return [*keys, f"lora={LORA}"]
 
 
 def simplicity(name: str) -> tuple[int, int, int]:

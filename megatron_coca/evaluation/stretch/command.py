@@ -67,6 +67,9 @@ def planned(args: Namespace) -> Namespace:
         return args
     plan = read_plan(args.plan)
     values = {"methods": plan.methods, "to": plan.to, "documents": plan.documents, "dtype": plan.dtype or args.dtype}
+    if (trials := plan.finetune) is not None:
+        values |= {"finetune": trials.steps, "finetune_method": trials.methods, "finetune_length": trials.length}
+        values |= {"lora": trials.lora, "finetune_set": trials.set}
     return Namespace(**vars(args) | values | {"plan": plan})
 
 
@@ -79,8 +82,8 @@ def _measure(args: Namespace, like: MarginResult | None) -> Done:
     options = SubjectOptions(args.model, (plain,), args.device, dtype, args.output / RESULTS, args.overwrite)
     evaluation = Evaluation(options, "margin")
     tokenizer, length = evaluation.needed_tokenizer(), trained.model.seq_length
-    lengths = lengths_up_to(args.to, length if like is None else like.checkpoint.seq_length)
-    lengths = sorted({*lengths, length})
+    original = length if like is None else like.checkpoint.seq_length
+    lengths = sorted({*lengths_up_to(args.to, original), length})
     methods = chosen_methods(args.methods, args.to, length)
     documents = read_documents(evaluation, args.data, lengths[-1] + 1, args.documents)
     protocol = MarginProtocol(
@@ -94,14 +97,15 @@ def _measure(args: Namespace, like: MarginResult | None) -> Done:
     subjects, stores = load_methods(evaluation, methods, ignored, fields)
     (args.output / EARLIER).unlink(missing_ok=True)
     form = prompt_form(tokenizer, protocol.start, protocol.chat)
-    cases = {round(multiple * length): count for multiple, count in plan.cases.items()} if plan else None
+    cases = {round(multiple * original): count for multiple, count in plan.cases.items()} if plan else None
     result = Runner(subjects, documents.arrays, form, stores, args.budget, cases).run(lengths)
     if not result.lengths():
         raise EvaluationError(
             f"--budget: nothing was measured; left out: {result.left_out[0]}; raise it, or free memory"
         )
     configs = {subject.label: subject.config for subject in subjects}
-    text, decision = write_page(result, configs, args.output, plan), decide(result)
+    declared = None if plan and plan.finetune else plan  # those contrasts belong to the page of all models
+    text, decision = write_page(result, configs, args.output, declared), decide(result)
     overrides = next(method.overrides for method in methods if method.name == decision.chosen)
     return Done(text, decision.chosen, reason(decision), args.model, [*overrides, *ignored])
 
@@ -113,7 +117,7 @@ def compare_trials(args: Namespace, trials: Sequence[Trial]) -> Done:
     given = {each.name: each for each in chosen_methods(args.methods, args.to, opened.trained.model.seq_length)}
     before = read_results(args.output, list(given))
     configs = {name: opened.configure([*given[name].overrides, *ignored]) for name in before.supported}
-    text, decision = write_trials(before, configs, trials, args.output / ALL)
+    text, decision = write_trials(before, configs, trials, args.output / ALL, args.plan)
     trained = {trial.name: trial.folder for trial in trials}
     if decision.chosen in trained:
         return Done(text, decision.chosen, reason(decision), str(trained[decision.chosen]), [*ignored])

@@ -1,4 +1,4 @@
-"""Plans of `megatron-coca stretch`: the measurements, and contrasts that are declared before the first run."""
+"""Plans of `megatron-coca stretch`: measurements, fine-tuning, and contrasts that are declared before the first run."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,7 +7,15 @@ from pydantic import Field
 
 from megatron_coca.evaluation.contrasts import Step, in_sequence
 from megatron_coca.evaluation.results import EvaluationError, Record, read_yaml_file, validated
-from megatron_coca.evaluation.stretch.choices import MOST, PLAIN, chosen_methods, multiples_up_to
+from megatron_coca.evaluation.stretch.choices import (
+    CHOICES,
+    MOST,
+    PLAIN,
+    TRAINED,
+    chosen_methods,
+    multiples_up_to,
+    trial_methods,
+)
 from megatron_coca.evaluation.stretch.records import StretchResult
 
 
@@ -30,10 +38,21 @@ class PlannedContrast(Record):
         return f"{self.method} - {self.other}, {self.at:g}x"
 
 
+class PlannedFineTuning(Record):
+    """The values of `--finetune`, `--finetune-method`, `--finetune-length`, `--lora` and `--finetune-set`."""
+
+    steps: int = Field(ge=1)
+    methods: list[str]
+    length: int | None = Field(default=None, ge=1)
+    lora: bool = False
+    set: list[str] = []
+
+
 class Plan(Record):
     """The content of a plan file. `cases` has the number of hidden facts by multiple of the training length.
 
     The facts depend on `seed`. With a seed other than the default 0, no run without a plan has used the same facts.
+    With `finetune`, a contrast may name a fine-tuned model, such as `pi (trained)`.
     """
 
     title: str
@@ -43,6 +62,7 @@ class Plan(Record):
     seed: int = Field(default=0, ge=0)
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     cases: dict[float, Annotated[int, Field(ge=1)]] = {}
+    finetune: PlannedFineTuning | None = None
     contrasts: list[PlannedContrast] = []
 
 
@@ -58,6 +78,10 @@ def read_plan(path: Path) -> Plan:
         name: chosen_methods([name], plan.to, 1, f"{path}: methods:")[-1].name for name in plan.methods
     }
     names |= {name: name for name in names.values()}
+    if plan.finetune is not None:
+        trials = trial_methods(plan.finetune.methods, f"{path}: finetune.methods:")
+        untrained = [trial for trial in trials if trial in CHOICES]  # `--finetune` compares these as well
+        names |= {name: name for name in (*untrained, *(f"{trial}{TRAINED}" for trial in trials))}
     for number, contrast in enumerate(plan.contrasts):
         for name in (name for name in (contrast.method, contrast.other) if name not in names):
             raise EvaluationError(f"{path}: contrasts[{number}]: {name} is not one of the methods; add it to them")

@@ -16,6 +16,7 @@ from megatron_coca.evaluation.statistics import Estimate, estimate, geometric_es
 from megatron_coca.evaluation.stretch.choices import CONTROL, TRAINED
 from megatron_coca.evaluation.stretch.decision import Decision, decide, difference_of_shares
 from megatron_coca.evaluation.stretch.page import write_page
+from megatron_coca.evaluation.stretch.plans import Plan
 from megatron_coca.evaluation.stretch.records import StretchResult, read_results
 from megatron_coca.support.console import duration
 
@@ -54,23 +55,35 @@ ALL = "trained"
 
 
 def write_trials(
-    before: StretchResult, untrained: Mapping[str, Config], trials: Sequence[Trial], output: Path
+    before: StretchResult,
+    untrained: Mapping[str, Config],
+    trials: Sequence[Trial],
+    output: Path,
+    plan: Plan | None = None,
 ) -> tuple[str, Decision]:
     """Write the page of all models to `output`, and return its text and its decision.
 
     `before` has the results of the model before, and `untrained` the configurations of its methods. The first of
-    `trials` is the control. Raises EvaluationError.
+    `trials` is the control. The contrasts of `plan` are added. Raises EvaluationError.
     """
-    results, costs = dict(before.results), dict(before.costs)
-    for trial in trials:
-        after = read_results(trial.page, ())
-        results[trial.name], costs[trial.name] = after.header, after.costs[after.plain]
-    result = StretchResult(results, costs)
+    result = with_trials(before, {trial.name: trial.page for trial in trials})
     configs = {**untrained, **{trial.name: trial.config for trial in trials}}
     output.mkdir(parents=True, exist_ok=True)
     blocks = [ReportBlock(tables=(training_table(trials),)), ReportBlock(tables=(difference_table(result, trials),))]
-    text = write_page(result, configs, output, more=[Section("training", "Fine-tuning", tuple(blocks))])
+    text = write_page(result, configs, output, plan, [Section("training", "Fine-tuning", tuple(blocks))])
     return text, decide(result)
+
+
+def with_trials(before: StretchResult, pages: Mapping[str, Path]) -> StretchResult:
+    """Return the results of the model before and of the fine-tuned models, whose folders `pages` has by name.
+
+    Raises EvaluationError.
+    """
+    results, costs = dict(before.results), dict(before.costs)
+    for name, page in pages.items():
+        after = read_results(page, ())
+        results[name], costs[name] = after.header, after.costs[after.plain]
+    return StretchResult(results, costs)
 
 
 def training_table(trials: Sequence[Trial]) -> Table:

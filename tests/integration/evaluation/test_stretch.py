@@ -333,11 +333,50 @@ def test_trials_of_fine_tuning(model: Path, text: Path, tmp_path: Path) -> None:
     assert length == (256 if chosen.endswith("(trained)") else 512)
 
 
+@pytest.mark.slow
+def test_a_plan_declares_the_fine_tuning_and_contrasts_of_trained_models(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    export(model, tmp_path / "folder")
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text().upper())
+    (tmp_path / "plan.yml").write_text(
+        "{title: T, methods: [plain], to: 2, documents: 2, seed: 3, dtype: float32, cases: {1: 2, 2: 2},\n"
+        "finetune: {steps: 3, methods: [drope, pi], length: 256, lora: true, set: [optimizer.params.lr=0.01]},\n"
+        "contrasts: [{method: drope (trained), other: none (trained), at: 1, quantity: loss}, "
+        "{method: pi (trained), other: pi, at: 2, quantity: loss}]}"
+    )
+    out = tmp_path / "out"
+    assert stretch(tmp_path / "folder", text, out, "--plan", tmp_path / "plan.yml", "--finetune-data", other) == 0
+    names = {name: out / f"finetuned_{name}" for name in ("none", "drope", "pi")}
+    configs = {name: open_checkpoint(folder).trained for name, folder in names.items()}
+    assert {config.model.seq_length for config in configs.values()} == {256}
+    assert {config.optimizer.lora and config.optimizer.lora.rank for config in configs.values()} == {16}
+    trials = {name: json.loads(folder.with_suffix(".json").read_text()) for name, folder in names.items()}
+    assert len({trial["data"] for trial in trials.values()}) == 1
+    page = (out / "trained/stretch.md").read_text()
+    before, after = result_of(out, "pi"), {name: result_of(out / f"after_{name}") for name in names}
+    first, second = (
+        mean(a - b for a, b in zip(one.losses(ours, length), other.losses(theirs, length), strict=True))
+        for one, ours, other, theirs, length in (
+            (after["drope"], "plain", after["none"], "plain", 512),
+            (after["pi"], "plain", before, "pi", 1024),
+        )
+    )
+    rows = {line.split(" | ")[0].strip(): line for line in page.splitlines() if line.startswith("| ")}
+    assert f"{first:+.3f}" in rows["| drope (trained) - none (trained), 1x"]
+    assert f"{second:+.3f}" in rows["| pi (trained) - pi, 2x"]
+    assert "Contrasts" not in (out / "stretch.md").read_text(), "they belong to the page of all models"
+
+
 def test_an_unknown_method_of_fine_tuning(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert stretch(model, text, tmp_path / "out", "--finetune", 2, "--finetune-method", "dropp") == 2
     assert "--finetune-method dropp: unknown method; name some of none, pi, yarn" in capsys.readouterr().err
+    (tmp_path / "plan.yml").write_text("{title: T, methods: [], to: 1, finetune: {steps: 2, methods: [dropp]}}")
+    assert stretch(model, text, tmp_path / "out", "--plan", tmp_path / "plan.yml") == 2
+    assert "plan.yml: finetune.methods: dropp: unknown method" in capsys.readouterr().err
 
 
 @pytest.mark.slow

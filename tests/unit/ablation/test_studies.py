@@ -10,6 +10,8 @@ from megatron_coca.ablation.cells import archive_of
 from megatron_coca.ablation.file import AblationFile, read_ablation
 from megatron_coca.ablation.grid import configured
 from megatron_coca.config import load_config, split_inputs
+from megatron_coca.evaluation.stretch.page import OVERLAY
+from megatron_coca.evaluation.stretch.plans import read_plan
 from megatron_coca.support.safe_yaml import read_yaml
 
 ROOT = Path(__file__).parents[3]
@@ -18,7 +20,7 @@ ROW = re.compile(r"^\| \[(\w+)\]\((\S+)\) \| (.+) \| (.+) \|$", re.MULTILINE)
 ROWS = {name: rest for name, *rest in ROW.findall((STUDIES / "README.md").read_text())}
 """Link, question and answer of every study."""
 FOLDERS = sorted(path.name for path in STUDIES.iterdir() if path.is_dir() and path.name != "figures")
-OF_STRETCH = {"real_model"}
+OF_STRETCH = {"real_model", "retrained"}
 TRAINED = [name for name in FOLDERS if name not in OF_STRETCH]
 
 
@@ -62,6 +64,13 @@ def test_every_model_of_a_plan_has_a_configuration(study: str, monkeypatch: pyte
         base = load_config(*split_inputs(file.base))
         for entry in file.models.values():
             configured(base, entry)
+
+
+@pytest.mark.parametrize("study", sorted(OF_STRETCH))
+def test_plans_of_stretch_name_their_methods(study: str) -> None:
+    for path in (STUDIES / study).glob("*.yml"):
+        if path.name != OVERLAY:
+            assert read_plan(path).contrasts
 
 
 @pytest.mark.parametrize("study", FOLDERS)
