@@ -17,6 +17,7 @@ import yaml
 
 from megatron_coca.ablation.file import AblationFile, read_ablation
 from megatron_coca.config import load_config
+from megatron_coca.evaluation.stretch.plans import Plan
 from megatron_coca.evaluation.suite import read_suite
 from tests.documents import FENCED, LANGUAGES, NAMES, ROOT, blocks, commands, everywhere, indented, languages, words
 from tests.examples import NOT_RUN, PRELUDES, QUICK, RUN, make_configs, treatment, write_model
@@ -34,7 +35,11 @@ OF_RUNS = (
     "tools/bench_train.py",
 )
 BASE = "configs/quickstart/roformer.yml"
-OTHER_YAML = {"docs/ablations.md": AblationFile.model_validate, "docs/harness.md": dict}
+OTHER_YAML = {
+    "docs/ablations.md": AblationFile.model_validate,
+    "docs/harness.md": dict,
+    "docs/stretch.md": Plan.model_validate,
+}
 """Pages whose YAML is not a run's configuration, and what reads it."""
 
 
