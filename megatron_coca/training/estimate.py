@@ -129,6 +129,10 @@ def _native_states(config: Config, ranks: int, numbers: int, trained: int) -> Me
     sums = 4 * own if config.parallel.accumulates_in_fp32 and not in_float32 else 0.0
     # The largest bucket is copied before its gradients are freed, and the reduced parts are kept until all are reduced.
     buffers = size * (min(bucket, trained) + own) if reduces else 0.0
+    step = 0.0 if in_float32 or sums else 4 * own
+    if config.parallel.cuda_graphs:  # the graph keeps the memory of activations, and its gradients are added to others
+        adds = not sums and config.batch.gradient_accumulation_steps != 1
+        buffers, step = buffers + step + (size * trained if adds else 0), 0.0
     return Memory(
         weights=size * numbers,
         gradients=size * trained + sums,
@@ -136,7 +140,7 @@ def _native_states(config: Config, ranks: int, numbers: int, trained: int) -> Me
         buffers=buffers,
         activations=0.0,
         loss=0.0,
-        step=0.0 if in_float32 or sums else 4 * own,
+        step=step,
         context=CONTEXT,
         host=0.0,
     )

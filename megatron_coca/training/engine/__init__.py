@@ -1,4 +1,7 @@
-"""The only package that imports DeepSpeed: the process group of a run, and the engines that train a model in it."""
+"""The only package that imports DeepSpeed: the process group of a run, and the engines that train a model in it.
+
+`build_engine` imports DeepSpeed for a run that uses it.
+"""
 
 import os
 
@@ -8,7 +11,6 @@ import torch
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 from megatron_coca.training.engine.build import build_engine
-from megatron_coca.training.engine.deepspeed_engine import DeepSpeedEngine, deepspeed_config
 from megatron_coca.training.engine.label_weights import HeldOutLoss, label_weights
 from megatron_coca.training.engine.native_engine import NativeEngine
 from megatron_coca.training.engine.protocol import Engine, StepResult

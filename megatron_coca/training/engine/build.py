@@ -7,7 +7,6 @@ import torch.nn as nn
 
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.model import GPT, LanguageModelLoss
-from megatron_coca.training.engine.deepspeed_engine import DeepSpeedEngine, PipelineEngine, cut
 from megatron_coca.training.engine.group import everyone_succeeded, local_device
 from megatron_coca.training.engine.native_engine import NativeEngine
 from megatron_coca.training.engine.protocol import Engine
@@ -28,10 +27,14 @@ def build_engine(
     Raises:
         ConfigError: DeepSpeed does not support the configuration, or a pipeline stage has no weights to train.
     """
+    if config.parallel.engine == "native":
+        whole = LanguageModelLoss(model.to(local_device()), balancing_of(model, config))
+        return NativeEngine(whole, optimizer(whole), config, sizes)
+    # Importing DeepSpeed takes a second, and the native engine does not need it.
+    from megatron_coca.training.engine.deepspeed_engine import DeepSpeedEngine, PipelineEngine, cut
+
     if config.parallel.pipe_parallel_size <= 1:
         whole = LanguageModelLoss(model.to(local_device()), balancing_of(model, config))
-        if config.parallel.engine == "native":
-            return NativeEngine(whole, optimizer(whole), config, sizes)
         return DeepSpeedEngine(whole, optimizer(whole), config, sizes)
     own = cut(model, config, stage).to(local_device())
     if not everyone_succeeded(any(parameter.requires_grad for parameter in own.parameters())):

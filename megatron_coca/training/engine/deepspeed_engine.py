@@ -153,6 +153,7 @@ class DeepSpeedEngine:
         Raises:
             ConfigError: DeepSpeed does not support the configuration.
         """
+        internals.join()
         self._clipping, self._config = config.optimizer.gradient_clipping, config
         self._balancing = getattr(model, "balancing", None)
         self._data_ranks = sizes.total // (sizes.micro * sizes.accumulation)
@@ -470,6 +471,7 @@ def _pipeline_module(stage: PipelineStage) -> PipelineModule:
     every rank its own stage. DeepSpeed sums the gradients of tied layers over the stages that contain them, and counts
     them once in norms.
     """
+    internals.join()
     stages = len(stage.spans)
     layers: list[object] = []
     for index in range(stages):

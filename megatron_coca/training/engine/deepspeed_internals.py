@@ -1,34 +1,34 @@
-"""All uses of DeepSpeed internals (everything beyond its public interface) that the engine reads, calls or replaces.
+"""All uses of DeepSpeed internals (everything beyond its public interface) that the engine reads, calls or replaces,
+except the attributes of its optimizers and parameters that layouts.py reads.
 
-Other modules use only this one and the documented parts of DeepSpeed: `initialize`, `init_distributed`,
+Other modules use only these two and the documented parts of DeepSpeed: `initialize`, `init_distributed`,
 `deepspeed.pipe` and the methods of its engines. INTERNALS in tests/unit/training/engine/test_deepspeed_internals.py
 lists each internal name, its use, and the DeepSpeed version in which its code was read. After an upgrade of DeepSpeed,
 the test reports which of them changed (docs/parallelism.md, "Versions of DeepSpeed").
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import deepspeed
 import deepspeed.comm
 import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
-from deepspeed.constants import default_pg_timeout as default_pg_timeout
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology as PipeDataParallelTopology
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.utils import partition_balanced as partition_balanced
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.sequence.layer import _SeqAllToAll
 from deepspeed.utils.groups import get_tensor_model_parallel_rank as get_tensor_model_parallel_rank
 from torch import Tensor
 
-from megatron_coca.training.engine.flat_weights import FlatRange, FlatWeights
+from megatron_coca.training.engine.layouts import torch_optimizer
 
 DEEPSPEED_ERRORS = (DeepSpeedConfigError, AssertionError, ValueError, NotImplementedError)
 """Exceptions that DeepSpeed raises for options it does not support; pydantic's exception is a ValueError."""
@@ -43,6 +43,13 @@ def use_gloo() -> None:
     every operation that DeepSpeed knows.
     """
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+
+
+def join() -> None:
+    """Let DeepSpeed use the process group of the run, which exists already."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    use_gloo()
+    deepspeed.init_distributed(torch.distributed.get_backend(), verbose=False)
 
 
 def sequence_grid(size: int) -> Any:
@@ -177,108 +184,3 @@ def release(optimizer: Any, weights: Iterable[nn.Parameter]) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """Return a parameter's shape on this rank, even if ZeRO 3 has partitioned the parameter."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def trained_part(parameter: Any) -> tuple[int, Tensor]:
-    """Return where this rank's part of a flattened parameter starts, and the part itself without ZeRO 3's padding."""
-    if not hasattr(parameter, "ds_tensor"):
-        return 0, parameter.detach().view(-1)
-    size = parameter.ds_tensor.ds_numel
-    start = torch.distributed.get_rank(parameter.ds_process_group) * size
-    return start, parameter.ds_tensor.detach().narrow(0, 0, max(0, min(size, parameter.ds_numel - start)))
-
-
-def _plain(optimizer: torch.optim.Optimizer) -> Iterator[FlatRange]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield FlatRange(parameter, parameter, 0, parameter.numel(), 0)
-
-
-def _partitioned(optimizer: Any) -> Iterator[FlatRange]:
-    """Yield the ranges of ZeRO 1 and 2: a rank's range of each concatenated parameter group is a float32 tensor."""
-    for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
-        for parameter in group:
-            mapping = parameter._hp_mapping
-            if mapping is not None:
-                inner, outer = mapping.hp_fragment_address, mapping.lp_fragment_address
-                yield FlatRange(parameter, flat, inner.start, inner.numel, outer.start)
-
-
-def _fully_partitioned(optimizer: Any) -> Iterator[FlatRange]:
-    """Yield the ranges of ZeRO 3: a rank's range of each parameter, padded at its end, is part of a sub-group's
-    float32 tensor.
-    """
-    for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-        for parameter in group:
-            _, begin, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            start, part = trained_part(parameter)
-            if part.numel():
-                yield FlatRange(parameter, flat, begin, part.numel(), start)
-
-
-def _refresh_fully_partitioned(optimizer: Any) -> None:
-    optimizer.checkpoint_event_prologue()  # releases gathered copies of the parameters
-    for flat, trained in zip(
-        optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True
-    ):
-        if flat.numel():
-            trained.data.copy_(flat.data)
-    optimizer.checkpoint_event_epilogue()  # restores the weights that ZeRO 3 never partitions
-
-
-class OptimizerLayout(NamedTuple):
-    """Functions for one kind of optimizer. They return this rank's ranges and the tensors that the PyTorch
-    optimizer updates, and copy the float32 weights to the trained weights.
-    """
-
-    ranges: Callable[[Any], Iterator[FlatRange]]
-    flat_tensors: Callable[[Any], list[Tensor]]
-    refresh: Callable[[Any], None]
-
-
-LAYOUTS = {
-    DeepSpeedZeroOptimizer: OptimizerLayout(
-        _partitioned, lambda zero: zero.single_partition_of_fp32_groups, lambda zero: zero.update_lp_params()
-    ),
-    DeepSpeedZeroOptimizer_Stage3: OptimizerLayout(
-        _fully_partitioned, lambda zero: zero.fp32_partitioned_groups_flat, _refresh_fully_partitioned
-    ),
-    FlatWeights: OptimizerLayout(
-        lambda weights: weights.ranges(), lambda weights: weights.masters(), lambda weights: weights.refresh()
-    ),
-    torch.optim.Optimizer: OptimizerLayout(
-        _plain, lambda plain: [weight for group in plain.param_groups for weight in group["params"]], lambda plain: None
-    ),
-}
-"""Layouts by the class of the object that has the optimizer states: DeepSpeed's optimizer or, in the native engine,
-`FlatWeights`. Without either, this is the PyTorch optimizer, which updates the trained weights directly.
-"""
-
-
-def layout(optimizer: Any) -> OptimizerLayout:
-    """Return the functions for `optimizer`, an object of a class in `LAYOUTS`."""
-    return next(functions for kind, functions in LAYOUTS.items() if isinstance(optimizer, kind))
-
-
-def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the PyTorch optimizer inside an object of a class in `LAYOUTS`."""
-    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
-
-
-def replica_group(optimizer: Any) -> Any:
-    """Return the group of ranks among which ZeRO 1 and 2, or the native engine, divide the optimizer states; every rank
-    has all weights. Return None for other optimizers.
-    """
-    if isinstance(optimizer, FlatWeights):
-        return torch.distributed.group.WORLD
-    return optimizer.dp_process_group if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
-
-
-def loss_scaling(optimizer: Any) -> dict[str, Any]:
-    """Return the attribute dictionary of the fp16 loss scaler, which the caller may change; empty without ZeRO."""
-    return vars(optimizer.loss_scaler) if hasattr(optimizer, "loss_scaler") else {}

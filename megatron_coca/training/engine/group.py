@@ -12,13 +12,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_coca.config import ConfigError
-from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.engine.peers import Peers
 from megatron_coca.work.statuses import NotJoined
 
@@ -30,6 +28,8 @@ CONNECT_SECONDS = 5.0
 """Timeout of one connection attempt, because a host that is down may not answer at all."""
 NOTICE_SECONDS = 15.0
 """Seconds of waiting after which a process says what it waits for; the pause doubles after each message."""
+DEFAULT_TIMEOUT = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
+"""Time limit of collectives without a watchdog, as in DeepSpeed."""
 GRACE_SECONDS = 5.0
 """Seconds for which rank 0 keeps the store open, so that the other ranks can read which ranks are missing."""
 
@@ -175,22 +175,20 @@ def init_distributed(timeout: float | None = None, join_timeout: float = 600.0, 
     Return the connections that detect the loss of another rank.
 
     Args:
-        timeout: seconds after which a collective fails; None for DeepSpeed's default.
+        timeout: seconds after which a collective fails; None for `DEFAULT_TIMEOUT`.
         join_timeout: seconds to wait for all processes.
         watch: whether to detect the loss of another rank. If so, every rank must call `leave` on the result at its end.
 
     Raises:
         NotJoined, ConfigError: see `join`.
     """
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    internals.use_gloo()
     variables, agent = os.environ, os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
     rendezvous = Rendezvous(rank, world_size, variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), agent)
     store, peers = join(rendezvous, join_timeout), Peers(rank)
     if watch and world_size > 1:
         peers.join(store, rendezvous.address, rendezvous.address == LOOPBACK)
-    limit = internals.default_pg_timeout if timeout is None else timedelta(seconds=timeout)
+    limit = timedelta(seconds=timeout) if timeout is not None else DEFAULT_TIMEOUT
     store.set_timeout(limit)
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"
@@ -200,10 +198,9 @@ def init_distributed(timeout: float | None = None, join_timeout: float = 600.0, 
         rank=rank,
         world_size=world_size,
         timeout=limit,
-        # As in DeepSpeed's own initialization; a single process has no peers.
+        # As DeepSpeed does if it creates the group; a single process has no peers.
         device_id=torch.device(local_device()) if cuda and world_size > 1 else None,
     )
-    deepspeed.init_distributed(backend, verbose=False)
     return peers
 
 

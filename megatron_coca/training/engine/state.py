@@ -1,7 +1,7 @@
 """Weights and optimizer states in the memory of an engine, as pieces of named parameters.
 
 Both engines flatten parameters and assign each rank a range of the result. The layout depends on the engine and on the
-ZeRO stage; `LAYOUTS` in deepspeed_internals.py finds the ranges.
+ZeRO stage; `LAYOUTS` in layouts.py finds the ranges.
 """
 
 import re
@@ -16,7 +16,7 @@ from megatron_coca.attention.layer import PackedRows, packed_rows
 from megatron_coca.checkpoints.native.state import WEIGHT, StatePiece
 from megatron_coca.config import Config, ModelConfig
 from megatron_coca.training.adapters import checkpoint_name
-from megatron_coca.training.engine import deepspeed_internals as internals
+from megatron_coca.training.engine import layouts
 from megatron_coca.training.optimizer import QK_NORMS, Lion
 
 Names = Mapping[nn.Parameter, str]
@@ -71,7 +71,7 @@ def packed_parameters(names: Names, model: ModelConfig) -> dict[str, Packed]:
     for parameter, name in names.items():
         match = SPLIT.fullmatch(name)
         if match is not None:
-            rows, *row_shape = internals.whole_shape(parameter)
+            rows, *row_shape = layouts.whole_shape(parameter)
             # All tensor-parallel ranks have the same number of queries and the same number of keys.
             shape = model.with_heads(layer_types[int(match["block"])])
             group = shape.num_attention_heads // shape.num_kv_heads
@@ -99,7 +99,7 @@ def model_pieces(optimizer: Any, names: Names, config: Config) -> list[StatePiec
 def local_shapes(names: Names, config: Config) -> dict[str, tuple[int, ...]]:
     """Return the shape on this rank of every parameter in `names`."""
     packed = _packed(names, config)
-    shapes = {name: internals.whole_shape(weight) for weight, name in names.items() if name not in packed}
+    shapes = {name: layouts.whole_shape(weight) for weight, name in names.items() if name not in packed}
     return shapes | {projection.name: projection.shape for projection in packed.values()}
 
 
@@ -108,13 +108,20 @@ def _packed(names: Names, config: Config) -> dict[str, Packed]:
     return {} if config.optimizer.lora is not None else packed_parameters(names, config.model)
 
 
+def _replicas(optimizer: Any) -> Any:
+    """Return the group of ranks among which ZeRO 1 and 2, or the native engine, divide the optimizer states; None for
+    other optimizers.
+    """
+    return layouts.layout(optimizer).replicas(optimizer)
+
+
 def _moments(optimizer: Any) -> tuple[str, ...]:
-    return next(names for kind, names in MOMENTS.items() if isinstance(internals.torch_optimizer(optimizer), kind))
+    return next(names for kind, names in MOMENTS.items() if isinstance(layouts.torch_optimizer(optimizer), kind))
 
 
 def _state(optimizer: Any, flat: Tensor) -> dict[str, Any]:
     """Return the optimizer's state for a tensor; if it does not exist yet, create it as the first step would."""
-    state, moments = internals.torch_optimizer(optimizer).state[flat], _moments(optimizer)
+    state, moments = layouts.torch_optimizer(optimizer).state[flat], _moments(optimizer)
     if not state and moments:
         state[STEP] = torch.zeros((), dtype=torch.float32, device=flat.device)
         state.update({name: torch.zeros_like(flat) for name in moments})
@@ -128,14 +135,14 @@ def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
     that have a copy of the parameter returns it, and `refresh` sends it to the other ranks.
     """
     found: list[StatePiece] = []
-    for flat_range in internals.layout(optimizer).ranges(optimizer):
+    for flat_range in layouts.layout(optimizer).ranges(optimizer):
         state = _state(optimizer, flat_range.flat)
         values = {WEIGHT: flat_range.flat.detach()} | {name: state[name] for name in _moments(optimizer)}
         name = names[flat_range.parameter]
         found += [StatePiece(name, kind, flat_range.start, flat_range.of(tensor)) for kind, tensor in values.items()]
     for parameter, owner in _frozen_owners(optimizer, names):
-        start, part = internals.trained_part(parameter)
-        if part.numel() and (owner is None or owner == torch.distributed.get_rank(internals.replica_group(optimizer))):
+        start, part = layouts.trained_part(parameter)
+        if part.numel() and (owner is None or owner == torch.distributed.get_rank(_replicas(optimizer))):
             found.append(StatePiece(names[parameter], WEIGHT, start, part))
     return found
 
@@ -145,7 +152,7 @@ def _frozen_owners(optimizer: Any, names: Names) -> Iterator[tuple[nn.Parameter,
     rank is None if all ranks return pieces. With ZeRO 3 these are their own ranges; without ZeRO they are copies, and
     only the first copy is saved.
     """
-    group = internals.replica_group(optimizer)
+    group = _replicas(optimizer)
     frozen = [parameter for parameter in names if not parameter.requires_grad]
     for number, parameter in enumerate(frozen):
         yield parameter, None if group is None else number % torch.distributed.get_world_size(group)
@@ -155,8 +162,8 @@ def in_known_order(optimizer: Any) -> bool:
     """Return whether, before the first step, every range contains the values of its parameter. Some DeepSpeed keys
     silently reorder ranges.
     """
-    for flat_range in internals.layout(optimizer).ranges(optimizer):
-        start, part = internals.trained_part(flat_range.parameter)
+    for flat_range in layouts.layout(optimizer).ranges(optimizer):
+        start, part = layouts.trained_part(flat_range.parameter)
         trained = part.narrow(0, flat_range.start - start, flat_range.numel)
         if not torch.equal(flat_range.of(flat_range.flat.detach()).to(trained), trained):
             return False
@@ -168,19 +175,17 @@ def counters(optimizer: Any, names: Names, added_at: float | None = None) -> dic
 
     `added_at` is the step count when norms of queries and keys were added, which then have a separate step count.
     """
-    numbers = {
-        name: value for name, value in internals.loss_scaling(optimizer).items() if isinstance(value, int | float)
-    }
+    numbers = {name: value for name, value in layouts.loss_scaling(optimizer).items() if isinstance(value, int | float)}
     counted = {f"loss_scaler.{name}": float(value) for name, value in numbers.items()}
     if added_at is not None:
         return {STEP: _step(optimizer, names, added_at), ADDED_AT: added_at} | counted
-    states = [state for state in internals.torch_optimizer(optimizer).state.values() if STEP in state]
+    states = [state for state in layouts.torch_optimizer(optimizer).state.values() if STEP in state]
     return {STEP: float(states[0][STEP]) if states else 0.0} | counted
 
 
 def _step(optimizer: Any, names: Names, added_at: float) -> float:
-    states, step = internals.torch_optimizer(optimizer).state, 0.0
-    for each in internals.layout(optimizer).ranges(optimizer):
+    states, step = layouts.torch_optimizer(optimizer).state, 0.0
+    for each in layouts.layout(optimizer).ranges(optimizer):
         if STEP in states[each.flat]:
             added = QK_NORMS.search(names[each.parameter])
             step = float(states[each.flat][STEP]) + (added_at if added else 0.0)
@@ -191,16 +196,16 @@ def _step(optimizer: Any, names: Names, added_at: float) -> float:
 
 def set_counters(optimizer: Any, values: Mapping[str, float], names: Names) -> None:
     """Restore the values returned by `counters`."""
-    for flat in internals.layout(optimizer).flat_tensors(optimizer):
+    for flat in layouts.layout(optimizer).flat_tensors(optimizer):
         state = _state(optimizer, flat)
         if STEP in state:
             state[STEP].fill_(values[STEP])
     if ADDED_AT in values:
-        for each in internals.layout(optimizer).ranges(optimizer):
+        for each in layouts.layout(optimizer).ranges(optimizer):
             state = _state(optimizer, each.flat)
             if STEP in state and QK_NORMS.search(names[each.parameter]):
                 state[STEP].fill_(values[STEP] - values[ADDED_AT])
-    scaling = internals.loss_scaling(optimizer)
+    scaling = layouts.loss_scaling(optimizer)
     for name, own in list(scaling.items()):
         if f"loss_scaler.{name}" in values:
             scaling[name] = type(own)(values[f"loss_scaler.{name}"])
@@ -208,7 +213,7 @@ def set_counters(optimizer: Any, values: Mapping[str, float], names: Names) -> N
 
 def refresh(optimizer: Any, names: Names) -> None:
     """Update the trained weights after the pieces have been overwritten. Every rank must call this."""
-    internals.layout(optimizer).refresh(optimizer)
+    layouts.layout(optimizer).refresh(optimizer)
     for parameter, owner in _frozen_owners(optimizer, names):
         if owner is not None:
-            torch.distributed.broadcast(parameter.data, group=internals.replica_group(optimizer), group_src=owner)
+            torch.distributed.broadcast(parameter.data, group=_replicas(optimizer), group_src=owner)

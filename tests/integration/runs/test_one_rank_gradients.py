@@ -42,7 +42,8 @@ from megatron_coca.config import load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.training import launch
-from megatron_coca.training.engine import DeepSpeedEngine, deepspeed_internals
+from megatron_coca.training.engine import deepspeed_internals
+from megatron_coca.training.engine.deepspeed_engine import DeepSpeedEngine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.optimizer import build_optimizer
 

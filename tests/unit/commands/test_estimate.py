@@ -97,6 +97,23 @@ def test_the_native_engine_divides_the_optimizer_states(
     assert found.weights == size * 1000 and found.buffers == (size * (100 + 1000 / 8) if ranks > 1 else 0)
 
 
+@pytest.mark.parametrize(
+    ("keys", "buffers"),
+    [
+        ({}, 4 * 1000 + 2 * 1000),
+        ({"gradient_accumulation_steps": 1}, 4 * 1000),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, 0),
+        ({"precision": "fp32"}, 4 * 1000),
+    ],
+    ids=str,
+)
+def test_a_graph_keeps_its_memory(keys: dict[str, object], buffers: int) -> None:
+    """Float32 gradients and the sums of micro-batches cannot reuse the memory of activations."""
+    config = configured(**{"engine": "native", "cuda_graphs": True, "precision": "bfloat16"} | keys)
+    states = states_bytes(config, Topology(1, 1, 1, 1), 1000)
+    assert (states.buffers, states.step) == (buffers, 0)
+
+
 def test_offloaded_states_lie_on_the_host() -> None:
     section = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     config = configured(zero_optimization=section | {"stage3_max_live_parameters": 1000})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from megatron_coca.training.engine import deepspeed_internals, state
+from megatron_coca.training.engine import layouts, state
 
 
 def test_loss_scaling_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,8 +19,8 @@ def test_loss_scaling_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)
-    monkeypatch.setattr(deepspeed_internals, "layout", lambda _: SimpleNamespace(flat_tensors=lambda _: []))
-    monkeypatch.setattr(deepspeed_internals, "torch_optimizer", lambda _: SimpleNamespace(state={}))
+    monkeypatch.setattr(layouts, "layout", lambda _: SimpleNamespace(flat_tensors=lambda _: []))
+    monkeypatch.setattr(layouts, "torch_optimizer", lambda _: SimpleNamespace(state={}))
     overflows = [True, True, False, True, False, False, False, False, False, False, True, False, False]
     whole, scales = optimizer(), []
     for overflow in overflows:

@@ -1,6 +1,10 @@
 """The native engine in one process: steps as in a loop of plain PyTorch, bad steps, held-out losses, resumed states."""
 
+import json
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ from megatron_coca.training.engine import NativeEngine, build_engine
 from megatron_coca.training.loss_guard import Limits
 from megatron_coca.training.optimizer import build_optimizer
 from tests.checkpoint_files import run_alone
+from tests.conftest import clean_environment
 
 KEYS: dict[str, Any] = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 8, "vocab_size": 64}
 KEYS |= {"pos_emb": "coca", "engine": "native", "gradient_clipping": 0.5, "optimizer.params.lr": 1e-2}
@@ -138,3 +143,24 @@ def test_a_closed_engine_frees_the_weights() -> None:
         engine.train_step(batches(0), 1e-2)
         engine.close()
         assert not sum(weight.numel() for weight in model.parameters())
+
+
+WITHOUT_DEEPSPEED = """
+import json, sys
+from megatron_coca.config import load_config
+from megatron_coca.training import run
+
+run.fit(load_config([], json.loads(sys.argv[1])))
+print(json.dumps([name for name in sys.modules if name.partition(".")[0] == "deepspeed"]))
+"""
+
+
+def test_a_run_does_not_import_deepspeed(tmp_path: Path) -> None:
+    """Also with a validation and a checkpoint."""
+    keys = KEYS | {"vocab_size": None, "seq_length": 32, "synthetic": {"task": "recall"}, "train_iters": 2}
+    keys |= {"eval_iters": 1, "save": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_DEEPSPEED, json.dumps(keys)]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+    assert (tmp_path / "latest").is_file()
