@@ -22,6 +22,7 @@ from tests.integration.hooks import Hook, install
 IMPORTED = (
     "megatron_coca.commands.train",
     "megatron_coca.training.run",
+    "megatron_coca.training.engine.deepspeed_engine",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "numpy.ma",

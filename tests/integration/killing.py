@@ -62,10 +62,13 @@ class ForkServer:
         ranks: int = 1,
         hooks: Sequence[Hook] = (),
         environment: Mapping[str, str] | None = None,
+        program: str = "megatron_coca.commands.train",
     ) -> "Launch":
-        """Run train.py with `keys` in `ranks` processes, with `hooks` and more environment variables."""
+        """Run train.py, or another `program` with its arguments, with `keys` in `ranks` processes, with `hooks` and
+        more environment variables.
+        """
         arguments = [str(self._file), *(f"{name}={json.dumps(value)}" for name, value in keys.items())]
-        return self.start_program("megatron_coca.commands.train", arguments, ranks, hooks, environment)
+        return self.start_program(program, arguments, ranks, hooks, environment)
 
     def start_program(
         self,

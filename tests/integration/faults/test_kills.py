@@ -1,6 +1,7 @@
 """SIGKILL at random moments, also during saves. The same command resumes, and the run ends like an uninterrupted run.
 
-`--kills 100` kills a run of one process 100 times and one of two processes, also a ring, 20 times.
+`--kills 100` kills a run of one process 100 times and one of two processes, also a ring, 20 times. CUDA graphs are
+imitated.
 """
 
 from pathlib import Path
@@ -8,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from megatron_coca.training.engine.passes import WARMUP
+from tests.integration.graphs_train import REPLAYS
 from tests.integration.killing import ForkServer, assert_kills_change_nothing
 
-STEPS = 12
+STEPS, MICRO_BATCHES = 12, 2
 KEYS = {"auto_resume": True, "train_iters": STEPS, "checkpoint_factor": 2, "keep_last_n_checkpoints": 2}
 EXPERTS = {"mlp_config": ["dense", "experts"], "moe_num_experts": 4, "moe_top_k": 2, "moe_correction_bias": True}
 EXPERTS |= {"moe_bias_update_rate": 1e-3, "moe_shared_intermediate_size": 24, "precision": "bfloat16"}
+GRAPHS = {"engine": "native", "precision": "bfloat16", "cuda_graphs": True}
 RING = {"context_parallel_size": 2, "attention_dropout": 0.0, "zero_stage": 2}
 
 
@@ -43,6 +47,8 @@ RING = {"context_parallel_size": 2, "attention_dropout": 0.0, "zero_stage": 2}
             id="native engine in two processes",
             marks=pytest.mark.slow,
         ),
+        pytest.param(1, GRAPHS, 1, id="many, graphs", marks=pytest.mark.slow),
+        pytest.param(2, GRAPHS, 5, id="graphs in two processes", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_ends_as_one_never_killed(
@@ -55,9 +61,14 @@ def test_a_killed_run_ends_as_one_never_killed(
     pytestconfig: pytest.Config,
 ) -> None:
     kills = 3 if share is None else pytestconfig.getoption("--kills") // share
+    launches, captured = [], "cuda_graphs" in keys
+    program = "tests.integration.graphs_train" if captured else "megatron_coca.commands.train"
 
     def start(changes: Any) -> Any:
-        return server.start(KEYS | keys | dict(changes), ranks)
+        launches.append(server.start(KEYS | keys | dict(changes), ranks, program=program))
+        return launches[-1]
 
     inside_saves = assert_kills_change_nothing(start, tmp_path, kills, open_run, STEPS)
     assert kills < 100 or inside_saves
+    replays = [line for line in launches[0].output().splitlines() if line.startswith(REPLAYS)]
+    assert replays == [f"{REPLAYS}{STEPS * MICRO_BATCHES // ranks - WARMUP}"] * ranks * captured
