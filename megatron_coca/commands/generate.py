@@ -18,6 +18,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.chat import with_variables
 from megatron_coca.evaluation.options import (
     add_batch_option,
+    add_decoding_option,
     add_device_options,
     resolve_device,
     token_count,
@@ -97,6 +98,7 @@ def parser() -> ArgumentParser:
     _add_output_options(described)
     add_source_options(described)
     add_batch_option(described, 16384)
+    add_decoding_option(described)
     add_device_options(described)
     return described
 
@@ -284,11 +286,12 @@ def run(args: Namespace, prompts: Mapping[str, str] | None) -> int:
     from megatron_coca.attention.positions import PositionRangeError
     from megatron_coca.checkpoints.weights import DTYPES
     from megatron_coca.commands.typed_prompts import answer_typed
+    from megatron_coca.model import DecodingError
     from megatron_coca.text_generation import load_generator
 
     sampling = sampling_of(args)
     files, overrides = split_inputs([*args.changes, *source_keys(args)], args.conf_dir)
-    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "stops": args.stop}
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "stops": args.stop, "decoding": args.decoding}
     device = resolve_device(args.device)
     try:
         dtype = DTYPES[args.dtype]
@@ -301,7 +304,7 @@ def run(args: Namespace, prompts: Mapping[str, str] | None) -> int:
             answer_typed(generator, args, sampling, options)
         else:
             continue_all(generator, args, prompts, sampling, options)
-    except (PositionRangeError, FloatingPointError) as error:
+    except (PositionRangeError, DecodingError, FloatingPointError) as error:
         raise EvaluationError(str(error)) from error
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):

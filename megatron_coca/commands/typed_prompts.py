@@ -11,7 +11,7 @@ from typing import Any
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.data.errors import DataError
 from megatron_coca.evaluation.results import EvaluationError, out_of_memory
-from megatron_coca.model import Sampling
+from megatron_coca.model import DecodingError, Sampling
 from megatron_coca.support.plain_text import plain
 from megatron_coca.text_generation import Continuation, TextGenerator
 
@@ -48,7 +48,7 @@ def answer_typed(generator: TextGenerator, args: Namespace, sampling: Sampling, 
                 generator.complete([text], sampling=own, pushed=printer.show, **options)
         except KeyboardInterrupt:
             printer.interrupted = True
-        except (DataError, PositionRangeError, FloatingPointError) as error:
+        except (DataError, PositionRangeError, DecodingError, FloatingPointError) as error:
             printer.break_line()
             tell(str(error))
             continue

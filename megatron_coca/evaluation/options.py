@@ -35,6 +35,17 @@ DYNAMIC_LENGTHS = {
 }
 """Descriptions of `model.DYNAMIC_LENGTHS`: the length that a length-dependent extension uses during generation."""
 
+Decoding = Literal["growing", "static", "auto"]
+"""As in `model`."""
+DECODING = "growing"
+DECODINGS = {
+    "growing": "the cache grows with every token",
+    "static": "all steps have the same shapes, and on a GPU the host launches each step as one CUDA graph; an error if "
+    "the model does not support it",
+    "auto": "static on a GPU if the model supports it, otherwise growing",
+}
+"""Descriptions of `model.Decoding`: how tokens after the first one are decoded."""
+
 
 MOST_TOKENS = 2**27
 """Largest number of input tokens or of new tokens. A mistyped number would otherwise run for days."""
@@ -181,6 +192,12 @@ def add_dynamic_length_option(parser: ArgumentParser) -> None:
     choices = "; ".join(f"{name}: {text}" for name, text in DYNAMIC_LENGTHS.items())
     text = f"length that a length-dependent extension uses in generation: {choices}; default: %(default)s"
     parser.add_argument("--dynamic-length", choices=DYNAMIC_LENGTHS, default=DYNAMIC_LENGTH, help=text)
+
+
+def add_decoding_option(parser: ArgumentParser) -> None:
+    choices = "; ".join(f"{name}: {text}" for name, text in DECODINGS.items())
+    text = f"how tokens are decoded: {choices}; the tokens are equal up to rounding; default: %(default)s"
+    parser.add_argument("--decoding", choices=DECODINGS, default=DECODING, help=text)
 
 
 def add_batch_option(parser: ArgumentParser, default: int) -> None:

@@ -11,10 +11,13 @@ from megatron_coca.model.build import (
     initial_norms,
 )
 from megatron_coca.model.generate import (
+    DECODING,
     DYNAMIC_LENGTH,
     DYNAMIC_LENGTHS,
     GREEDY,
     NOT_GENERATED,
+    Decoding,
+    DecodingError,
     DynamicLength,
     Sampling,
     check_reach,

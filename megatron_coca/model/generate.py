@@ -33,7 +33,7 @@ DYNAMIC_LENGTHS: dict[str, Callable[[int, int], int | None]] = {
 }
 """Functions (prompt length, number of new tokens) -> length in tokens. None means the current number of tokens."""
 
-Decoding = Literal["auto", "growing", "static"]
+Decoding = Literal["growing", "static", "auto"]
 """How tokens after the first one are decoded. "growing": the tensors of the cache have one more token after every step.
 "static": every step has the same shapes, and on CUDA its operations are captured in a graph. "auto" is "static" on CUDA
 if the model supports it (`static_decoding.unsupported`), and otherwise "growing". The tokens are the same up to
@@ -41,8 +41,15 @@ rounding. "growing" is the default, because no graph has been compared with it o
 (tests/gpu/test_decoding_cuda.py).
 """
 
+DECODING: Decoding = "growing"
+"""The default in generation and evaluation."""
+
 Finished = Callable[[list[int]], bool]
 """Called after each token with all tokens generated so far for a row. Returns True to end the row."""
+
+
+class DecodingError(ValueError):
+    """A model does not support the chosen `Decoding`."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ def generate_tokens(
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
     cache: Cache | None = None,
-    decoding: Decoding = "growing",
+    decoding: Decoding = DECODING,
 ) -> Iterator[Tensor]:
     """Yield the next token of every row, int64 [batch] in host memory, `max_new_tokens` times.
 
@@ -142,7 +149,8 @@ def generate_tokens(
         decoding: how tokens are decoded; see `Decoding`.
 
     Raises:
-        ValueError: an argument is invalid, the model is in training mode, or it does not support `decoding: static`.
+        ValueError: an argument is invalid, or the model is in training mode.
+        DecodingError: the model does not support `decoding: static`.
         FloatingPointError: a logit is infinite or NaN, because the computation overflowed its dtype or the weights are
             not finite.
     """
@@ -217,7 +225,7 @@ def _decoder(
     total = length + max_new_tokens - 1  # no token follows the last one
     if (reason := static_decoding.unsupported(model, cache, total, length)) is not None:
         if decoding == "static":
-            raise ValueError(f"decoding: static does not support this model ({reason}); use growing")
+            raise DecodingError(f"decoding: static does not support this model or text ({reason}); use growing")
         return None
     if not isinstance(decoder, StaticDecoder) or not decoder.fits(model, batch, total, choose.rule, length):
         decoder = StaticDecoder(model, cache, batch, total, choose, choose.rule, length)
@@ -249,7 +257,7 @@ def generate(
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
     cache: Cache | None = None,
-    decoding: Decoding = "growing",
+    decoding: Decoding = DECODING,
 ) -> Tensor:
     """Return continuations of `prompts`, int64 [batch, max_new_tokens], on the device of `prompts`; see
     `generate_tokens`.

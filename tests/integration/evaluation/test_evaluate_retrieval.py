@@ -176,6 +176,22 @@ def test_the_length_that_a_dynamic_extension_sees_is_chosen_and_told(
     assert len({str(each[1]) for each in answers.values()}) == 3
 
 
+def test_the_answers_are_the_same_with_every_way_of_decoding(checkpoint: Path, tmp_path: Path) -> None:
+    """The result file names the way. Files without it were measured with the growing cache."""
+    answers, options = [], ["--lengths", "400", *variants("plain", "NTK")]
+    for name in ("growing", "static"):
+        folder = tmp_path / name
+        assert evaluate("passkey", checkpoint, *options, "--output", folder, "--decoding", name) == 0
+        files = [folder / f"passkey_{each}.json" for each in ("plain", "ntk")]
+        results = [PasskeyResult.model_validate_json(file.read_bytes()) for file in files]
+        assert {result.protocol.decoding for result in results} == {name}
+        answers.append([[case.answer for case in result.results[0].cases] for result in results])
+    assert answers[0] == answers[1] and answers[0][0] != answers[0][1]
+    told = json.loads((tmp_path / "growing/passkey_plain.json").read_text())
+    del told["protocol"]["decoding"]
+    assert PasskeyResult.model_validate(told).protocol.decoding == "growing"
+
+
 def test_files_that_do_not_say_what_a_dynamic_extension_saw(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,15 +16,19 @@ pytestmark = pytest.mark.slow
 UP, ENTER, CTRL_D = b"\x1b[A", b"\n", b"\x04"
 
 
-@pytest.mark.parametrize("chat", [False, True], ids=["prompts", "chat"])
-def test_typed_lines_with_history_until_ctrl_d(chat: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chat", "options"),
+    [(False, []), (True, []), (True, ["--decoding", "static"])],
+    ids=["prompts", "chat", "chat, static decoding"],
+)
+def test_typed_lines_with_history_until_ctrl_d(chat: bool, options: list[str], tmp_path: Path) -> None:
     tokenizer = load_tokenizer("CharLevelTokenizer")
     source = "{% for each in messages %}{{ each.role }}:{{ each.content }}.{% endfor %}"
     tokenizer.chat = ChatTemplate(source + "{% if add_generation_prompt %}assistant:{% endif %}", {})
     config = load_config([], TINY | {"vocab_size": 512, "max_position_embeddings": 256})
     write_checkpoint(tmp_path / "run", config, talkative_model(config).state_dict(), tokenizer=tokenizer)
     command = [sys.executable, "-m", "megatron_coca", *(["chat"] if chat else ["generate", "--checkpoint"])]
-    command += [str(tmp_path / "run"), "--max-new-tokens", "12"]
+    command += [str(tmp_path / "run"), "--max-new-tokens", "12", *options]
     keys = [b"the sea" + ENTER, UP + ENTER, CTRL_D]
     status, written = on_terminal(command, 200, typed=("> ", keys))
     generator, messages, answers = load_generator(tmp_path / "run"), [], []

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -17,7 +18,7 @@ from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.commands import configs, inspect
 from megatron_coca.commands.evaluate import subcommands
 from megatron_coca.evaluation import options
-from megatron_coca.model import DYNAMIC_LENGTH, DYNAMIC_LENGTHS
+from megatron_coca.model import DECODING, DYNAMIC_LENGTH, DYNAMIC_LENGTHS, Decoding
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[3]
@@ -291,6 +292,8 @@ def test_configs_are_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_choices_are_those_of_the_libraries() -> None:
     assert tuple(DTYPES) == options.DTYPES
     assert options.DYNAMIC_LENGTHS.keys() == DYNAMIC_LENGTHS.keys() and options.DYNAMIC_LENGTH == DYNAMIC_LENGTH
+    assert get_args(options.Decoding) == get_args(Decoding) == tuple(options.DECODINGS)
+    assert options.DECODING == DECODING
 
 
 @pytest.mark.parametrize(

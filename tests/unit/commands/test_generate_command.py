@@ -15,6 +15,7 @@ from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data import DataError
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.model import Sampling
+from megatron_coca.model.static_decoding import StaticDecoder
 from megatron_coca.text_generation import Continuation, TextGenerator, load_generator
 from tests.checkpoint_files import TINY, beginning_tokenizer, talkative_model, write_checkpoint
 from tests.terminal import Terminal, type_lines
@@ -162,6 +163,53 @@ def test_typed_prompts_are_continued_one_by_one(checkpoint: str, monkeypatch: py
     first, again = (expected(checkpoint, "the sea", Sampling(1.0, seed=seed)) for seed in (3, 4))
     assert isinstance(sys.stdout, Terminal) and first != again
     assert sys.stdout.getvalue() == f"{first}\n{again}\n\n"
+
+
+@pytest.mark.parametrize("typed", [False, True], ids=["prompt", "typed"])
+@pytest.mark.parametrize("decoding", ["static", "auto"])
+def test_the_text_is_the_same_with_every_way_of_decoding(
+    typed: bool,
+    decoding: str,
+    checkpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a CPU, `auto` decodes with a growing cache."""
+    made, build = [], StaticDecoder.__init__
+
+    def counted(decoder: StaticDecoder, *arguments: Any) -> None:
+        made.append(decoder)
+        build(decoder, *arguments)
+
+    monkeypatch.setattr(StaticDecoder, "__init__", counted)
+    given = ["--checkpoint", checkpoint, "--temperature", "1", "--seed", "3", *TEN, "--decoding", decoding]
+    wanted = expected(checkpoint, LONG, Sampling(1.0, seed=3))
+    if typed:
+        type_lines(monkeypatch, LONG)
+        assert generate.main(given) == 0
+        assert isinstance(sys.stdout, Terminal) and sys.stdout.getvalue() == f"{wanted}\n\n"
+    else:
+        assert generate.main([*given, "--prompt", LONG]) == 0
+        assert capsys.readouterr().out == wanted + "\n"
+    assert len(made) == (decoding == "static")
+
+
+def test_static_decoding_of_a_model_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Typed prompts go on, because another text may be supported."""
+    folder = tmp_path / "xpos"
+    config = load_config([], KEYS | {"pos_emb": "xpos"})
+    write_checkpoint(folder, config, talkative_model(config).state_dict())
+    given = ["--checkpoint", str(folder), *TEN]
+    assert cli.main(["generate", *given, "--prompt", LONG, "--decoding", "static"]) == 2
+    error = "decoding: static does not support this model or text (global layers: "
+    assert error in capsys.readouterr().err
+    assert generate.main([*given, "--prompt", LONG, "--decoding", "auto"]) == 0
+    assert capsys.readouterr().out == expected(str(folder), LONG) + "\n"
+    type_lines(monkeypatch, LONG, LONG)
+    assert generate.main([*given, "--decoding", "static"]) == 0
+    assert capsys.readouterr().err.count(error) == 2
 
 
 def test_ctrl_c_stops_only_a_continuation(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:

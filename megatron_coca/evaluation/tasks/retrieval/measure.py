@@ -153,7 +153,7 @@ def protocol_fields(
     args: Namespace, evaluation: Evaluation, text: str, haystack: Haystack, made: Iterable[RetrievalTask]
 ) -> dict[str, Any]:
     """Return the fields of a protocol. Raises EvaluationError for invalid chat options or a missing tokenizer."""
-    options = ("cases", "max_new_tokens", "seed", "tokens_per_batch", "answer_stub", "dynamic_length")
+    options = ("cases", "max_new_tokens", "seed", "tokens_per_batch", "answer_stub", "dynamic_length", "decoding")
     tokenizer = evaluation.needed_tokenizer()
     chat = chat_record(args, tokenizer)
     if chat is not None and args.start_token is not None:
@@ -278,6 +278,7 @@ def generate_answers(
                 vocab_size=min(subject.vocab_size, tokenizer.vocab_size),
                 dynamic_length=protocol.dynamic_length,
                 cache=cache,
+                decoding=protocol.decoding,
             )
             if cache is not None:
                 shared.keep(prompts[batch[0]], cache)

@@ -10,9 +10,11 @@ from megatron_coca.evaluation.chat_settings import ChatRecord
 from megatron_coca.evaluation.declaration import Comparable, Task, TaskSection
 from megatron_coca.evaluation.numbers import Number
 from megatron_coca.evaluation.options import (
+    Decoding,
     DynamicLength,
     add_batch_option,
     add_chat_options,
+    add_decoding_option,
     add_dynamic_length_option,
     add_start_option,
     add_subject_options,
@@ -119,6 +121,7 @@ class RetrievalProtocol(Record):
     answer_stub: bool
     haystack: HaystackRecord
     dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    decoding: Decoding = "growing"
     start: int | None = None  # token id put before every prompt
     ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
     chat: ChatRecord | None = None  # None: prompts are plain text
@@ -186,6 +189,7 @@ def add_retrieval_options(
     add_start_option(parser, "prompt")
     add_chat_options(parser)
     add_dynamic_length_option(parser)
+    add_decoding_option(parser)
     if has_haystack:
         text = "filler: text files, JSONL files, folders, or builtin (the built-in corpus); default: passkey filler"
         add("--haystack", nargs="+", metavar="PATH", help=text)
