@@ -19,7 +19,7 @@ from megatron_coca.config.base import (
 OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "cpu_adam": "cpu_adam", "sgd": "sgd", "lion": "lion"}
 Dtype = Literal["fp32", "bf16", "fp16"]
 TrainablePart = Literal[
-    "query", "key", "value", "attention_output", "mlp", "norms", "embedding", "output_head", "positions"
+    "query", "key", "value", "attention_output", "mlp", "router", "norms", "embedding", "output_head", "positions"
 ]
 QUERY_KEY_VALUE: tuple[TrainablePart, TrainablePart, TrainablePart] = ("query", "key", "value")
 """Parts of the packed attention projection, in the order of its rows."""
@@ -113,13 +113,14 @@ class OptimizerConfig(ConfigGroup):
     moe_bias_update_rate: NotNegative = key(
         0.0,
         "With moe_correction_bias: after each step, raise the number of every expert that got less than the mean share"
-        " of the step's tokens by this rate, and lower the others, as in DeepSeek 3.",
+        " of the step's tokens by this rate, and lower the others, as in DeepSeek 3. Routers that are not trained keep"
+        " these numbers.",
     )
     trainable: Annotated[list[TrainablePart], Field(min_length=1), BeforeValidator(_sort_parts)] | None = key(
         None,
         "Parts of the model to train, as a list; null trains everything. All other weights are frozen. `key` is also"
-        " CoCA's T projection, `attention_output` is the output projection with its gate, and `positions` are the"
-        " weights of the position method. `embedding` includes the output head if they are tied.",
+        " CoCA's T projection, `attention_output` is the output projection with its gate, `mlp` includes experts, and"
+        " `positions` are the weights of the position method. `embedding` includes the output head if they are tied.",
     )
     lora: LoraConfig | None = key(
         None, "Train low-rank adapters instead of the weights (docs/finetuning.md); null: train the weights."

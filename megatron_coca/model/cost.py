@@ -122,10 +122,12 @@ def trained_count(config: Config) -> ParameterCount:
     """
     count, trains, model = parameter_count(config), config.optimizer.trains, config.model
     numbers = [item for name in model.layer_names for item in _projections(model, name).items()]
+    corrections = model.mixtures * model.moe_correction_bias * model.moe_num_experts
+    routers = model.mixtures * model.moe_num_experts * (model.hidden_size + model.moe_router_bias)
     return ParameterCount(
         embedding=count.embedding * trains("embedding"),
         attention=sum(size for part, size in numbers if trains(part)),
-        mlp=(count.mlp - model.mixtures * model.moe_correction_bias * model.moe_num_experts) * trains("mlp"),
+        mlp=(count.mlp - routers - corrections) * trains("mlp") + routers * trains("router"),
         norms=count.norms * trains("norms"),
         position=(count.position - _position(config, frozen=True)) * trains("positions"),
         head=count.head * trains("output_head"),
@@ -279,18 +281,19 @@ def _weights_per_block(model: ModelConfig, name: str, mlp: str) -> dict[Trainabl
     width, keys = shape.attention_width, shape.num_kv_heads * shape.head_dim
     values = 0 if shape.values_from_keys else keys
     attention: dict[TrainablePart, int] = {"query": width, "key": keys, "value": values}
-    rows = attention | {"attention_output": width + shape.output_gates, "mlp": _mlp_rows(model, mlp)}
-    return {part: h * count for part, count in rows.items()}
+    router = model.moe_num_experts if mlp == EXPERTS else 0
+    others: dict[TrainablePart, int] = {"attention_output": width + shape.output_gates, "router": router}
+    return {part: h * count for part, count in {**attention, **others, "mlp": _mlp_rows(model, mlp)}.items()}
 
 
 def _mlp_rows(model: ModelConfig, mlp: str) -> int:
     """Return the number of rows and columns, other than hidden_size, of the matrices of an MLP, or of those of a
-    mixture of experts that each token is multiplied with.
+    mixture of experts that each token is multiplied with, without the router.
     """
     if mlp != EXPERTS:
         return packed_mlp_width(model) + model.ffn_hidden_size
     used = model.moe_top_k * model.expert_width + (model.moe_shared_intermediate_size or 0)
-    return packed_mlp_width(model, used) + used + model.moe_num_experts + model.moe_shared_gate
+    return packed_mlp_width(model, used) + used + model.moe_shared_gate
 
 
 def _attention_rows(model: ModelConfig) -> int:
@@ -513,17 +516,17 @@ def _adapter_numbers(config: Config, name: str, mlp: str, size: int) -> float:
     if projections & {*lora.targets, *lora.also}:
         saved -= _not_kept(config, name)
     reading = {*lora.also, *(() if lora.dropout else lora.targets)}  # parts with matrices that save their inputs
-    inputs = [bool(reading & projections), "mlp" in reading]  # of attention and MLP
+    routed = mlp == EXPERTS and "router" in reading
+    inputs = [bool(reading & projections), "mlp" in reading or (routed and size == 4)]  # of attention and MLP
     if model.gpt_j_residual and model.gpt_j_tied:
         inputs = [any(inputs)]  # both have the same input
     saved -= inputs.count(False) * model.hidden_size
-    if "mlp" in reading:
-        return saved
     if mlp != EXPERTS:
-        return saved - model.ffn_hidden_size
-    rows = model.moe_top_k * (model.expert_width + model.hidden_size)
-    router = model.hidden_size * 4 / size if size < 4 else 0  # the token in float32
-    return saved - rows - router - (model.moe_shared_intermediate_size or 0)
+        return saved - model.ffn_hidden_size * ("mlp" not in reading)
+    if not routed and size < 4:
+        saved -= model.hidden_size * 4 / size  # the token in float32
+    rows = model.moe_top_k * (model.expert_width + model.hidden_size) + (model.moe_shared_intermediate_size or 0)
+    return saved - rows * ("mlp" not in reading)
 
 
 def _not_kept(config: Config, name: str) -> int:

@@ -18,6 +18,7 @@ PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"attention\.query_key_value\.(weight|bias)$", QUERY_KEY_VALUE),
     (r"attention\.(gate_value_base|(query|key)_(scale|offset))", QUERY_KEY_VALUE),
     (r"attention\.(dense|output_gate)\.", ("attention_output",)),
+    (r"\bmlp\.router\.", ("router",)),
     (r"\bmlp\.", ("mlp",)),
     (r"(^|_layer|\.)norm\.|\blayer_scale\.", ("norms",)),
     (r"\b(word_embeddings|embedding\.projection)\.", ("embedding",)),

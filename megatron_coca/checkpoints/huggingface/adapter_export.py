@@ -29,6 +29,7 @@ from megatron_coca.checkpoints.low_rank import AdaptedWeights, Change
 from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
+from megatron_coca.config.model import EXPERTS
 from megatron_coca.config.source import Overrides
 from megatron_coca.work.folders import atomic_dir
 
@@ -124,6 +125,11 @@ class _Adapters:
             if (row := by_name.get(name)) is None:
                 raise CheckpointError(f"{self.weights.own.source}: the format has no name for {name}; export it merged")
             number = int(name.split(".")[1]) if name.startswith("blocks.") else None
+            if number is not None and ".mlp." in name and self.config.model.mlp_names[number] == EXPERTS:
+                raise CheckpointError(
+                    f"{self.weights.own.source}: PEFT cannot represent {name}, a part of a mixture of experts that is "
+                    "trained as a whole; use `megatron-coca export huggingface`, which merges all changes"
+                )
             own = heads if number is None else self._heads(heads, number)
             parts = set(row.theirs)
             if any(each.parts for each in changes):

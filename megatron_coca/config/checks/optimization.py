@@ -61,6 +61,8 @@ def _absent_weights(settings: Settings, parts: list[TrainablePart]) -> str | Non
         return "output_head is tied to the embedding (no_weight_tying is false); use embedding"
     if "norms" in parts and model.norm.startswith("non_parametric"):
         return f"norm {model.norm} has no weights; leave norms out"
+    if "router" in parts and not model.mixtures:
+        return "no layer has experts (moe_num_experts is 1), so there is no router; leave router out"
     if "positions" in parts and not learned:
         return "this position method has no weights; leave positions out"
     return None
@@ -82,6 +84,16 @@ def _lora(settings: Settings) -> str | None:
         return "not supported with layers of type gau, which compute queries, keys and values in one product; use mha"
     if "value" in keys.targets and all(model.with_heads(name).values_from_keys for name in model.layer_names):
         return "the values of this model are its keys (values_from_keys); remove value from targets"
+    if "mlp" in keys.targets and model.mixtures:
+        return (
+            "peft has no adapters for stacked experts; remove mlp from targets, or list it in also, which trains the"
+            " experts as a whole"
+        )
+    if optimizer.moe_bias_update_rate > 0:
+        return (
+            "not supported with moe_bias_update_rate: checkpoints with adapters contain what gradients train, and not"
+            " moe_correction_bias; set moe_bias_update_rate=0"
+        )
     divided = {name: getattr(parallel, name) for name in ("pipe_parallel_size", "model_parallel_size")}
     if sizes := [f"{name} {size}" for name, size in divided.items() if size > 1]:
         return f"not supported with {sizes[0]}; set it to 1, and divide long sequences with sequence_parallel_size"

@@ -13,7 +13,8 @@ def balancing_of(model: GPT, config: Config) -> Balancing | None:
     keys, mixtures = config.optimizer, mixtures_of(model)
     if not mixtures:
         return None
-    return Balancing(mixtures, keys.moe_loss_coeff, keys.moe_z_loss_coeff, keys.moe_bias_update_rate)
+    rate = keys.moe_bias_update_rate * keys.trains("router")  # frozen routers keep their choices
+    return Balancing(mixtures, keys.moe_loss_coeff, keys.moe_z_loss_coeff, rate)
 
 
 def finish_routing(balancing: Balancing | None, taken: bool) -> StepRouting | None:

@@ -65,6 +65,31 @@ def test_stopping_changes_no_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 2)])
+def test_experts_and_routers_beside_adapters(
+    ranks: int, stage: int, live: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
+) -> None:
+    """Trained as a whole, they are in the checkpoint. Others keep their bits."""
+    experts = {"moe_num_experts": 4, "moe_expert_interval": 2, "moe_correction_bias": True}
+    live(experts | {"save": str(tmp_path / "base"), "train_iters": 2, "moe_bias_update_rate": 1e-3})
+    for also in (["router"], ["mlp", "router", "norms"]):
+        keys = KEYS | experts | {"load": str(tmp_path / "base"), "lora": LORA | {"also": also}, "zero_stage": stage}
+        name = "_".join(also)
+        live(keys | {"save": str(tmp_path / name), "exit_interval": 4}, ranks=ranks)
+        live(keys | {"save": str(tmp_path / name)}, ranks=ranks)
+        live(keys | {"save": str(tmp_path / f"{name}_whole")}, ranks=ranks)
+        expected, stopped = open_run(tmp_path / f"{name}_whole"), open_run(tmp_path / name)
+        assert expected.records == stopped.records and expected.weights(STEPS) == stopped.weights(STEPS)
+        assert_same_state(expected.state(STEPS), stopped.state(STEPS))
+        before, merged = (dict(open_checkpoint(tmp_path / each).weights()) for each in ("base", name))
+        changed = {each for each in before if not torch.equal(before[each], merged[each])}
+        assert not any("correction_bias" in each for each in changed)
+        whole = {each for each in changed if ".mlp." in each}
+        of_parts = {each for each in before if ".mlp." in each and (".router." in each or "mlp" in also)}
+        assert whole == {each for each in of_parts if not each.endswith("correction_bias")}
+
+
+@pytest.mark.slow
 def test_every_division_trains_the_same_adapters(live: Any, whole: Run, open_run: Any, tmp_path: Path) -> None:
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     runs: dict[str, tuple[int, dict[str, Any]]] = {

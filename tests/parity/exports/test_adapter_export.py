@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
@@ -57,6 +57,8 @@ def tokens(length: int = 48) -> Tensor:
 def of_peft(base: Path, adapters: Path) -> PeftModel:
     with in_float64():
         model = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True, dtype=torch.float64)
+        if hasattr(model.config, "num_experts"):
+            model.set_experts_implementation("eager")  # the default has no float64
         return PeftModel.from_pretrained(model, adapters, autocast_adapter_dtype=False).double().eval()
 
 
@@ -110,6 +112,34 @@ def test_the_original_model_serves_if_the_network_is_the_same(
     assert not (tmp_path / "none").exists()
     with pytest.raises(CheckpointError, match="has no adapters; use `megatron-coca export huggingface`"):
         export_adapters(tmp_path / "llama", tmp_path / "none")
+
+
+def mixture(folder: Path) -> None:
+    keys: dict[str, Any] = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    keys |= {"moe_intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}
+    torch.manual_seed(3)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**keys, num_experts=4, num_experts_per_tok=2))
+    model.double().save_pretrained(folder)
+
+
+def test_attention_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Experts and routers that are trained as a whole can only be exported merged."""
+    mixture(tmp_path / "qwen")
+    model, batch = trained(tmp_path / "qwen", tmp_path / "run", {"also": ["norms"]}), tokens()
+    export_adapters(tmp_path / "run", tmp_path / "adapters")
+    with torch.no_grad(), in_float64():
+        theirs = of_peft(tmp_path / "qwen", tmp_path / "adapters")(batch).logits
+        torch.testing.assert_close(theirs, model(batch), rtol=1e-9, atol=1e-9)
+    for part in ("router", "mlp"):
+        changed, run = trained(tmp_path / "qwen", tmp_path / part, {"also": [part]}), tmp_path / f"{part}_merged"
+        with pytest.raises(CheckpointError, match="a part of a mixture of experts that is trained as a whole; use"):
+            export_adapters(tmp_path / part, tmp_path / "none")
+        assert export_command.main(["huggingface", str(tmp_path / part), str(run)]) == 0
+        with torch.no_grad():
+            read = open_checkpoint(run).load(dtype=torch.float64).model(batch)
+            expected, before = changed(batch), open_checkpoint(tmp_path / "qwen").load(dtype=torch.float64).model(batch)
+        torch.testing.assert_close(read, expected, rtol=1e-3, atol=1e-3)
+        assert (expected - before).abs().max() > 0.1
 
 
 def test_rows_trained_as_a_whole_beside_adapters_of_one_matrix(tmp_path: Path) -> None:

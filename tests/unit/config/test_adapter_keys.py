@@ -15,6 +15,8 @@ SHAPE = {
     "pos_emb": "rotary",
 }
 
+EXPERTS = {"moe_num_experts": 4, "moe_expert_interval": 2}
+
 
 def errors(lora: Any, **keys: Any) -> list[str]:
     with pytest.raises(ConfigError) as raised:
@@ -61,6 +63,13 @@ def test_values_and_their_order() -> None:
             {"attention_config": [[["gau"], "all"]], "gau_key_width": 16},
             "lora: not supported with layers of type gau",
         ),
+        ({"also": ["router"]}, {}, "lora: also: no layer has experts (moe_num_experts is 1), so there is no router"),
+        ({"targets": ["mlp"]}, EXPERTS, "lora: peft has no adapters for stacked experts; remove mlp from targets"),
+        (
+            {"also": ["router"]},
+            EXPERTS | {"moe_correction_bias": True, "moe_bias_update_rate": 1e-3},
+            "lora: not supported with moe_bias_update_rate: checkpoints with adapters contain what gradients train",
+        ),
         ({}, {"values_from_keys": True, "num_kv_heads": 2}, "lora: the values of this model are its keys"),
     ],
 )
@@ -72,6 +81,7 @@ def test_errors(lora: Any, keys: dict[str, Any], message: str) -> None:
 def test_what_is_supported(stage: int) -> None:
     for keys in ({"engine": "native"} if stage < 2 else {}, {"sequence_parallel_size": 2}, {"precision": "bfloat16"}):
         load_config([], SHAPE | {"lora": {}, "zero_optimization": {"stage": stage}} | keys)
+    load_config([], SHAPE | EXPERTS | {"lora": {"also": ["mlp", "router"]}})
 
 
 def test_stages_can_begin_adapters_but_not_change_them() -> None:

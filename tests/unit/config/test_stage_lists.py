@@ -161,7 +161,7 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
         ),
         (
             [{"until": 5, "trainable": ["key"]}, {}],
-            "stages[1].trainable: the previous stage does not train query, value, attention_output, mlp",
+            "stages[1].trainable: the previous stage does not train query, value, attention_output, mlp, router",
         ),
     ],
 )

@@ -198,7 +198,7 @@ def test_operations_with_adapters_are_what_pytorch_counts(shape: str, lora: dict
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.startswith("experts")])
-@pytest.mark.parametrize("also", [["embedding"], ["embedding", "mlp"]])
+@pytest.mark.parametrize("also", [["embedding"], ["embedding", "mlp"], ["embedding", "router"]])
 def test_operations_with_adapters_beside_experts(shape: str, also: list[str]) -> None:
     config, model = adapted(shape, {"also": also}, **DENSE)
     sizes = [(name, weight.numel(), weight.requires_grad) for name, weight in model.named_parameters()]
@@ -210,7 +210,8 @@ def test_operations_with_adapters_beside_experts(shape: str, also: list[str]) ->
 @pytest.mark.parametrize("shape", ["plain", "untied", "grouped", "coca", "gated heads", "experts, a shared MLP"])
 @pytest.mark.parametrize("parts", [["key"], ["query", "key", "value"], ["mlp"], ["attention_output"]])
 def test_operations_of_a_stage_that_trains_a_part(shape: str, parts: list[str]) -> None:
-    config = tiny(**SHAPES[shape] | DENSE | {"trainable": [*parts, "embedding"]})
+    routers = ["router"] if parts == ["mlp"] and shape.startswith("experts") else []
+    config = tiny(**SHAPES[shape] | DENSE | {"trainable": [*parts, *routers, "embedding"]})
     model = build_model(config)
     train_only_parts(model, config.optimizer)
     assert counted_operations(config, model) == pytest.approx(flops_per_token(config).model, rel=1e-9)

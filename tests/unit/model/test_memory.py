@@ -130,7 +130,7 @@ def test_activations_with_adapters_are_what_autograd_saves(shape: str, lora: dic
     )
 
 
-@pytest.mark.parametrize("also", [[], ["mlp"]], ids=["frozen experts", "experts as a whole"])
+@pytest.mark.parametrize("also", [[], ["mlp"], ["router"], ["mlp", "router"]], ids=lambda parts: " ".join(parts))
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.startswith("experts")])
 def test_activations_with_adapters_beside_experts(shape: str, also: list[str]) -> None:
     test_activations_with_adapters_are_what_autograd_saves(shape, {"rank": 8, "also": [*BESIDE, *also]})

@@ -83,6 +83,17 @@ def test_parts_beside_the_adapters_are_trained_as_a_whole() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("part", "expected"), [("router", {"router.weight"}), ("mlp", {"linear1.weight", "linear2.weight"})]
+)
+def test_experts_and_routers_as_a_whole(part: str, expected: set[str]) -> None:
+    experts = {"moe_num_experts": 4, "mlp_config": ["dense", "experts"], "use_bias_in_mlp": False}
+    model, _ = adapted(lora={"also": [part]}, moe_correction_bias=True, **experts)
+    own = "blocks.1.mlp."
+    assert {name.removeprefix(own) for name in learning(model) if name.startswith(own)} == expected
+    assert any(name.startswith("blocks.0.mlp.") for name in learning(model)) == (part == "mlp"), "the dense MLP too"
+
+
 def test_initial_values_depend_on_the_seed_only() -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
