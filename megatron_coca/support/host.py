@@ -14,7 +14,7 @@ def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for the next step; return False if the C library has no such setting.
 
     Memory that is returned to the kernel and allocated again causes a page fault per page. This takes 10 to 20% of a
-    training step of small models (docs/training.md). Peak memory does not change.
+    training step of small models (docs/speed.md). Peak memory does not change.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):
