@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_coca.attention import backends
 from megatron_coca.attention.backends.triton import FORMULAS
 from megatron_coca.attention.inputs import Backend, BackendError, Needs
-from megatron_coca.attention.method import OperandMaker, PositionMethod, operand_maker
+from megatron_coca.attention.method import LatentWidths, OperandMaker, PositionMethod, operand_maker
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, HeadWeights, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED, Band
@@ -74,7 +74,13 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         offsets=layer_offsets(of_embedding, model.num_attention_heads, magnitudes) if of_embedding else None,
         queries_per_key=model.num_attention_heads // model.num_kv_heads,
         norms_rotated=model.qk_norm_after_rotation,
+        latent=_latent(model),
     )
+
+
+def _latent(model: ModelConfig) -> LatentWidths | None:
+    rank = model.kv_lora_rank
+    return None if rank is None else LatentWidths(rank, model.unrotated_dim, model.value_dim)
 
 
 def _operands(position: PositionConfig, form: ScoreForm) -> OperandMaker:

@@ -256,6 +256,10 @@ def cache_bytes(methods: Iterable[PositionMethod], length: int, dtype: torch.dty
     for method in methods:
         keys = len(method.bands) if method.keys_stay(1) else 1
         tokens = min(length, method.window or length)
+        if method.latent is not None:  # one latent and one key, which all heads share
+            total += tokens * (method.latent.rank + method.head_dim) * dtype.itemsize
+            total += tokens * method.num_heads * 4 * (method.gates is not None)
+            continue
         of_key = method.operand_dim if method.keys_stay(1) else method.head_dim
         kv_heads = method.num_heads // method.queries_per_key
         total += tokens * (keys * of_key + method.head_dim) * kv_heads * dtype.itemsize
@@ -358,6 +362,15 @@ class SelfAttention(ShardedModule):
         cache: CachedTokens | None,
         hidden: Tensor,
     ) -> AttentionInputs:
+        of_layer = self._of_layer(hidden)
+        if self.norms_rotated:
+            of_layer["norms"] = (self.query_layernorm, self.key_layernorm)
+        if cache is None:
+            return self.method.prepare(q, k, v, context, self.dropout if self.training else 0.0, **of_layer)
+        return self.method.prepare_cached(q, k, v, context, cache.append, **of_layer)
+
+    def _of_layer(self, hidden: Tensor) -> dict[str, Any]:
+        """Return the layer's own parameters of the position method, as arguments of `PositionMethod.prepare`."""
         of_layer: dict[str, Any] = {}
         if self.position_bias is not None:
             of_layer["bias"] = self.share.bias(self.position_bias.distance_bias())
@@ -369,11 +382,7 @@ class SelfAttention(ShardedModule):
             of_layer["offset"] = self.share.of_heads(self.position_offsets())
         if self.position_gates is not None:
             of_layer["gates"] = self.share.gather(self.position_gates(hidden)[..., None])[..., 0].transpose(1, 2)
-        if self.norms_rotated:
-            of_layer["norms"] = (self.query_layernorm, self.key_layernorm)
-        if cache is None:
-            return self.method.prepare(q, k, v, context, self.dropout if self.training else 0.0, **of_layer)
-        return self.method.prepare_cached(q, k, v, context, cache.append, **of_layer)
+        return of_layer
 
     def _heads(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Map projections [batch, length, rows], packed or separate, to q [batch, heads, length, head_dim] and to k and

@@ -145,6 +145,21 @@ def check_kernel(key: str, name: str, device_type: str) -> None:
 
 
 @dataclass(frozen=True)
+class LatentWidths:
+    """Numbers of features in latent attention.
+
+    Attributes:
+        rank: features of the latent of keys and values.
+        unrotated: features of every query and key beside the `head_dim` features on which the position method acts.
+        value: features of every value.
+    """
+
+    rank: int
+    unrotated: int
+    value: int
+
+
+@dataclass(frozen=True)
 class PositionMethod:
     """The position method of a model's attention.
 
@@ -172,6 +187,7 @@ class PositionMethod:
         queries_per_key: number of query heads per key head.
         norms_rotated: whether layers normalise Q' and K'.
         magnitudes: whether the backend receives magnitudes instead of Q' and K' (see `with_backend`).
+        latent: the widths of latent attention, or None. The key of the position method is then shared by all heads.
     """
 
     name: str
@@ -198,17 +214,26 @@ class PositionMethod:
     queries_per_key: int = 1
     norms_rotated: bool = False
     magnitudes: bool = False
+    latent: LatentWidths | None = None
 
     def with_backend(self, backend: Backend) -> "PositionMethod":
         """Return the method for a model with this backend: polar forms pass magnitudes to backends that expand them."""
-        possible = self.form.by_magnitudes and self.gates is None
+        possible = self.form.by_magnitudes and self.gates is None and self.latent is None
         single = len(self.bands) == len(self.trained_bands) == 1 and self.head_dim <= WIDEST_MAGNITUDES
         return replace(self, magnitudes=possible and single and getattr(backend, "expands", False))
 
     @property
     def scale(self) -> float:
-        """Factor on the dot products; by default 1 / sqrt(head_dim) (Vaswani et al. 2017, section 3.2.1)."""
-        return 1.0 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
+        """Factor on the dot products; by default 1 / sqrt(features of a query) (Vaswani et al. 2017, section 3.2.1),
+        times the factor of the frequency extension on all logits.
+        """
+        scale = 1.0 / math.sqrt(self.head_dim + self.unrotated) if self.softmax_scale is None else self.softmax_scale
+        return scale if self.rotary is None else scale * self.rotary.logit_factor
+
+    @property
+    def unrotated(self) -> int:
+        """Features of every query and key beside `head_dim`, which no form changes."""
+        return 0 if self.latent is None else self.latent.unrotated
 
     @property
     def rotary_dim(self) -> int:
@@ -218,13 +243,16 @@ class PositionMethod:
     @property
     def operand_dim(self) -> int:
         """Number of features per head of Q' and K'."""
-        return self.form.operand_width(self.head_dim, self.rotary_dim)
+        return self.form.operand_width(self.head_dim, self.rotary_dim) + self.unrotated
 
     def keys_stay(self, length: int | None) -> bool:
         """Return whether a token's K' stays the same while the sequence grows, so that K' can be cached. `length` is
         the fixed length for length-dependent frequencies, or None if the length grows with the sequence. Magnitudes are
-        cached without their angles.
+        cached without their angles. Latent attention caches the shared key before its rotation, so that the cache has
+        one key per token with every map.
         """
+        if self.latent is not None:
+            return False
         by_length = self.clex is not None or (self.rotary is not None and self.rotary.depends_on_length)
         return not self.form.decay and not self.magnitudes and (length is not None or not by_length)
 
@@ -309,15 +337,20 @@ class PositionMethod:
         offset: Tensor | None = None,
         norms: tuple[nn.Module, nn.Module] | None = None,
         seen: Tensor | None = None,
+        unrotated: tuple[Tensor, Tensor] | None = None,
     ) -> AttentionInputs:
         """Compute backend inputs from q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim].
 
         The layer's own parameters, if any, are `bias`, `factor` (the factor on the logits, [heads], or with its bias
         [heads, 2]), `sinks` [heads], `gates` (the log gates of the keys, [batch, heads, length]) and `offset`
         (constant angles, [heads, number of magnitudes]). `norms` are applied to Q' and K', [..., head_dim]. `seen` has
-        the magnitudes of all keys if they are cached.
+        the magnitudes of all keys if they are cached. `unrotated` has further features of queries and keys, [batch,
+        heads, length, width] and [batch, kv_heads, length, width], which the form does not change. k may then have a
+        single head for all of their heads.
         """
         segments = self._segments(q, k, context, offset, seen)
+        if unrotated is not None:
+            segments = tuple(_with_unrotated(each, *unrotated, context.query_factor) for each in segments)
         if norms is not None:
             of_query, of_key = norms
             segments = tuple(replace(each, query=of_query(each.query), key=of_key(each.key)) for each in segments)
@@ -385,6 +418,14 @@ class PositionMethod:
             segments = tuple(replace(segment, key=key) for segment, key in zip(inputs.segments, rotated, strict=True))
             inputs = inputs.replace(segments=segments, value=values)
         return inputs.replace(gates=seen[0][..., 0] if seen else None)
+
+
+def _with_unrotated(segment: Segment, query: Tensor, key: Tensor, factor: Tensor | None) -> Segment:
+    """Append features [batch, heads, length, width] to the operands. `factor` is the logit scaling of each query."""
+    if factor is not None:
+        query = (query.to(factor.dtype) * factor).to(query.dtype)
+    shared = segment.key.expand(-1, key.shape[1], -1, -1)
+    return replace(segment, query=torch.cat((segment.query, query), -1), key=torch.cat((shared, key), -1))
 
 
 class PositionEncoding(ShardedModule):

@@ -33,6 +33,7 @@ FIXED_BY_WEIGHTS = frozenset(
     *("residual_scale", "clip_qkv", "use_bias_in_output_head", "sinusoidal_base", "embedding_width"),
     *("use_output_transform", "skip_first_norm"),
     *("head_shapes", "values_from_keys", "value_norm", "layer_scale"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon"),
     *("mlp_config", "moe_num_experts", "moe_expert_interval", "moe_intermediate_size", "moe_shared_intermediate_size"),
     *("moe_top_k", "moe_shared_gate", "moe_router_scores", "moe_router_bias", "moe_norm_topk_prob"),
     *("moe_routed_scaling_factor", "moe_num_groups", "moe_top_k_groups", "swiglu_limit", "swiglu_alpha"),
@@ -188,7 +189,8 @@ def comparable(config: Config) -> dict[str, Any]:
         own = kind.model_dump(exclude={"layer_types", "imports", "attention_backend", "operand_kernel"})
         shape = model.with_heads(name)
         own["heads"] = (shape.num_kv_heads, shape.head_dim, shape.values_from_keys)
-        own["softmax_scale"] = model.softmax_scale or shape.head_dim**-0.5
+        own["latent"] = _comparable_latents(shape)
+        own["softmax_scale"] = model.softmax_scale or shape.score_dim**-0.5
         own["rope_scaling"] = None
         if (scaling := kind.rope_scaling) is not None and kind.extension.name != "default":
             measured = kind.original_length(model.seq_length) if kind.extension.measures_length else None
@@ -214,6 +216,13 @@ def comparable(config: Config) -> dict[str, Any]:
     shown["sinusoidal_base"] = model.sinusoidal_base if "sinusoidal" in absolute else None
     shown["rows"] = model.max_position_embeddings if config.position.embedding.weights == "table" else None
     return shown | _comparable_mlps(model) | {"positions": positions, "units": model.layer_names.count(GAU)}
+
+
+def _comparable_latents(shape: ModelConfig) -> tuple[float | None, ...] | None:
+    """Return the widths of latent attention and the epsilon of its norms, or None without latents."""
+    ranks = (shape.kv_lora_rank, shape.q_lora_rank)
+    own = (*ranks, shape.unrotated_dim, shape.value_dim, shape.latent_norm_epsilon)
+    return None if shape.kv_lora_rank is None else own
 
 
 def _comparable_mlps(model: ModelConfig) -> dict[str, Any]:

@@ -95,6 +95,27 @@ class ModelConfig(ConfigGroup):
         "Layer types of `attention_config` with other heads than the model's, each with the keys that differ:"
         " num_kv_heads, kv_channels or values_from_keys. Example: `{sliding: {kv_channels: 256, num_kv_heads: 16}}`.",
     )
+    kv_lora_rank: Size | None = key(
+        None,
+        "Latent attention, as in DeepSeek 2: keys and values are linear maps of a latent with this many features, which"
+        " a cache keeps instead of them; null: attention with heads of keys and values.",
+    )
+    q_lora_rank: Size | None = key(
+        None,
+        "With kv_lora_rank: features of the latent of queries; null: queries are a linear map of the layer's input.",
+    )
+    qk_nope_head_dim: Size | None = key(
+        None,
+        "With kv_lora_rank: features of every query and key that have no position; null: hidden_size /"
+        " num_attention_heads.",
+    )
+    qk_rope_head_dim: Size | None = key(
+        None,
+        "With kv_lora_rank: features of every query and of the key that all heads share, on which pos_emb acts; null:"
+        " half of qk_nope_head_dim.",
+    )
+    v_head_dim: Size | None = key(None, "With kv_lora_rank: features of every value; null: qk_nope_head_dim.")
+    latent_norm_epsilon: Positive = key(1.0e-6, "With kv_lora_rank: epsilon of the RMSNorms of the latents.")
     intermediate_size: Size | None = key(
         None,
         "Inner width of the MLP. As in GPT-NeoX, value and gate of a gated MLP together have two thirds of this width.",
@@ -355,8 +376,29 @@ class ModelConfig(ConfigGroup):
 
     @property
     def head_dim(self) -> int:
-        """Features per attention head."""
+        """Features per attention head on which the position method acts. With latent attention, `unrotated_dim`
+        features are beside them.
+        """
+        if self.kv_lora_rank is not None:
+            return self.qk_rope_head_dim or self.unrotated_dim // 2
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def unrotated_dim(self) -> int:
+        """Features per query and key without positions in latent attention; otherwise 0."""
+        if self.kv_lora_rank is None:
+            return 0
+        return self.qk_nope_head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def score_dim(self) -> int:
+        """Features per head of queries and keys together."""
+        return self.head_dim + self.unrotated_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Features per head of values."""
+        return self.head_dim if self.kv_lora_rank is None else self.v_head_dim or self.unrotated_dim
 
     @property
     def token_width(self) -> int:
@@ -365,12 +407,14 @@ class ModelConfig(ConfigGroup):
 
     @property
     def attention_width(self) -> int:
-        """Features of all query heads together: the input width of the output projection."""
-        return self.num_attention_heads * self.head_dim
+        """Features of all heads' outputs together: the input width of the output projection. Without latent attention,
+        these are also the features of all query heads.
+        """
+        return self.num_attention_heads * self.value_dim
 
     @property
     def packed_attention_width(self) -> int:
-        """Rows of the packed projection of queries, keys and, unless these are the keys, values."""
+        """Rows of the packed projection of queries, keys and, unless these are the keys, values. Not for latents."""
         return self.attention_width + (1 if self.values_from_keys else 2) * self.num_kv_heads * self.head_dim
 
     @property

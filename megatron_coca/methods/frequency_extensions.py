@@ -29,6 +29,22 @@ _YARN = (
     ),
     Option("truncate", "flag", "Round the ends of the ramp to whole dimensions.", default=True),
 )
+_STRENGTHS = (
+    Option(
+        "mscale",
+        "positive",
+        "With mscale_all_dim and without attention_factor: cos and sin are multiplied by (0.1 mscale ln s + 1) / (0.1"
+        " mscale_all_dim ln s + 1), as in DeepSeek 2.",
+        default=None,
+    ),
+    Option(
+        "mscale_all_dim",
+        "positive",
+        "All logits are multiplied by (0.1 mscale_all_dim ln s + 1)^2, as in DeepSeek 2. Only with kv_lora_rank; null:"
+        " by 1.",
+        default=None,
+    ),
+)
 
 
 def _target(use: Use) -> str | None:
@@ -143,7 +159,7 @@ declare(
             meaning="slow frequencies are divided by a factor, the number in the name, and fast ones stay",
             rule="`theta_j / s` for slow, `theta_j` for fast pairs, a ramp in between; cos, sin times `0.1 ln s + 1`",
             measures_length=True,
-            options=(_FACTOR, *_YARN),
+            options=(_FACTOR, *_YARN, *_STRENGTHS),
             checks=(_betas,),
             huggingface="stock",
             stock=StockRope(MEASURED, derives_factor=True),

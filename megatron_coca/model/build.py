@@ -43,7 +43,7 @@ OUTPUT_LAYERS = ("attention.dense.weight", "mlp.linear2.weight", "mlp.shared.lin
 """The weights that write to the residual stream; `output_layer_init_method` initialises them."""
 ZERO_BIASES = (
     *("linear1.bias", "linear2.bias", "dense.bias", "query_key_value.bias", "base.bias", "output_gate.bias"),
-    *("final_linear.bias", "router.bias"),
+    *("final_linear.bias", "router.bias", "query_down.bias", "key_value_down.bias"),
 )
 """Biases that are initially 0. PyTorch draws them from a uniform distribution."""
 

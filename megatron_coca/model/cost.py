@@ -280,10 +280,12 @@ def _weights_per_block(model: ModelConfig, name: str, mlp: str) -> dict[Trainabl
     shape = model.with_heads(name)
     width, keys = shape.attention_width, shape.num_kv_heads * shape.head_dim
     values = 0 if shape.values_from_keys else keys
-    attention: dict[TrainablePart, int] = {"query": width, "key": keys, "value": values}
+    attention: dict[TrainablePart, int] = {"query": h * width, "key": h * keys, "value": h * values}
+    if shape.kv_lora_rank is not None:
+        attention = _latent_weights(shape, bias=0)
     router = model.moe_num_experts if mlp == EXPERTS else 0
     others: dict[TrainablePart, int] = {"attention_output": width + shape.output_gates, "router": router}
-    return {part: h * count for part, count in {**attention, **others, "mlp": _mlp_rows(model, mlp)}.items()}
+    return attention | {part: h * count for part, count in {**others, "mlp": _mlp_rows(model, mlp)}.items()}
 
 
 def _mlp_rows(model: ModelConfig, mlp: str) -> int:
@@ -296,9 +298,37 @@ def _mlp_rows(model: ModelConfig, mlp: str) -> int:
     return packed_mlp_width(model, used) + used + model.moe_shared_gate
 
 
-def _attention_rows(model: ModelConfig) -> int:
-    """Return the number of rows and columns, other than hidden_size, of the matrices of attention together."""
-    return model.packed_attention_width + model.attention_width + model.output_gates
+def _latent_weights(model: ModelConfig, bias: int) -> dict[TrainablePart, int]:
+    """Count the weights of queries, keys and values in latent attention; `bias` is 1 if the maps to latents have one.
+    The map to the latent of keys and values counts as a part of the keys.
+    """
+    rank, heads, h = model.kv_lora_rank or 0, model.num_attention_heads, model.hidden_size + bias
+    queries = heads * model.score_dim
+    from_latent = None if model.q_lora_rank is None else model.q_lora_rank * (h + queries)
+    return {
+        "query": model.hidden_size * queries if from_latent is None else from_latent,
+        "key": (rank + model.head_dim) * h + rank * heads * model.unrotated_dim,
+        "value": rank * heads * model.value_dim,
+    }
+
+
+def _product_rows(model: ModelConfig) -> int:
+    """Return the number of features of the results of all matrix products of attention and of attention itself, without
+    the output projection.
+    """
+    outputs = model.attention_width + model.output_gates
+    if model.kv_lora_rank is None:
+        return model.packed_attention_width + outputs
+    return (
+        outputs
+        + _latent_rows(model)
+        + model.num_attention_heads * (model.score_dim + model.unrotated_dim + model.value_dim)
+    )
+
+
+def _latent_rows(model: ModelConfig) -> int:
+    """Return the number of features of the latents and of the shared key."""
+    return (model.kv_lora_rank or 0) + model.head_dim + (model.q_lora_rank or 0)
 
 
 def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
@@ -314,13 +344,16 @@ def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
     keys, h, bias = model.num_kv_heads * model.head_dim, model.hidden_size, int(model.use_bias_in_qkv)
     values = 0 if model.values_from_keys else keys
     rows: dict[TrainablePart, int] = {"query": model.attention_width, "key": keys, "value": values}
-    numbers = {part: count * (h + bias) for part, count in rows.items()}
+    latent = model.kv_lora_rank is not None
+    numbers = _latent_weights(model, bias) if latent else {part: count * (h + bias) for part, count in rows.items()}
     output = h * (model.attention_width + model.use_bias_in_attn_linear) + model.output_gates * (h + bias)
     return numbers | {"attention_output": output}
 
 
 def _qk_norm_parameters(model: ModelConfig) -> int:
-    """Count the parameters of the query and key norms of one layer."""
+    """Count the parameters of the norms of queries and keys, or of latents, of one layer."""
+    if model.kv_lora_rank is not None:
+        return model.kv_lora_rank + (model.q_lora_rank or 0)
     if model.use_qk_layernorm:
         return 1 if model.norm == "scalenorm" else norm_parameters(model) * model.attention_width // model.hidden_size
     if model.norm == "non_parametric_rmsnorm" and model.qk_norm in ("head", "projection"):
@@ -492,7 +525,14 @@ def _kept_by_type(config: Config, size: int, tensor: int, name: str, mlp: str, b
     shape = model.with_heads(name)
     gated = shape.output_gates and shape.output_gates + shape.attention_width  # the gates, and the gated outputs
     normed = shape.num_kv_heads * shape.head_dim * model.value_norm  # the normalised values
-    inner = shape.packed_attention_width + shape.attention_width + gated + normed + _mlp_numbers(model, mlp, size)
+    if shape.kv_lora_rank is None:
+        projected = shape.packed_attention_width
+    else:  # the latents with the shared key, the normalised latents, and keys and values without positions
+        latents = shape.kv_lora_rank + (shape.q_lora_rank or 0)
+        projected = _latent_rows(shape) + latents
+        projected += shape.num_attention_heads * (shape.unrotated_dim + shape.value_dim)
+        saved += latents * (4 if size == 4 else 6)
+    inner = projected + shape.attention_width + gated + normed + _mlp_numbers(model, mlp, size)
     inner += _adapter_numbers(config, name, mlp, size)
     saved += hidden * size * model.layer_scale
     return saved + (inner * size + _operand_bytes(config, size, backends)) / tensor
@@ -579,11 +619,12 @@ def _operand_bytes(config: Config, size: int, backends: Backends) -> float:
         queries = model.num_attention_heads
         operands = (queries + model.num_kv_heads) * saved_width(method)
         if backend in PADDING:  # the output with its padding, and a copy of it without
-            operands += queries * method.operand_dim
+            operands += queries * method.operand_dim * (1 + (method.latent is not None))  # and the padded values
         elif backend != "triton":  # its output needs no copy
-            operands += queries * method.head_dim
+            operands += queries * model.value_dim
         coefficients = COEFFICIENTS.get(position.pos_emb, 0.0) * position.rotary_pct
-        return (operands * size + coefficients * model.attention_width * 4) * position.embedding.rotary
+        copied = position.embedding.rotary or method.latent is not None
+        return (operands * size + coefficients * queries * model.head_dim * 4) * copied
 
     return sum(map(of_type, config.model.layer_names)) / config.model.num_layers
 
@@ -601,7 +642,7 @@ def saved_width(method: PositionMethod) -> int:
 def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:
     """Return the bytes per token that selective checkpointing keeps: the results of matrix products and attention."""
     h = model.hidden_size
-    rows = sum(_attention_rows(model.with_heads(name)) for name in model.layer_names) / model.num_layers
+    rows = sum(_product_rows(model.with_heads(name)) for name in model.layer_names) / model.num_layers
     mixed = model.mixtures / model.num_layers
     experts = model.moe_top_k * (packed_mlp_width(model, model.expert_width) + h) + model.moe_num_experts
     experts += packed_mlp_width(model, model.moe_shared_intermediate_size or 0)

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.gated_unit import GatedAttentionUnit
 from megatron_coca.attention.inputs import Backend
+from megatron_coca.attention.latent import LatentAttention
 from megatron_coca.attention.layer import CachedTokens, SelfAttention
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.attention.positions import PositionRangeError
@@ -403,6 +404,19 @@ def build_attention(
     if layer_type == GAU:
         return GatedAttentionUnit(model.hidden_size, model.gau_features, method, backend, bias)
     model = model.with_heads(layer_type)
+    if method.latent is not None:
+        return LatentAttention(
+            model.hidden_size,
+            model.num_attention_heads,
+            method,
+            backend,
+            bias,
+            model.attention_dropout,
+            down_bias=model.use_bias_in_qkv,
+            query_rank=model.q_lora_rank,
+            epsilon=model.latent_norm_epsilon,
+            output_gates=model.output_gates,
+        )
     return SelfAttention(
         model.hidden_size,
         model.num_attention_heads,

@@ -16,6 +16,8 @@ PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"attention\.query_key_value\.key\.", ("key",)),
     (r"attention\.query_key_value\.value\.", ("value",)),
     (r"attention\.query_key_value\.(weight|bias)$", QUERY_KEY_VALUE),
+    (r"attention\.query(_down|_up)?\.", ("query",)),
+    (r"attention\.key_value_(down|up)\.", ("key", "value")),
     (r"attention\.(gate_value_base|(query|key)_(scale|offset))", QUERY_KEY_VALUE),
     (r"attention\.(dense|output_gate)\.", ("attention_output",)),
     (r"\bmlp\.router\.", ("router",)),

@@ -59,9 +59,11 @@ def interpolate(theta: Tensor, factor: float, kept: Tensor) -> Tensor:
     return (1 - kept) * theta / factor + kept * theta
 
 
-def temperature(factor: float) -> float:
-    """0.1 ln s + 1 for s > 1, else 1 (Peng et al. 2023, "YaRN", section 3.4)."""
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+def temperature(factor: float, strength: float = 1.0) -> float:
+    """0.1 ln s + 1 for s > 1, else 1 (Peng et al. 2023, "YaRN", section 3.4). `strength` multiplies the logarithm, as
+    in DeepSeek 2.
+    """
+    return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 class Scaling:
@@ -111,6 +113,14 @@ class Rotary:
     def multiplier(self, length: int) -> float:
         """Return the factor on cos and sin. Its square multiplies the logits of the rotated block."""
         return multiplier(self, length)
+
+    @property
+    def logit_factor(self) -> float:
+        """The factor on all logits, those of unrotated features included: 1, or with YaRN's `mscale_all_dim` its
+        temperature squared.
+        """
+        strength = self.scaling.options.get("mscale_all_dim")
+        return 1.0 if strength is None else temperature(self.scaling.factor, strength) ** 2
 
     @property
     def depends_on_length(self) -> bool:
@@ -285,8 +295,16 @@ def _longrope_multiplier(rotary: Rotary, length: int) -> float:
     return math.sqrt(1 + math.log(factor) / math.log(rotary.original_length)) if factor > 1 else 1.0
 
 
+def _yarn_multiplier(rotary: Rotary, length: int) -> float:
+    """Return 0.1 ln s + 1 or, if both strengths are set, the ratio of the temperatures, as in Hugging Face."""
+    own, of_all = rotary.scaling.mscale, rotary.scaling.mscale_all_dim
+    if own is None or of_all is None:
+        return temperature(rotary.scaling.factor)
+    return temperature(rotary.scaling.factor, own) / temperature(rotary.scaling.factor, of_all)
+
+
 MULTIPLIERS: dict[str, Callable[[Rotary, int], float]] = {
-    "yarn": lambda rotary, length: temperature(rotary.scaling.factor),
+    "yarn": _yarn_multiplier,
     "dynamic_yarn": lambda rotary, length: temperature(_stretch(rotary, length)),
     "longrope": _longrope_multiplier,
 }

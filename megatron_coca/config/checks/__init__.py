@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
-from megatron_coca.config.checks import data, mixtures, model, optimization, parallelism, position, running
+from megatron_coca.config.checks import data, latent, mixtures, model, optimization, parallelism, position, running
 from megatron_coca.config.checks.recording import Check, run
 from megatron_coca.config.schema import Settings
 
 CHECKS: tuple[Check, ...] = (
     *model.CHECKS,
+    *latent.CHECKS,
     *mixtures.CHECKS,
     *position.CHECKS,
     *optimization.CHECKS,

@@ -9,10 +9,12 @@ from megatron_coca.config.schema import Settings
 
 
 def _heads(settings: Settings) -> str | None:
-    width, heads = settings.model.hidden_size, settings.model.num_attention_heads
-    if settings.model.kv_channels is not None or width % heads == 0:
+    width, heads, latent = settings.model.hidden_size, settings.model.num_attention_heads, settings.model.kv_lora_rank
+    given = settings.model.kv_channels if latent is None else settings.model.qk_nope_head_dim
+    if given is not None or width % heads == 0:
         return None
-    return f"{heads} heads do not divide hidden_size {width}; change one of them, or set kv_channels"
+    own = "kv_channels" if latent is None else "qk_nope_head_dim"
+    return f"{heads} heads do not divide hidden_size {width}; change one of them, or set {own}"
 
 
 def _kv_heads(settings: Settings) -> str | None:

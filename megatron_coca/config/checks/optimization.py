@@ -59,7 +59,7 @@ def _absent_weights(settings: Settings, parts: list[TrainablePart]) -> str | Non
     own = (model.no_weight_tying, model.embedding_width, model.use_output_transform, model.use_bias_in_output_head)
     if "output_head" in parts and not any(own):
         return "output_head is tied to the embedding (no_weight_tying is false); use embedding"
-    if "norms" in parts and model.norm.startswith("non_parametric"):
+    if "norms" in parts and model.norm.startswith("non_parametric") and model.kv_lora_rank is None:
         return f"norm {model.norm} has no weights; leave norms out"
     if "router" in parts and not model.mixtures:
         return "no layer has experts (moe_num_experts is 1), so there is no router; leave router out"

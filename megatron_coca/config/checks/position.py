@@ -50,8 +50,10 @@ def _rotary_dims(settings: Settings) -> str | None:
         head_dim = settings.model.of_type(name).head_dim
         dims = int(head_dim * position.rotary_pct)
         if position.embedding.rotary and (dims < 2 or dims % 2):
+            latent = settings.model.kv_lora_rank is not None
+            width = "qk_rope_head_dim" if latent else "hidden_size / num_attention_heads"
             return (
-                f"{position.rotary_pct} of {head_dim} features per head (hidden_size / num_attention_heads) is {dims};"
+                f"{position.rotary_pct} of {head_dim} features per head ({width}) is {dims};"
                 " the number of rotated features must be even and at least 2"
             )
     return None

@@ -78,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
         "moe_bias_update_rate": 1e-3,
         "moe_z_loss_coeff": 1e-2,
     },
+    "bfloat16, latents": {"precision": "bfloat16", "kv_lora_rank": 12, "q_lora_rank": 10, "v_head_dim": 6},
     "fp32, sgd, frozen weights": {"optimizer.type": "sgd", "trainable": ["query", "key", "value", "norms"]},
 }
 

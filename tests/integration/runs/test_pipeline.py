@@ -84,6 +84,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "forgetting_gate": "fox",
         "checkpoint_activations": True,
     },
+    "latents": {"kv_lora_rank": 12, "q_lora_rank": 10, "pos_emb": "coca", "rotary_pct": 1.0},
     "bfloat16, tied weights": {"precision": "bfloat16", "no_weight_tying": False},
 }
 OF_FOUR = ("alibi, sgd, no clipping", "a shared bias", "forgetting gates, activation checkpointing")

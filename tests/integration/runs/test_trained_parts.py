@@ -82,6 +82,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "a trained bias, tied embedding": TIED
     | {"pos_emb": "kerple_log", "trainable": ["query", "positions", "embedding", "norms"]},
     "keys in bfloat16": KEY | {"precision": "bfloat16"},
+    "latents": {"trainable": ["key", "value", "norms"], "kv_lora_rank": 12, "q_lora_rank": 10},
     "heads by layer type": LLAMA
     | {"trainable": ["key", "norms"], "attention_config": [[["sliding", "global"], "all"]], "value_norm": True}
     | {"layer_types": {"sliding": {"sliding_window_width": 5}}, "values_from_keys": True}
@@ -116,6 +117,7 @@ MORE: Runs = {
         "ZeRO 1",
     ),
     "ZeRO 3, tied": ("tied", {"zero_stage": 3}, None),
+    "ZeRO 3, latents": ("latents", {"zero_stage": 3}, None),
     "ZeRO 3, attention": ("all of attention", {"zero_stage": 3}, None),
     "ZeRO 2, offload": ("keys", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, None),
     "bfloat16, ZeRO 1": ("keys in bfloat16", {"zero_stage": 1}, None),
@@ -297,7 +299,7 @@ def alone(folder: Path, together: Launched) -> Launched:
 def rows_of(config: Config, name: str) -> dict[str, torch.Tensor]:
     """The rows of the parameter that each part has: all where it holds one part."""
     parts = parts_of(name)
-    if len(parts) == 1:
+    if len(parts) == 1 or "attention.key_value_" in name:  # one matrix, trained as a whole
         return {parts[0]: torch.tensor([])}
     shape = config.model.with_heads(config.model.layer_names[int(name.split(".")[1])])
     keys = shape.num_kv_heads * shape.head_dim

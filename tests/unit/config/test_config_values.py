@@ -52,6 +52,7 @@ OURS = {
     *("attention_output_gate", "zero_centered_norms", "head_shapes", "values_from_keys", "value_norm", "layer_scale"),
     *("qk_norm_after_rotation", "clip_qkv", "residual_scale", "use_bias_in_output_head", "embedding_dropout"),
     *("embedding_width", "use_output_transform", "skip_first_norm"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon"),
     *("mlp_config", "swiglu_limit", "swiglu_alpha", "moe_intermediate_size", "moe_shared_intermediate_size"),
     *("moe_shared_gate", "moe_router_scores", "moe_router_bias", "moe_norm_topk_prob", "moe_routed_scaling_factor"),
     *("moe_correction_bias", "moe_num_groups", "moe_top_k_groups"),

@@ -85,6 +85,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_router_bias": True,
         "activation": "clamped_swiglu",
     },
+    "latents": {"kv_lora_rank": 20, "q_lora_rank": 28, "qk_rope_head_dim": 6, "v_head_dim": 10},
+    "latents, gated features, no latent of queries": {
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 9,
+        "qk_rope_head_dim": 4,
+        "attention_output_gate": "feature",
+        "use_bias_in_qkv": False,
+    },
     "gated heads": {"attention_output_gate": "head", "kv_channels": 20},
     "gated features": {"attention_output_gate": "feature", "use_bias_in_attn_linear": False, "num_kv_heads": 2},
 }
@@ -102,7 +110,7 @@ def test_parameters_are_those_of_the_built_model(shape: dict[str, Any]) -> None:
         "head": lambda name: "final_" in name or re.search("output_transform.(weight|dense)", name),
         "norms": lambda name: "norm" in name,
         "mlp": lambda name: ".mlp." in name,
-        "attention": lambda name: any(part in name for part in ("query_key_value", "attention.dense", "output_gate")),
+        "attention": lambda name: ".attention." in name and "norm" not in name and ".position_" not in name,
     }
     for part, belongs in parts.items():
         assert getattr(count, part) == sum(size for name, size in sizes.items() if belongs(name)), part
@@ -127,6 +135,7 @@ def test_the_350m_models_with_one_layer(path: Path) -> None:
                 *("plain", "untied", "untied, a narrow embedding", "a transform before the head, no first norm"),
                 *("grouped", "gated", "parallel", "coca", "gated features", "heads by layer type"),
                 *("experts", "experts, a shared MLP", "experts, a gated MLP, biases"),
+                *("latents", "latents, gated features, no latent of queries"),
             ),
             (False, True),
         )
@@ -140,8 +149,10 @@ def test_operations_are_what_pytorch_counts(shape: str, checkpoint: bool) -> Non
     loss, batch, length = LanguageModelLoss(build_model(config)).train(), 2, config.model.seq_length
     with FlopCounterMode(display=False) as counter:
         loss(torch.zeros(batch, length + 1, dtype=torch.int64)).backward()
-    counted, flops = counter.get_total_flops() / (batch * length), flops_per_token(config)
-    widths = sum(config.model.with_heads(name).attention_width for name in config.model.layer_names)
+    unpadded = dict.fromkeys(config.layer_types, "reference")
+    counted, flops = counter.get_total_flops() / (batch * length), flops_per_token(config, backends=unpadded)
+    shapes = [config.model.with_heads(name) for name in config.model.layer_names]
+    widths = sum(shape.num_attention_heads * (shape.score_dim + shape.value_dim) / 2 for shape in shapes)
     squared = 2 * widths * (length - 1)  # the half that is masked
     again = flops.executed - 3 * flops.forward
     assert counted == pytest.approx(flops.model + (again + squared if checkpoint else 0), rel=1e-9)
