@@ -16,7 +16,14 @@ from megatron_coca.config.base import (
     key,
 )
 
-OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "cpu_adam": "cpu_adam", "sgd": "sgd", "lion": "lion"}
+OPTIMIZER_TYPES = {
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "cpu_adam": "cpu_adam",
+    "sgd": "sgd",
+    "lion": "lion",
+    "muon": "Muon",
+}
 Dtype = Literal["fp32", "bf16", "fp16"]
 TrainablePart = Literal[
     "query", "key", "value", "attention_output", "mlp", "router", "norms", "embedding", "output_head", "positions"
@@ -85,9 +92,9 @@ class LoraConfig(ConfigGroup):
 class OptimizerConfig(ConfigGroup):
     """The optimizer. Adam and AdamW both use decoupled weight decay, as in GPT-NeoX."""
 
-    type: Annotated[Literal["Adam", "AdamW", "cpu_adam", "sgd", "lion"], BeforeValidator(_normalise_optimizer)] = key(
-        "Adam", "Optimizer; case-insensitive.", "optimizer.type"
-    )
+    type: Annotated[
+        Literal["Adam", "AdamW", "cpu_adam", "sgd", "lion", "Muon"], BeforeValidator(_normalise_optimizer)
+    ] = key("Adam", "Optimizer; case-insensitive.", "optimizer.type")
     lr: Positive | None = key(
         None,
         "Peak learning rate; null: with `finetune`, a default for the size of the model (docs/finetuning.md).",
@@ -99,6 +106,7 @@ class OptimizerConfig(ConfigGroup):
         "optimizer.params.betas",
     )
     eps: Positive = key(1.0e-8, "Adam's epsilon.", "optimizer.params.eps")
+    momentum: Beta = key(0.95, "Muon's momentum.", "optimizer.params.momentum")
     weight_decay: NotNegative = key(0.1, "Weight decay of matrices and embeddings. It is decoupled, except with sgd.")
     gradient_clipping: NotNegative = key(1.0, "Maximum global gradient norm; 0 disables clipping.")
     moe_loss_coeff: NotNegative = key(

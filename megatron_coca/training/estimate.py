@@ -22,8 +22,8 @@ from megatron_coca.model.cost import (
 from megatron_coca.training.sent_bytes import SentBytes, sent_by_attention
 from megatron_coca.training.topology import Topology, zero_section
 
-STATES = {"Adam": 2, "AdamW": 2, "cpu_adam": 2, "sgd": 0, "lion": 1}
-"""Number of float32 moments that each optimizer keeps per parameter."""
+STATES = {"Adam": 2, "AdamW": 2, "cpu_adam": 2, "sgd": 0, "lion": 1, "Muon": 1}
+"""Number of float32 moments that each optimizer keeps per parameter, and Muon per element of a matrix."""
 
 LIVE_PARAMETERS = 1e9
 """The maximum number of parameters that ZeRO 3 gathers at a time; DeepSpeed's default."""
@@ -127,6 +127,12 @@ def _native_states(config: Config, ranks: int, numbers: int, trained: int) -> Me
     bucket = float(zero_section(config, ranks, cuda=True)["reduce_bucket_size"])
     own, in_float32 = trained / ranks, size == 4
     sums = 4 * own if config.parallel.accumulates_in_fp32 and not in_float32 else 0.0
+    moments, step = 4 * STATES[config.optimizer.type] * own, 0.0 if in_float32 or sums else 4 * own
+    if config.optimizer.type == "Muon":
+        count = trained_count(config)
+        matrices = trained * (count.attention + count.mlp) / max(count.total, 1)
+        moments += 4 * (trained - matrices) / ranks  # AdamW has two moments
+        step += 4 * matrices / ranks + (4 * min(bucket, matrices) if reduces else 0.0)  # the steps, whole and own part
     # The largest bucket is copied before its gradients are freed, and the reduced parts are kept until all are reduced.
     buffers = size * (min(bucket, trained) + own) if reduces else 0.0
     step = 0.0 if in_float32 or sums else 4 * own
@@ -136,7 +142,7 @@ def _native_states(config: Config, ranks: int, numbers: int, trained: int) -> Me
     return Memory(
         weights=size * numbers,
         gradients=size * trained + sums,
-        optimizer=((0 if in_float32 else 4) + 4 * STATES[config.optimizer.type]) * own,
+        optimizer=(0 if in_float32 else 4) * own + moments,
         buffers=buffers,
         activations=0.0,
         loss=0.0,

@@ -1,10 +1,12 @@
-"""The optimizer: which parameters are trained, and their weight-decay groups."""
+"""The optimizer: which parameters are trained, their groups, and the optimizers that PyTorch does not have."""
 
+import math
 import re
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.config import Config, OptimizerConfig
@@ -32,6 +34,11 @@ QK_NORMS = re.compile(r"\battention\.(query|key|qk)_layernorm\.")
 """Pattern of the names of the norms of queries and keys, which may be added after other parameters."""
 
 
+ORTHOGONAL = re.compile(
+    r"\battention\.(query_key_value(\.(query|key|value))?|dense|output_gate)\.weight$"
+    r"|\bmlp\.(?!router\.|shared_gate\.).*\bweight$"
+)
+"""Names of the matrices of which Muon makes the steps orthogonal."""
 UNDECAYED = re.compile(r"norm\.|\.position_offsets\.|\.mlp\.linear[12]\.bias")
 """Names of parameters without weight decay, whatever their shapes."""
 
@@ -50,9 +57,12 @@ def split_projections(model: nn.Module) -> None:
 def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
     """Freeze, in place, all parameters that `trainable` does not name. Parameters that are never trained stay frozen.
 
-    If some but not all of queries, keys and values are trained, every packed projection is replaced by three layers.
-    Call this after loading weights and before building an engine.
+    If some but not all of queries, keys and values are trained, every packed projection is replaced by three layers;
+    so it is with Muon, which takes each of them as a matrix. Call this after loading weights and before building an
+    engine.
     """
+    if config.type == "Muon":
+        split_projections(model)
     if config.trainable is None:
         return
     if len({config.trains(part) for part in QUERY_KEY_VALUE}) > 1:
@@ -111,12 +121,78 @@ class Lion(torch.optim.Optimizer):
                 state["exp_avg"].lerp_(weight.grad, 1 - beta2)
 
 
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan 2024) for the groups with `orthogonal`, and AdamW for the others.
+
+    For a matrix [out, in] with the gradient g: m = mu m + (1 - mu) g, then w -= lr (O + decay w). O is `orthogonalized`
+    (1 - mu) g + mu m. Its size is that of a step of AdamW, so both have the same rate (Liu et al. 2025,
+    arXiv:2502.16982). A weight [n, out, in] is n matrices. `torch.optim.Muon` takes the same steps, but only of whole
+    matrices, and an engine divides them among ranks. m is `exp_avg` in the state.
+    """
+
+    def __init__(self, groups: Groups, lr: float, momentum: float, betas: tuple[float, float], eps: float) -> None:
+        groups = [{"orthogonal": False, "momentum": momentum} | group for group in groups]
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+    def is_orthogonal(self, weight: Tensor) -> bool:
+        """Return whether the weight is in a group with `orthogonal`."""
+        groups = (group["params"] for group in self.param_groups if group["orthogonal"])
+        return any(weight is each for group in groups for each in group)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the weights that have gradients; `closure` is not supported. Removes the gradients of matrices."""
+        assert closure is None
+        for group in self.param_groups:
+            for weight in group["params"] if group["orthogonal"] else ():
+                if weight.grad is not None:
+                    self.move(group, weight, orthogonalized(self.averaged(group, weight)))
+                    weight.grad = None  # so that AdamW leaves it alone
+        super().step()
+
+    def averaged(self, group: dict[str, Any], weight: Tensor) -> Tensor:
+        """Add the gradient of a matrix, or of a part of it, to its momentum, and return the mean of both."""
+        state, momentum = self.state[weight], group["momentum"]
+        if not state:
+            state.update(step=torch.zeros((), device=weight.device), exp_avg=torch.zeros_like(weight))
+        state["step"] += 1
+        state["exp_avg"].lerp_(weight.grad, 1 - momentum)
+        return torch.lerp(weight.grad, state["exp_avg"], momentum)
+
+    @staticmethod
+    def move(group: dict[str, Any], weight: Tensor, direction: Tensor) -> None:
+        """Update a matrix, or a part of it, along `direction`, which has its shape."""
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the iteration of Jordan 2024, x -> a x + b x^3 + c x^5 for each singular value x."""
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Return the orthogonal factor of a float32 matrix [..., out, in], times 0.2 sqrt(max(out, in)).
+
+    Five Newton-Schulz iterations in bfloat16 map its singular values to about 0.7 to 1.2.
+    """
+    a, b, c = NEWTON_SCHULZ
+    tall = matrix.size(-2) > matrix.size(-1)
+    x = matrix.bfloat16().view(-1, *matrix.shape[-2:])
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.mT if tall else x
+    return x.reshape(matrix.shape).to(matrix.dtype).mul_(0.2 * math.sqrt(max(matrix.shape[-2:])))
+
+
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "Adam": torch.optim.AdamW,
     "AdamW": torch.optim.AdamW,
     "cpu_adam": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
     "lion": Lion,
+    "Muon": Muon,
 }
 """Optimizers by their GPT-NeoX names. GPT-NeoX's Adam has decoupled weight decay, too. PyTorch's fused AdamW needs no
 compiler on the CPU.
@@ -128,26 +204,34 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, separate_norms: b
     `parameter_groups`.
     """
     assert config.lr is not None
-    groups = parameter_groups(model, config.weight_decay, separate_norms)
+    groups = parameter_groups(model, config.weight_decay, separate_norms, config.type == "Muon")
     if OPTIMIZERS[config.type] is torch.optim.SGD:
         return torch.optim.SGD(groups, lr=config.lr)
     if config.type == "lion":
         return Lion(groups, config.lr, config.betas)
+    if config.type == "Muon":
+        return Muon(groups, config.lr, config.momentum, config.betas, config.eps)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, separate_norms: bool = False) -> Groups:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, separate_norms: bool = False, orthogonal: bool = False
+) -> Groups:
     """Group the parameters that require gradients: weight decay applies to matrices and embeddings but not to biases
     and norms, as in GPT-NeoX, and not to angles.
 
     With `separate_norms`, norms of queries and keys are a group of their own, because DeepSpeed keeps one step count
-    for each group and these norms were added after the other parameters.
+    for each group and these norms were added after the other parameters. With `orthogonal`, the matrices of Muon are a
+    group of their own, the first.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     matrices = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and not UNDECAYED.search(name)}
     added = {name for name in trainable if separate_norms and QK_NORMS.search(name)}
-    decayed = [parameter for name, parameter in trainable.items() if name in matrices]
+    muon = {name for name in matrices if orthogonal and ORTHOGONAL.search(name)}
+    decayed = [parameter for name, parameter in trainable.items() if name in matrices - muon]
     undecayed = [parameter for name, parameter in trainable.items() if name not in matrices | added]
     groups: Groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     groups.append({"params": [trainable[name] for name in trainable if name in added], "weight_decay": 0.0})
+    own = [trainable[name] for name in trainable if name in muon]
+    groups.insert(0, {"params": own, "weight_decay": weight_decay, "orthogonal": True})
     return [group for group in groups if group["params"]]

@@ -68,6 +68,19 @@ def _absent_weights(settings: Settings, parts: list[TrainablePart]) -> str | Non
     return None
 
 
+def _muon(settings: Settings) -> str | None:
+    """Return what Muon does not support, and what to change."""
+    if settings.optimizer.type != "Muon":
+        return None
+    if settings.optimizer.lora is not None:
+        return "Muon is not supported with lora, whose matrices have few singular values; use AdamW"
+    if settings.parallel.engine != "native":
+        return "Muon needs whole matrices, which DeepSpeed divides; set engine=native, or use AdamW"
+    if GAU in settings.model.layer_names:
+        return "Muon is not supported with layers of type gau, which compute queries, keys and values in one product"
+    return None
+
+
 def _lora(settings: Settings) -> str | None:
     """Return what adapters do not support, and what to change."""
     optimizer, model, parallel = settings.optimizer, settings.model, settings.parallel
@@ -126,6 +139,7 @@ CHECKS = (
     Check("lr_wsd_decay_iters", _wsd_decay),
     *(Check(key, partial(_learning_rate, key)) for key in ("min_lr", "lr_warmup_init")),
     Check("trainable", _trainable_weights),
+    Check("optimizer.type", _muon),
     Check("lora", _lora),
     Check("train_batch_size", _batch),
     Check("precision", _precision),

@@ -32,7 +32,7 @@ from megatron_coca.support.errors import why_not_written
 from megatron_coca.training.checkpointing.initial_model import check_same_tokenizer
 from megatron_coca.training.checkpointing.saving import DTYPES
 from megatron_coca.training.corpus import Corpus
-from megatron_coca.training.engine.state import ADDED_AT, MOMENTS
+from megatron_coca.training.engine.state import ADDED_AT, MOMENTS, moments_of
 from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.optimizer import OPTIMIZERS
 from megatron_coca.training.randomness import rng_states
@@ -163,13 +163,12 @@ def _write_state(
     buffer = io.BytesIO()
     torch.save(rng_states(), buffer)
     (folder / native.RNG / "rank_0.pt").write_bytes(buffer.getvalue())
-    kinds = (WEIGHT, *MOMENTS[OPTIMIZERS[config.optimizer.type]])
     for number, (_, names) in enumerate(groupby(weights.entries, key=lambda name: name.split(".")[:2])):
         pieces, slices = [], {}
         for name in names:
             plain = weights.read(name).float()
             slices[name] = ParameterSlice(tuple(plain.shape))
-            for kind in kinds:
+            for kind in (WEIGHT, *moments_of(OPTIMIZERS[config.optimizer.type], name)):
                 default = plain if kind == WEIGHT else torch.zeros_like(plain)
                 found = optimizer.read(kind, name) if optimizer is not None and name not in added else default
                 pieces.append(StatePiece(name, kind, 0, found.reshape(-1).contiguous()))

@@ -15,6 +15,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from megatron_coca.training.optimizer import Muon, orthogonalized
+
 # PyTorch 2.13 renames these collectives.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,7 +45,8 @@ class Bucket:
 
     Attributes:
         weights: all weights in the training dtype, [size], padded with zeros.
-        own: this rank's part of `weights`, [size / ranks].
+        begin: the first element of this rank's part of `weights`.
+        own: this rank's part, [size / ranks].
         master: the float32 values of `own`, which the optimizer updates; in float32 `own` itself. `master.grad` is
             this rank's part of the gradient, in float32, between a backward pass and the end of the step.
         ranges: the parameters in `master`.
@@ -58,9 +61,10 @@ class Bucket:
         for parameter, view in zip(parameters, _unflatten_dense_tensors(self.weights, parameters), strict=True):
             parameter.data = view.copy_(parameter.detach())
         part = len(self.weights) // ranks
-        self.own = self.weights.narrow(0, rank * part, part)
+        self.begin = rank * part
+        self.own = self.weights.narrow(0, self.begin, part)
         self.master = self.own if first.dtype == torch.float32 else self.own.float()
-        self.ranges = list(self._ranges(rank * part, part))
+        self.ranges = list(self._ranges(self.begin, part))
 
     def _ranges(self, begin: int, size: int) -> Iterable[FlatRange]:
         offset = 0
@@ -117,7 +121,7 @@ class FlatWeights:
     def __init__(
         self, optimizer: torch.optim.Optimizer, rank: int, ranks: int, bucket_size: int, sums_in_float32: bool
     ) -> None:
-        """Move the parameters of `optimizer`, which updates each element by itself, to flat tensors.
+        """Move the parameters of `optimizer`, which updates each element by itself or is Muon, to flat tensors.
 
         Args:
             rank, ranks: this rank and the number of ranks of the default process group, which must exist if there are
@@ -217,10 +221,28 @@ class FlatWeights:
         gradients = [master.grad for master in self.masters() if master.grad is not None]
         torch._foreach_mul_(gradients, factor)
 
+    @torch.no_grad()
     def step(self) -> None:
         """Update the weights with the gradient."""
+        if isinstance(self.optimizer, Muon):
+            self._move_matrices(self.optimizer)
         self.optimizer.step()
         self.refresh()
+
+    def _move_matrices(self, optimizer: Muon) -> None:
+        """Update this rank's parts of the matrices of Muon, which are orthogonalized as a whole."""
+        for group, buckets in zip(optimizer.param_groups, self._groups, strict=True):
+            for bucket in buckets if group["orthogonal"] else ():
+                own = optimizer.averaged(group, bucket.master)
+                whole = own if self._ranks == 1 else own.new_empty(len(bucket.weights))
+                if self._ranks > 1:
+                    _all_gather(whole, own)
+                for each in bucket.ranges:
+                    shape, first = each.parameter.shape, bucket.begin + each.begin - each.start
+                    matrix = whole.narrow(0, first, shape.numel()).view(shape)
+                    direction = orthogonalized(matrix).flatten().narrow(0, each.start, each.numel)
+                    optimizer.move(group, each.of(bucket.master), direction)
+                bucket.master.grad = None
 
     def refresh(self) -> None:
         """Give all ranks the weights of all masters."""

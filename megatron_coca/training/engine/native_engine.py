@@ -76,7 +76,7 @@ class NativeEngine:
 
         Args:
             model: maps samples int64 [micro_batch, length + 1] and the other arrays of a batch to a scalar loss.
-            optimizer: an optimizer of the parameters of `model` that updates each element by itself.
+            optimizer: an optimizer of the parameters of `model` that updates each element by itself, or Muon.
         """
         self._config, self._clipping = config, config.optimizer.gradient_clipping
         self._data_ranks = sizes.total // (sizes.micro * sizes.accumulation)

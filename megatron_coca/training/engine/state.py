@@ -17,7 +17,7 @@ from megatron_coca.checkpoints.native.state import WEIGHT, StatePiece
 from megatron_coca.config import Config, ModelConfig
 from megatron_coca.training.adapters import checkpoint_name
 from megatron_coca.training.engine import layouts
-from megatron_coca.training.optimizer import QK_NORMS, Lion
+from megatron_coca.training.optimizer import ORTHOGONAL, QK_NORMS, Lion, Muon
 
 Names = Mapping[nn.Parameter, str]
 SPLIT = re.compile(
@@ -28,8 +28,9 @@ MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
     torch.optim.SGD: (),
     Lion: ("exp_avg",),
+    Muon: ("exp_avg",),
 }
-"""The state tensors that each optimizer keeps per parameter."""
+"""The state tensors that each optimizer keeps per parameter, and Muon per matrix. Its other parameters have AdamW's."""
 STEP, ADDED_AT = "step", "added_at"
 """Counters: the optimizer's step count, and this count when norms of queries and keys were added, if they were added
 after other parameters.
@@ -115,13 +116,21 @@ def _replicas(optimizer: Any) -> Any:
     return layouts.layout(optimizer).replicas(optimizer)
 
 
-def _moments(optimizer: Any) -> tuple[str, ...]:
-    return next(names for kind, names in MOMENTS.items() if isinstance(layouts.torch_optimizer(optimizer), kind))
+def moments_of(kind: type[torch.optim.Optimizer], name: str) -> tuple[str, ...]:
+    """Return the state tensors that an optimizer keeps for a parameter with this name in a checkpoint."""
+    return MOMENTS[kind if kind is not Muon or ORTHOGONAL.search(name) else torch.optim.AdamW]
+
+
+def _moments(optimizer: Any, flat: Tensor) -> tuple[str, ...]:
+    own = layouts.torch_optimizer(optimizer)
+    if isinstance(own, Muon):
+        return MOMENTS[Muon if own.is_orthogonal(flat) else torch.optim.AdamW]
+    return next(names for kind, names in MOMENTS.items() if isinstance(own, kind))
 
 
 def _state(optimizer: Any, flat: Tensor) -> dict[str, Any]:
     """Return the optimizer's state for a tensor; if it does not exist yet, create it as the first step would."""
-    state, moments = layouts.torch_optimizer(optimizer).state[flat], _moments(optimizer)
+    state, moments = layouts.torch_optimizer(optimizer).state[flat], _moments(optimizer, flat)
     if not state and moments:
         state[STEP] = torch.zeros((), dtype=torch.float32, device=flat.device)
         state.update({name: torch.zeros_like(flat) for name in moments})
@@ -137,7 +146,9 @@ def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
     found: list[StatePiece] = []
     for flat_range in layouts.layout(optimizer).ranges(optimizer):
         state = _state(optimizer, flat_range.flat)
-        values = {WEIGHT: flat_range.flat.detach()} | {name: state[name] for name in _moments(optimizer)}
+        values = {WEIGHT: flat_range.flat.detach()} | {
+            name: state[name] for name in _moments(optimizer, flat_range.flat)
+        }
         name = names[flat_range.parameter]
         found += [StatePiece(name, kind, flat_range.start, flat_range.of(tensor)) for kind, tensor in values.items()]
     for parameter, owner in _frozen_owners(optimizer, names):

@@ -61,6 +61,7 @@ LAYOUTS = [
     layout("native engine", 1, STOPS, engine="native"),
     layout("native engine, bf16, learned frequencies", 1, STOPS, engine="native", precision="bfloat16", **CLEX),
     layout("native engine in two processes, Lion", 2, engine="native", **{"optimizer.type": "lion"}),
+    layout("native engine in two processes, Muon", 2, engine="native", **{"optimizer.type": "muon"}),
     layout("native engine, bf16 summed in fp32", 2, engine="native", precision="bfloat16", **IN_FP32),
     layout("bf16", 1, STOPS, precision="bfloat16", zero_stage=1),
     layout("bf16 summed in fp32", 2, precision="bfloat16", zero_stage=1, **IN_FP32),

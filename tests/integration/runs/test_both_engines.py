@@ -83,8 +83,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-STEPS = {case: LONG if case in ("fp32", "bfloat16", "bfloat16, sums in fp32") else SHORT for case in CASES}
-
+MUON = "fp32, Muon"
+ONLY_NATIVE: dict[str, dict[str, Any]] = {
+    # The middle of the weights lies within a matrix.
+    MUON: {"optimizer.type": "Muon", "num_layers": 3, "moe_num_experts": 3, "moe_top_k": 2}
+}
+STEPS = {case: LONG if case in ("fp32", "bfloat16", "bfloat16, sums in fp32") else SHORT for case in CASES} | {
+    MUON: SHORT
+}
 
 OTHER_WEIGHTS = "other weights"
 """Target of a part in which each rank draws other weights."""
@@ -120,7 +126,7 @@ def save(engine: Engine, folder: Path) -> None:
 
 def train(part: Part, root: Path) -> dict[str, Any]:
     """Run a part; return the losses, norms and step count, and a digest of the weights that the model computes with."""
-    keys = {name: value for name, value in (KEYS | CASES[part.case]).items() if value is not None}
+    keys = {name: value for name, value in (KEYS | (CASES | ONLY_NATIVE)[part.case]).items() if value is not None}
     seed = 1 if part.source is not None else dist.rank() if part.target == OTHER_WEIGHTS else 0
     config = load_config([], keys | {"engine": part.engine, "seed": seed})
     model = assemble_model(config, "cpu").train()
@@ -234,6 +240,29 @@ def test_all_ranks_begin_with_the_weights_of_the_first(tmp_path: Path) -> None:
     first, again = (Part("bfloat16", "native", 0, 2, None, name) for name in ("equal weights", OTHER_WEIGHTS))
     found = launch(tmp_path, 2, [first, again])
     assert found[first.target] == found[again.target]
+
+
+def test_muon_divides_matrices_between_ranks(tmp_path: Path) -> None:
+    """Two ranks take the steps of one, and go on from its state. Products in bfloat16 amplify the differences of
+    rounding, at each step.
+    """
+    begun, end = Part(MUON, "native", 0, 2, None, "begun"), Part(MUON, "native", 2, 4, "begun", "end")
+    alone, both = launch(tmp_path / "1", 1, [begun, end]), launch(tmp_path / "2", 2, [begun, end])
+    for target in ("begun", "end"):
+        assert alone[target]["figures"] == [pytest.approx(each, rel=2e-3) for each in both[target]["figures"]]
+    mixed = launch(tmp_path / "2", 2, [end._replace(source=str(tmp_path / "1/begun"))])
+    assert mixed["end"]["figures"] == [pytest.approx(each, rel=2e-3) for each in alone["end"]["figures"]]
+    names = set()
+    with open_state(tmp_path / "1/begun") as first, open_state(tmp_path / "2/begun") as second:
+        assert first.shapes == second.shapes
+        for name in first.shapes:
+            one, other = first.whole(name, "weight"), second.whole(name, "weight")
+            assert (one - other).abs().mean() < 0.02 * RATE, name
+            if "mlp.linear" in name and "weight" in name:
+                names.add(name)
+                moments = (each.whole(name, "exp_avg") for each in (first, second))
+                torch.testing.assert_close(*moments, rtol=0.1, atol=1e-3)
+    assert len(names) == 6
 
 
 def test_the_number_of_ranks_may_change_with_the_engine(two_ranks: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -129,6 +129,14 @@ def test_sgd_keeps_no_moments_and_lion_one(name: str, size: int) -> None:
     assert states_bytes(config, Topology(1, 1, 1, 1), 100).optimizer == size
 
 
+def test_muon_keeps_one_moment_of_matrices_and_two_of_other_weights() -> None:
+    config = configured(**{"optimizer.type": "Muon", "engine": "native"})
+    count = parameter_count(config)
+    states = states_bytes(config, Topology(1, 1, 1, 1), count.total)
+    others = count.total - count.attention - count.mlp
+    assert states.optimizer == pytest.approx((4 + 4) * count.total + 4 * others)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_pipeline_stages_and_tensor_ranks_hold_parts(tied: bool) -> None:
     config = configured(no_weight_tying=not tied)

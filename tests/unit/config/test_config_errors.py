@@ -42,7 +42,8 @@ optimizer: {type: adan, params: {lr: 1e-4, beta: 3}}
         f"run.yml:5: pos_emb: `Rotary` is not one of {' | '.join(names('pos_emb'))}; did you mean `rotary`?",
         "run.yml:6: hidden_dropout: expected a number, got True",
         "run.yml:7: train_iters: expected an integer, got 1000.0; write 1000",
-        "run.yml:8: optimizer.type: `adan` is not one of Adam | AdamW | cpu_adam | sgd | lion; did you mean `Adam`?",
+        "run.yml:8: optimizer.type: `adan` is not one of Adam | AdamW | cpu_adam | sgd | lion | Muon; did you mean"
+        " `Adam`?",
         "run.yml:8: optimizer.params.beta: unknown key; did you mean `optimizer.params.betas`?",
         "command line: seeed: unknown key; did you mean `seed`?",
     }

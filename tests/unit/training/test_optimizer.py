@@ -6,9 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_coca.config import Config, load_config
+from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model import build_model
-from megatron_coca.training.optimizer import OPTIMIZERS, build_optimizer, parameter_groups
+from megatron_coca.training.optimizer import (
+    OPTIMIZERS,
+    Muon,
+    build_optimizer,
+    orthogonalized,
+    parameter_groups,
+    train_only_parts,
+)
 
 SHAPE = {
     "num_layers": 2,
@@ -57,9 +64,10 @@ def test_a_tied_head_is_trained_once_and_frozen_parameters_never() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_numbers_of_the_configuration_arrive(name: str) -> None:
     keys = {"optimizer.type": name, "optimizer.params.betas": [0.8, 0.9], "optimizer.params.eps": 1e-6}
+    keys |= {"engine": "native"} if name == "Muon" else {}
     config = configured(weight_decay=0.2, **({"optimizer.type": name} if name == "sgd" else keys))
     optimizer = build_optimizer(build_model(config), config.optimizer)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2] * (name == "Muon") + [0.2, 0.0]
     assert all(group["lr"] == 0.01 for group in optimizer.param_groups)
     if name != "sgd":
         assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
@@ -94,3 +102,71 @@ def test_lion_takes_the_steps_of_its_formula() -> None:
         momentum = 0.99 * momentum + 0.01 * grad
         torch.testing.assert_close(layer.weight.detach().double(), weight, rtol=0, atol=1e-6)
     torch.testing.assert_close(optimizer.state[layer.weight]["exp_avg"].double(), momentum, rtol=0, atol=1e-7)
+
+
+def test_muon_takes_the_steps_of_pytorch() -> None:
+    """For wide, tall and square matrices; each of a stack of matrices is one; vectors take those of AdamW."""
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=draw) for shape in ((12, 40), (40, 12), (16, 16), (3, 8, 20), (7,))]
+    ours, theirs = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    stacked = [nn.Parameter(each.clone()) for each in values[3]]
+    groups = [{"params": ours[:4], "weight_decay": 0.3, "orthogonal": True}, {"params": ours[4:], "weight_decay": 0.1}]
+    muon = Muon(groups, 1e-2, 0.9, (0.8, 0.9), 1e-6)
+    same = {"lr": 1e-2, "weight_decay": 0.3, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+    references = [
+        torch.optim.Muon([*theirs[:3], *stacked], **same),
+        torch.optim.AdamW(theirs[4:], lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6),
+    ]
+    for _ in range(4):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape, generator=draw)
+            other.grad = one.grad.clone()
+        for each, grad in zip(stacked, ours[3].grad, strict=True):  # type: ignore[arg-type]
+            each.grad = grad.clone()
+        for optimizer in (muon, *references):
+            optimizer.step()
+    expected = [*theirs[:3], torch.stack(list(stacked)), theirs[4]]
+    for one, other, first in zip(ours, expected, values, strict=True):
+        assert (one - first).abs().max() > 1e-2
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-4)  # products in bfloat16
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16)])
+def test_a_step_of_muon_has_equal_singular_values(shape: tuple[int, int]) -> None:
+    """Up to the inaccuracy of five iterations, from singular values that differ by a factor of 100."""
+    rank = min(shape)
+    draw = torch.Generator().manual_seed(1)
+    left, right = (torch.linalg.qr(torch.randn(size, rank, generator=draw))[0] for size in shape)
+    matrix = left * torch.logspace(0, -2, rank) @ right.T
+    step = orthogonalized(matrix) / (0.2 * max(shape) ** 0.5)
+    values = torch.linalg.svdvals(step)
+    assert values.min() > 0.3 and values.max() < 1.3
+    assert (step * (left @ right.T)).sum() / rank > 0.7, "the same singular vectors"
+
+
+def test_muon_takes_the_matrices_of_attention_and_mlp() -> None:
+    keys = {"moe_num_experts": 4, "moe_top_k": 2, "moe_shared_intermediate_size": 32, "moe_shared_gate": True}
+    config = configured(**keys, **{"optimizer.type": "Muon"}, engine="native", pos_emb="pope")
+    model = build_model(config)
+    train_only_parts(model, config.optimizer)
+    names = {parameter: name.removeprefix("blocks.0.") for name, parameter in model.named_parameters()}
+    first, *others = build_optimizer(model, config.optimizer).param_groups
+    chosen = {names[each] for each in first["params"] if not names[each].startswith("blocks.1.")}
+    projections = {f"attention.query_key_value.{name}.weight" for name in ("query", "key", "value")}
+    assert projections | {"attention.dense.weight"} <= chosen
+    assert all(".mlp." in f".{name}" for name in chosen - projections - {"attention.dense.weight"})
+    rest = {names[each] for group in others for each in group["params"]}
+    assert {"embedding.word_embeddings.weight", "mlp.router.weight", "mlp.shared_gate.weight"} <= rest, rest
+    assert not any(each.dim() < 2 for each in first["params"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "needs whole matrices, which DeepSpeed divides; set engine=native"),
+        ({"engine": "native", "lora": {"rank": 2}}, "is not supported with lora"),
+    ],
+)
+def test_what_muon_does_not_support(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(**keys, **{"optimizer.type": "Muon"})

@@ -25,7 +25,9 @@ KEYS: dict[str, Any] = {"num_layers": 1, "hidden_size": 32, "num_attention_heads
 KEYS |= {"pos_emb": "coca", "engine": "native", "gradient_clipping": 0.5, "optimizer.params.lr": 1e-2}
 KEYS |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 STEPS = 4
-DTYPES = {"fp32": {}, "bfloat16": {"precision": "bfloat16"}}
+DTYPES: dict[str, dict[str, Any]] = {"fp32": {}, "bfloat16": {"precision": "bfloat16"}}
+MUON = {"optimizer.type": "Muon"}
+OPTIMIZED = DTYPES | {f"{name}, Muon": keys | MUON for name, keys in DTYPES.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,7 @@ def plain_steps(config: Config) -> tuple[list[tuple[float, float]], nn.Module]:
     return figures, model
 
 
-@pytest.mark.parametrize("keys", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("keys", [*DTYPES.values(), DTYPES["bfloat16"] | MUON], ids=[*DTYPES, "bfloat16, Muon"])
 def test_steps_are_those_of_plain_pytorch(keys: dict[str, Any]) -> None:
     config = configured(keys)
     engine, model = engine_of(config)
@@ -97,7 +99,7 @@ def test_steps_are_those_of_plain_pytorch(keys: dict[str, Any]) -> None:
     assert engine.counters() == {"step": float(STEPS)}
 
 
-@pytest.mark.parametrize("keys", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("keys", OPTIMIZED.values(), ids=OPTIMIZED)
 def test_a_resumed_engine_trains_the_same_bits(keys: dict[str, Any]) -> None:
     config = configured(keys)
     engine, model = engine_of(config)
