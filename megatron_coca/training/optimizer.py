@@ -152,12 +152,13 @@ class Muon(torch.optim.AdamW):
 
     def averaged(self, group: dict[str, Any], weight: Tensor) -> Tensor:
         """Add the gradient of a matrix, or of a part of it, to its momentum, and return the mean of both."""
-        state, momentum = self.state[weight], group["momentum"]
+        state, momentum, grad = self.state[weight], group["momentum"], weight.grad
+        assert grad is not None
         if not state:
             state.update(step=torch.zeros((), device=weight.device), exp_avg=torch.zeros_like(weight))
         state["step"] += 1
-        state["exp_avg"].lerp_(weight.grad, 1 - momentum)
-        return torch.lerp(weight.grad, state["exp_avg"], momentum)
+        state["exp_avg"].lerp_(grad, 1 - momentum)
+        return torch.lerp(grad, state["exp_avg"], momentum)
 
     @staticmethod
     def move(group: dict[str, Any], weight: Tensor, direction: Tensor) -> None:
