@@ -35,7 +35,7 @@ QK_NORMS = re.compile(r"\battention\.(query|key|qk)_layernorm\.")
 
 
 ORTHOGONAL = re.compile(
-    r"\battention\.(query_key_value(\.(query|key|value))?|dense|output_gate)\.weight$"
+    r"\battention\.(query_key_value(\.(query|key|value))?|(query|key_value)(_down|_up)|query|dense|output_gate)\.weight$"
     r"|\bmlp\.(?!router\.|shared_gate\.).*\bweight$"
 )
 """Names of the matrices of which Muon makes the steps orthogonal."""

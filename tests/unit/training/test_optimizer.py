@@ -160,6 +160,15 @@ def test_muon_takes_the_matrices_of_attention_and_mlp() -> None:
     assert not any(each.dim() < 2 for each in first["params"])
 
 
+def test_muon_takes_the_maps_of_latents() -> None:
+    config = configured(kv_lora_rank=8, q_lora_rank=6, pos_emb="rotary", engine="native", **{"optimizer.type": "Muon"})
+    model = build_model(config)
+    train_only_parts(model, config.optimizer)
+    chosen = {id(each) for each in build_optimizer(model, config.optimizer).param_groups[0]["params"]}
+    for name, parameter in model.blocks[0].attention.named_parameters():
+        assert (id(parameter) in chosen) == (parameter.dim() == 2), name
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
