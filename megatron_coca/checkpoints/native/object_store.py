@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError, ServiceError, describe, parse_json, read_json
+from megatron_coca.checkpoints.native.meta import checked_meta
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.support.remote_files import RemoteFiles, is_url, local_folder
 from megatron_coca.work.locks import exclusive_lock
@@ -56,6 +57,7 @@ def fetch(url: str, step: int | None = None, cache: str | Path = DEFAULT_CACHE) 
                     f"{url}: no complete checkpoint{which}; available steps: {available or 'none'}, choose another"
                 )
             folder = native.step_folder(save, available[-1] if wanted is None else wanted)
+            remote.download_base(native.step_of(folder), save)
             return folder if remote.has(folder) else remote.download(native.step_of(folder), save)
     except OSError as error:
         raise CheckpointError(
@@ -118,6 +120,14 @@ class RemoteFolder(RemoteFiles):
         logger.info("downloaded %s to %s", url, folder)
         return folder
 
+    def download_base(self, step: int, save: Path) -> None:
+        """Download the checkpoint whose model the adapters of the checkpoint of `step` change, if it is in this run and
+        not in the local folder `save`. Raises CheckpointError.
+        """
+        base = base_step(checked_meta(self.read_json(step, native.META), f"{self.url}/{_folder(step)}/{native.META}"))
+        if base is not None and not self.has(native.step_folder(save, base)):
+            self.download(base, save)
+
     def remove(self, step: int) -> None:
         """Remove a checkpoint, complete or not. Its manifest is removed first."""
         self.remove_object(f"{_folder(step)}/{native.MANIFEST}")
@@ -148,6 +158,14 @@ class RemoteFolder(RemoteFiles):
             if name and (step := native.parse_step(folder)) is not None:
                 listing.setdefault(step, []).append(name)
         return dict(sorted(listing.items()))
+
+
+def base_step(meta: dict[str, Any]) -> int | None:
+    """Return the step of the checkpoint whose model the adapters of a checkpoint change, from its valid meta.json. None
+    if they change a model elsewhere, or if there are no adapters.
+    """
+    adapts = native.adapted_model(meta)
+    return native.step_of(Path(adapts.place)) if adapts is not None and adapts.is_beside else None
 
 
 def _folder(step: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.native.object_store import RemoteFolder, fetch, save_folder
+from megatron_coca.checkpoints.native.object_store import RemoteFolder, base_step, fetch, save_folder
 from megatron_coca.config import CheckpointConfig, Config
 from megatron_coca.support.remote_files import is_url
 from megatron_coca.training.checkpointing.resume import runs_of
@@ -175,7 +175,9 @@ class RemoteCheckpoints:
         named = None if given.auto_resume else given.iteration
         lacking = stored[-1] > max(local, default=-1) if named is None else named not in local
         if resumes and lacking:
-            store.download(stored[-1] if named is None else named, save)
+            step = stored[-1] if named is None else named
+            store.download_base(step, save)
+            store.download(step, save)
 
     def _upload(self, store: RemoteFolder, steps: list[int]) -> None:
         """Upload the last of the ascending `steps`, and the earlier ones that are newer than all steps in the store."""
@@ -188,8 +190,10 @@ class RemoteCheckpoints:
                 if step > reached or step == steps[-1]:
                     _upload_step(store, native.step_folder(self._folder, step))
             self._owed.difference_update(steps)
+            base = base_step(native.read_meta(native.step_folder(self._folder, steps[-1])))
             for old in native.superseded(store.steps(), given.keep_last_n_checkpoints, given.keep_every_n_steps):
-                store.remove(old)
+                if old != base:
+                    store.remove(old)
         except CheckpointError as error:
             self.failure = type(error)(
                 f"{native.step_folder(self._folder, steps[-1])}: could not be uploaded, but is complete ({error}); run "

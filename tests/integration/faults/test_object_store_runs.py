@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_coca import load_model
-from megatron_coca.checkpoints import CheckpointError, native
+from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.checkpoints.native import object_store
 from megatron_coca.checkpoints.native.object_store import RemoteFolder
 from megatron_coca.data.readers.remote import DataFiles
@@ -115,6 +115,53 @@ def test_a_run_on_shards_of_a_store_has_the_weights_of_one_on_a_disk(
     assert list(tmp_path.rglob("words_train.idx"))
     train(keys | {"save": str(tmp_path / "pair"), "data_root": str(tmp_path / "pair_data")}, ranks=2)
     assert native.steps(tmp_path / "pair")[-1] == STEPS
+
+
+LORA = {"rank": 4, "also": ["norms"]}
+
+
+@pytest.mark.slow
+def test_adapters_that_begin_in_a_stage_are_resumed_on_another_machine(train: Train, tmp_path: Path) -> None:
+    """The checkpoint that the adapters change stays on the store, and every new machine downloads it too."""
+    stages = [{"until": 2, "trainable": ["key"]}, {"lora": LORA, "reset_optimizer": True}]
+    keys = {"stages": stages, "keep_last_n_checkpoints": 1}
+    train(keys | {"save": str(tmp_path / "local")})
+    url = "s3://bucket/adapters"
+    for stop in (2, 4, STEPS):
+        machine = {"save": url, "checkpoint_cache": str(tmp_path / f"machine{stop}"), "exit_interval": stop}
+        started = train(keys | machine)
+        assert stop == 2 or f"resuming at step {stop - 2}" in started.output
+    assert RemoteFolder(url).steps() == [2, STEPS]
+    assert digest(url, STEPS) == local_digest(tmp_path / "local", STEPS)
+    folder = object_store.fetch(url, cache=tmp_path / "reader")
+    expected = dict(open_checkpoint(tmp_path / "local").weights())
+    for name, weight in open_checkpoint(folder).weights():
+        assert torch.equal(weight, expected[name])
+    assert object_store.fetch(url, cache=tmp_path / "reader") == folder, "both are in the cache"
+
+
+@pytest.mark.slow
+def test_adapters_of_a_model_elsewhere_are_resumed_on_another_machine(
+    train: Train, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """The model is on the store too, or its folder is named again. Without it, the error says what to do."""
+    shutil.copytree(uninterrupted, tmp_path / "first" / "base")
+    train({"save": "s3://bucket/base", "checkpoint_cache": str(tmp_path / "first")})
+    keys = {"finetune": True, "lora": LORA}
+    train(keys | {"load": str(uninterrupted), "save": str(tmp_path / "local")})
+    for name, load in (("disk", str(tmp_path / "first" / "base")), ("store", "s3://bucket/base")):
+        url = f"s3://bucket/of_{name}"
+        given = keys | {"load": load, "save": url}
+        train(given | {"checkpoint_cache": str(tmp_path / "first"), "exit_interval": 2})
+        if name == "disk":
+            (tmp_path / "first" / "base").rename(tmp_path / "moved")
+            missing = train(given | {"checkpoint_cache": str(tmp_path / "second")}, expected=2)
+            assert "which no longer exists there; name its folder with --base FOLDER" in missing.output
+            given |= {"load": str(tmp_path / "moved")}
+        shutil.rmtree(tmp_path / "first", ignore_errors=True)
+        resumed = train(given | {"checkpoint_cache": str(tmp_path / "third")})
+        assert "resuming at step 2" in resumed.output
+        assert digest(url, STEPS) == local_digest(tmp_path / "local", STEPS), name
 
 
 AWAY = Hook("transfer", "no answer", [])

@@ -39,6 +39,7 @@ def layout(name: str, ranks: int, stops: Sequence[int], slow: bool = True, **cha
         layout("ZeRO 2, offload", 1, (4,), zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}}),
         layout("native engine, bf16, in two processes", 2, (4, 9), engine="native", precision="bfloat16"),
         layout("sequence parallelism", 2, (4, 9), sequence_parallel_size=2, attention_dropout=0.0),
+        layout("a ring", 2, (4, 9), context_parallel_size=2, attention_dropout=0.0, zero_stage=2),
         layout("DoRA, all matrices", 1, (4,), lora={"rank": 4, "dora": True, "targets": ["query", "value", "mlp"]}),
         layout("rsLoRA, keys as a whole", 1, (4,), lora={"rslora": True, "targets": ["query"], "also": ["key"]}),
         layout("Lion, recomputed blocks", 1, (4,), checkpoint_activations=True, **{"optimizer.type": "lion"}),
@@ -100,6 +101,7 @@ def test_every_division_trains_the_same_adapters(live: Any, whole: Run, open_run
         "zero 2": (2, {"zero_stage": 2}),
         "native, two": (2, {"engine": "native"}),
         "sequence": (2, {"sequence_parallel_size": 2}),
+        "ring": (2, {"context_parallel_size": 2}),
     }
     for name, (ranks, changes) in runs.items():
         live(on(whole, save=str(tmp_path / name), **plain, **changes), ranks=ranks)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,6 +77,8 @@ FLASH: Mapping[str, dict[str, Any]] = {
     "streaming": {"pos_emb": "rotary", "relative_positions": {"type": "streaming", "window": 4, "sinks": 3}},
     "dual_chunk": COCA | {"relative_positions": {"type": "dual_chunk", "chunk_size": 7, "max_position": 10}},
     "chunks": COCA | {"attention_chunk_size": 7},
+    "adapters": COCA | {"lora": {"rank": 3}} | GROUPED,
+    "adapters with DoRA": {"pos_emb": "rotary", "lora": {"rank": 3, "dora": True}},
     "norms of the operands": {"pos_emb": "rotary", "qk_norm": "head", "qk_norm_after_rotation": True},
 }
 DENSE: Mapping[str, dict[str, Any]] = {
@@ -104,7 +107,7 @@ RINGS = (
     (2, COUNTED),
 )
 """The number of ranks and the layout of the runs."""
-FEW = ("coca", "rerope", "alibi")
+FEW = ("coca", "rerope", "alibi", "adapters")
 """Cases that the fast tests run on two ranks."""
 
 
@@ -113,11 +116,16 @@ def attention_of(keys: Mapping[str, Any], backend: str) -> Attention:
     overrides = [
         f"{name}={json.dumps(value)}" for name, value in (KEYS | keys | {"attention_backend": backend}).items()
     ]
-    module = Attention(load_config([], overrides)).double()
+    config = load_config([], overrides)
+    module = Attention(config).double()
     generator = torch.Generator().manual_seed(4)
+    if config.optimizer.lora is not None:
+        settings = peft.LoraConfig(target_modules=["query", "key", "value", "dense"], **config.optimizer.lora.settings)
+        module.attention.split_projection()
+        peft.inject_adapter_in_model(settings, module)
     with torch.no_grad():
         for name, weight in module.named_parameters():
-            if "position" in name or "encoding" in name:  # initial values would hide terms
+            if "position" in name or "encoding" in name or "lora_B" in name:  # initial values would hide terms
                 weight.add_(0.2 * torch.rand(weight.shape, generator=generator, dtype=weight.dtype))
     return module.train()
 

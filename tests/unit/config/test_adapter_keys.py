@@ -79,7 +79,12 @@ def test_errors(lora: Any, keys: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_is_supported(stage: int) -> None:
-    for keys in ({"engine": "native"} if stage < 2 else {}, {"sequence_parallel_size": 2}, {"precision": "bfloat16"}):
+    for keys in (
+        {"engine": "native"} if stage < 2 else {},
+        {"sequence_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"precision": "bfloat16"},
+    ):
         load_config([], SHAPE | {"lora": {}, "zero_optimization": {"stage": stage}} | keys)
     load_config([], SHAPE | EXPERTS | {"lora": {"also": ["mlp", "router"]}})
 
