@@ -6,8 +6,10 @@
 Our implementation runs the step of `megatron-coca train`, engine included; the peer runs plain PyTorch in a separate
 process, as its users do. On a CPU, the peer is measured a second time with our C library setting that keeps freed
 memory. All implementations take turns, step by step, on the same random tokens, so that a slow phase of the machine
-affects all of them. A ratio is the median over the rounds. The script appends one JSON line per implementation to
---output. On a GPU, with 350M parameters and bfloat16:
+affects all of them. A ratio is the median over the rounds. The CPU time of each process is recorded too, because other
+processes on the same cores change it less than the time of a clock. With `lora=...` and `--peer llama`, the peer trains
+adapters with peft. The script appends one JSON line per implementation to --output. On a GPU, with 350M parameters and
+bfloat16:
 
     python tools/bench_train.py configs/350M/roformer.yml precision=bfloat16 train_micro_batch_size_per_gpu=32 \\
         --methods rotary coca --peer transformers --compile --rounds 50
@@ -18,6 +20,7 @@ import contextlib
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
+from megatron_coca.config.optimization import LoraConfig
 from megatron_coca.data import Batch
 from megatron_coca.evaluation.results import out_of_memory
 from megatron_coca.evaluation.subject import backend_record
@@ -41,6 +45,7 @@ from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flop
 from megatron_coca.support.errors import InputError
 from megatron_coca.support.host import keep_freed_memory
 from megatron_coca.training import launch
+from megatron_coca.training.adapters import add_adapters
 from megatron_coca.training.checkpointing.saving import DTYPES
 from megatron_coca.training.engine import build_engine, group
 from megatron_coca.training.optimizer import build_optimizer
@@ -66,6 +71,7 @@ class Contestant:
         name: the position method, with the engine if there are several, or the peer's name.
         step: a function that runs a step on micro-batches and returns the loss.
         peak: a function that returns the peak memory of a step in bytes, without weights and optimizer states.
+        cpu: a function that returns the CPU time that its process has used, in seconds.
         backend: our attention backend and, on a GPU, its kernel; None for the peer.
     """
 
@@ -73,6 +79,7 @@ class Contestant:
     config: Config
     step: Callable[[list[Tensor]], float]
     peak: Callable[[list[Tensor]], int]
+    cpu: Callable[[], float] = time.process_time
     backend: str | None = None
 
 
@@ -119,7 +126,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
         config = load_config(files, [*given, *keys])
         step, backend = own_step(config)
         called = name if engine is None else f"{name}, {engine}"
-        methods.append(Contestant(called, config, step, peak_of(step), backend))
+        methods.append(Contestant(called, config, step, peak_of(step), backend=backend))
     if options.peer is None:
         return methods
     config = load_config(files, [*given, "pos_emb=rotary"]).override(PEERS[options.peer].keys)
@@ -131,7 +138,10 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
 
 def own_step(config: Config) -> tuple[Callable[[list[Tensor]], float], str]:
     """Return a function that runs an engine step like `megatron-coca train`, and the attention backend."""
-    model = build_model(config, group.local_device()).train()
+    model = build_model(config, group.local_device())
+    if config.optimizer.lora is not None:
+        add_adapters(model, config.optimizer.lora, config.seed)
+    model.train()
     optimizer = partial(build_optimizer, config=config.optimizer)
     own_engine = build_engine(model, optimizer, config, config.batch.resolve(1))
     step, backend = own_engine.train_step, backend_record(model, config, group.local_device(), trains=True)
@@ -147,22 +157,25 @@ def peer(name: str, config: Config, compiled: bool, keeps_memory: bool) -> Conte
     PEERS[kind].arguments(config)  # raises here rather than in the child
     child = ChildProcess(_peer_call, kind, config, group.local_device(), compiled, keeps_memory)
 
-    def call(micro_batches: list[Tensor], peak: bool) -> Any:
-        return child([batch.numpy() for batch in micro_batches], peak)
+    def call(micro_batches: list[Tensor], wanted: str) -> Any:
+        return child([batch.numpy() for batch in micro_batches], wanted)
 
-    return Contestant(name, config, partial(call, peak=False), partial(call, peak=True))
+    step, peak = (partial(call, wanted=wanted) for wanted in ("loss", "peak"))
+    return Contestant(name, config, step, peak, partial(child, [], "cpu"))
 
 
 def _peer_call(
     kind: str, config: Config, device: str, compiled: bool, keeps_memory: bool
-) -> Callable[[list[Any], bool], float]:
+) -> Callable[[list[Any], str], float]:
     if keeps_memory:
         keep_freed_memory()
     step = transformers_step(config, device, compiled, kind)
 
-    def call(arrays: list[Any], peak: bool) -> float:
-        function: Callable[[list[Tensor]], float] = peak_of(step) if peak else step
-        return function([torch.from_numpy(array) for array in arrays])
+    functions: dict[str, Callable[[list[Tensor]], float]] = {"loss": step, "peak": peak_of(step)}
+    functions["cpu"] = lambda batches: time.process_time()
+
+    def call(arrays: list[Any], wanted: str) -> float:
+        return functions[wanted]([torch.from_numpy(array) for array in arrays])
 
     return call
 
@@ -184,10 +197,12 @@ def transformers_step(
     Raises:
         ConfigError: the class in transformers does not support the model.
     """
-    model = PEERS[kind].build(config).to(device, DTYPES[config.precision.dtype]).train()
+    model = PEERS[kind].build(config).to(device, DTYPES[config.precision.dtype])
     keys = config.optimizer
+    model = (model if keys.lora is None else with_peft(model, keys.lora, kind)).train()
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, betas=keys.betas, eps=keys.eps, weight_decay=keys.weight_decay, fused=True
+        trained, lr=1e-4, betas=keys.betas, eps=keys.eps, weight_decay=keys.weight_decay, fused=True
     )
     if compiled:  # layer by layer, as ours, so that all layers share one compilation
         for layer in next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList)):
@@ -202,12 +217,37 @@ def transformers_step(
             (loss / len(micro_batches)).backward()
             total += loss.detach() / len(micro_batches)
         if keys.gradient_clipping > 0:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), keys.gradient_clipping)
+            torch.nn.utils.clip_grad_norm_(trained, keys.gradient_clipping)
         optimizer.step()
         optimizer.zero_grad()
         return float(total)
 
     return step
+
+
+ADAPTED = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "dense": "o_proj"}
+WHOLE = {"norms": ["input_layernorm", "post_attention_layernorm", "norm"], "embedding": ["embed_tokens"]}
+"""The modules of transformers' LLaMA for the names in `lora.targets` and `lora.also`."""
+
+
+def with_peft(model: torch.nn.Module, lora: LoraConfig, kind: str) -> torch.nn.Module:
+    """Return the peer with the adapters of `lora`, as peft adds them.
+
+    Raises:
+        ConfigError: the classes have no such modules.
+    """
+    if kind != "llama" or not (set(lora.targets) <= ADAPTED.keys() and set(lora.also) <= WHOLE.keys()):
+        raise ConfigError(
+            f"lora: adapters of peft are compared with --peer llama, targets {', '.join(ADAPTED)}, and "
+            f"{', '.join(WHOLE)} in also; change lora, or leave out --peer"
+        )
+    from peft import LoraConfig as Settings
+    from peft import get_peft_model
+
+    targets, whole = [ADAPTED[name] for name in lora.targets], [name for part in lora.also for name in WHOLE[part]]
+    settings = Settings(target_modules=targets, modules_to_save=whole, lora_dropout=lora.dropout, **lora.settings)
+    adapted: torch.nn.Module = get_peft_model(model, settings)
+    return adapted
 
 
 def _unsupported(config: Config, plain: dict[str, Any], name: str) -> None:
@@ -317,10 +357,21 @@ def race(entrants: list[Contestant], options: argparse.Namespace) -> Iterator[di
                 raise
             print(f"{entrant.name:14} out of memory")
             yield {"benchmark": "training step", "method": entrant.name, "error": "out of memory"}
-    calls = {number: partial(entrant.step, micro_batches) for number, entrant in enumerate(fitting)}
+    used: list[list[float]] = [[] for _ in fitting]
+
+    def counted(entrant: Contestant, seconds: list[float]) -> None:
+        before = entrant.cpu()
+        entrant.step(micro_batches)
+        seconds.append(entrant.cpu() - before)
+
+    calls = {number: partial(counted, entrant, used[number]) for number, entrant in enumerate(fitting)}
     times = interleaved(calls, options.rounds, device, uncounted=WARMUP, seconds=options.seconds)
     for number, entrant in enumerate(fitting):
         ratio = compared(times[number], times[0]) | {"ratio_to": fitting[0].name, "compiled": options.compile}
+        own, base = (seconds[-len(times[0]) :] for seconds in (used[number], used[0]))
+        of_cpu = compared(own, base)
+        ratio |= {"cpu_seconds": statistics.median(own), "cpu_ratio": of_cpu["ratio"]}
+        ratio |= {"cpu_ratio_quartiles": of_cpu["ratio_quartiles"]}
         yield record(entrant, times[number], entrant.peak(micro_batches), ratio)
 
 
@@ -344,6 +395,7 @@ def record(own: Contestant, times: list[float], peak_bytes: int, ratio: dict[str
         f"{own.name:14} {seconds:.4f} s a step  {tokens / seconds:10,.0f} tokens/s  {achieved / 1e9:10,.1f} GFLOP/s"
         + (f"  MFU {utilisation:.1%}" if utilisation else unknown)
         + f"  {peak_bytes / 2**20:8,.0f} MiB  {ratio['ratio']:.3f} x the first"
+        + f"  CPU {ratio['cpu_seconds']:.4f} s, {ratio['cpu_ratio']:.3f} x"
     )
     return {
         "benchmark": "training step",
@@ -356,6 +408,7 @@ def record(own: Contestant, times: list[float], peak_bytes: int, ratio: dict[str
         "peak_bytes": peak_bytes,
         "shape": {key: config.flat()[key] for key in SHAPE},
         "parameters": parameter_count(config).total,
+        "lora": None if config.optimizer.lora is None else config.optimizer.lora.model_dump(),
         "tokens_per_step": tokens,
         "dtype": config.precision.dtype,
     } | ratio

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from megatron_coca.config import ConfigError, load_config
-from megatron_coca.model.cost import parameter_count
+from megatron_coca.model.cost import parameter_count, trained_count
 from tools.bench_train import (
+    LLAMA,
+    PEERS,
     Contestant,
     draw,
     parse,
@@ -18,6 +20,7 @@ from tools.bench_train import (
     peer_keys,
     race,
     transformers_step,
+    with_peft,
 )
 from tools.records import append_records
 
@@ -43,7 +46,8 @@ EVERY_RECORD = {
     "peak_bytes",
 }
 EVERY_RECORD |= {"ratio", "ratio_to", "ratio_quartiles", "rounds", "compiled", "shape", "parameters"}
-EVERY_RECORD |= {"tokens_per_step", "dtype", "device", "threads", "python", "versions"}
+EVERY_RECORD |= {"tokens_per_step", "dtype", "device", "threads", "python", "versions", "lora"}
+EVERY_RECORD |= {"cpu_seconds", "cpu_ratio", "cpu_ratio_quartiles"}
 
 
 def test_records_are_complete(tmp_path: Path) -> None:
@@ -62,6 +66,7 @@ def test_records_are_complete(tmp_path: Path) -> None:
     append_records(tmp_path / "new/train.jsonl", race([contestant("one", 20), contestant("other", 60)], options))
     first, second = map(json.loads, (tmp_path / "new/train.jsonl").read_text().splitlines())
     assert first.keys() == second.keys() == EVERY_RECORD
+    assert first["cpu_ratio"] == 1 and second["cpu_ratio"] > 1.3
     assert first["ratio"] == 1 and second["ratio"] > 1.3 and second["rounds"] == 9
     assert first["tokens_per_step"] == 64 and first["tokens_per_second"] == pytest.approx(64 / first["seconds"])
     assert [name for name, _ in seen[:4]] == ["one", "other"] * 2
@@ -88,6 +93,24 @@ def test_the_peer_trains() -> None:
     step, batches = transformers_step(config, "cpu"), draw(config, torch.Generator().manual_seed(0))
     losses = [step(batches) for _ in range(10)]
     assert losses[0] == pytest.approx(4.5, abs=0.3) and losses[-1] < losses[0]
+
+
+ATTENTION = {"rank": 4, "also": ["norms", "embedding"]}
+
+
+def test_the_peer_trains_as_many_numbers_with_peft() -> None:
+    config = load_config([], SHAPE | LLAMA | {"lora": ATTENTION})
+    assert config.optimizer.lora is not None
+    model = with_peft(PEERS["llama"].build(config), config.optimizer.lora, "llama")
+    assert sum(each.numel() for each in model.parameters() if each.requires_grad) == trained_count(config).total
+    step, batches = transformers_step(config, "cpu", kind="llama"), draw(config, torch.Generator().manual_seed(0))
+    losses = [step(batches) for _ in range(10)]
+    assert losses[0] == pytest.approx(4.5, abs=0.3) and losses[-1] < losses[0]
+    for kind, lora in (("transformers", {}), ("llama", {"targets": ["mlp"]}), ("llama", {"also": ["output_head"]})):
+        shape = SHAPE | (LLAMA if kind == "llama" else {})
+        other = load_config([], shape | {"lora": lora, "no_weight_tying": True})
+        with pytest.raises(ConfigError, match="lora: adapters of peft are compared with --peer llama"):
+            transformers_step(other, "cpu", kind=kind)
 
 
 @pytest.mark.slow
