@@ -1,5 +1,5 @@
 """The native engine trains the same bits as DeepSpeed with ZeRO 1, also after a resume, with the other engine, and on
-another number of ranks.
+another number of ranks, and if its passes are captured in CUDA graphs. The graphs are imitated.
 
 Many small runs share the processes of one launch. These processes run this file as a program.
 """
@@ -23,8 +23,10 @@ from megatron_coca.data import Batch
 from megatron_coca.model import assemble_model
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
+from megatron_coca.training.engine.passes import WARMUP
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts
 from tests.checkpoint_files import open_state
+from tests.imitated_graphs import Replays
 from tests.patience import patience
 
 pytestmark = pytest.mark.slow
@@ -32,6 +34,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 LONG, SHORT, RATE, VOCABULARY, LENGTH = 200, 40, 2e-2, 61, 16
 ENGINES = ("deepspeed", "native")
+GRAPHS = "native, graphs"
+ENGINE_KEYS: dict[str, dict[str, Any]] = {name: {"engine": name} for name in ENGINES}
+ENGINE_KEYS[GRAPHS] = {"engine": "native", "cuda_graphs": True}
 KEYS: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 32,
@@ -91,6 +96,9 @@ ONLY_NATIVE: dict[str, dict[str, Any]] = {
 STEPS = {case: LONG if case in ("fp32", "bfloat16", "bfloat16, sums in fp32") else SHORT for case in CASES} | {
     MUON: SHORT
 }
+CAPTURED = [case for case in CASES if "experts" not in case]
+"""Cases whose passes a graph can contain."""
+
 
 OTHER_WEIGHTS = "other weights"
 """Target of a part in which each rank draws other weights."""
@@ -128,10 +136,11 @@ def train(part: Part, root: Path) -> dict[str, Any]:
     """Run a part; return the losses, norms and step count, and a digest of the weights that the model computes with."""
     keys = {name: value for name, value in (KEYS | (CASES | ONLY_NATIVE)[part.case]).items() if value is not None}
     seed = 1 if part.source is not None else dist.rank() if part.target == OTHER_WEIGHTS else 0
-    config = load_config([], keys | {"engine": part.engine, "seed": seed})
+    config = load_config([], keys | ENGINE_KEYS[part.engine] | {"seed": seed})
     model = assemble_model(config, "cpu").train()
     train_only_parts(model, config.optimizer)
     sizes = config.batch.resolve(dist.world_size())
+    replays = Replays() if config.parallel.cuda_graphs else None
     engine = build_engine(model, partial(build_optimizer, config=config.optimizer), config, sizes)
     if part.source is not None:
         slices = engine.parameter_slices()
@@ -152,6 +161,9 @@ def train(part: Part, root: Path) -> dict[str, Any]:
     figures = [[step.loss, step.grad_norm, step.skipped, step.labels] for step in steps]
     found = {"figures": figures, "held out": held_out, "step": engine.counters()["step"], "weights": digest.hexdigest()}
     engine.close()
+    if replays is not None:
+        replays.restore()
+        assert replays.count == len(steps) * sizes.accumulation - WARMUP
     return found
 
 
@@ -183,6 +195,10 @@ def assert_equal_state(one: Path, other: Path) -> None:
                 assert torch.equal(first.whole(name, kind), second.whole(name, kind)), f"{name}: {kind}"
 
 
+CHANGES = ((GRAPHS, "deepspeed"), ("deepspeed", GRAPHS), (GRAPHS, GRAPHS))
+"""Pairs of an engine and the engine before it."""
+
+
 def whole(case: str, engine: str) -> Part:
     return Part(case, engine, 0, STEPS[case], None, f"{case}/{engine}")
 
@@ -201,9 +217,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 
 def all_parts() -> list[Part]:
-    """Each engine trains all steps at once, and goes on from the state of either engine after half of them."""
-    wholes = [whole(case, engine) for case in CASES for engine in ENGINES]
-    return wholes + [resumed(case, one, other) for case in CASES for one in ENGINES for other in ENGINES]
+    """Each engine trains all steps at once, and goes on from the state of either engine after half of them. So do
+    captured passes.
+    """
+    wholes = [whole(case, engine) for case in CASES for engine in ENGINES] + [whole(case, GRAPHS) for case in CAPTURED]
+    halves = [resumed(case, one, other) for case in CASES for one in ENGINES for other in ENGINES]
+    return wholes + halves + [resumed("bfloat16", *pair) for pair in CHANGES]
 
 
 def test_one_process_trains_the_same_bits(tmp_path: Path) -> None:
@@ -266,11 +285,15 @@ def test_muon_divides_matrices_between_ranks(tmp_path: Path) -> None:
 
 
 def test_the_number_of_ranks_may_change_with_the_engine(two_ranks: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """From the state that two ranks saved, one process goes on the same with both engines, and back."""
-    parts = [resumed(case, one, other) for case in CASES for one in ENGINES for other in ENGINES]
+    """From the state that two ranks saved, one process goes on the same with both engines, and back. So do captured
+    passes.
+    """
+    pairs = {case: [(one, other) for one in ENGINES for other in ENGINES] for case in CASES}
+    pairs["bfloat16"] += CHANGES
+    parts = [resumed(case, *pair) for case in CASES for pair in pairs[case]]
     alone = launch(tmp_path, 1, [part._replace(source=str(two_ranks[0] / str(part.source))) for part in parts])
     for case in CASES:
-        targets = [resumed(case, one, other).target for one in ENGINES for other in ENGINES]
+        targets = [resumed(case, *pair).target for pair in pairs[case]]
         assert len({alone[target]["weights"] for target in targets}) == 1, case
         for target in targets[1:]:
             assert_equal_state(tmp_path / target, tmp_path / targets[0])
@@ -279,10 +302,13 @@ def test_the_number_of_ranks_may_change_with_the_engine(two_ranks: tuple[Path, d
         for case in CASES
         for engine, other in (ENGINES, ENGINES[::-1])
     ]
+    source = resumed("bfloat16", "deepspeed", GRAPHS).target
+    back.append(Part("bfloat16", GRAPHS, LONG, LONG + 10, source, f"bfloat16/{GRAPHS} back"))
     found = launch(tmp_path, 2, back)
     for case in CASES:
-        one, other = (found[f"{case}/{engine} back"] for engine in ENGINES)
-        assert one["weights"] == other["weights"] and one["held out"] == other["held out"], case
+        one, *others = (found[f"{case}/{engine} back"] for engine in ENGINE_KEYS if f"{case}/{engine} back" in found)
+        for other in others:
+            assert one["weights"] == other["weights"] and one["held out"] == other["held out"], case
 
 
 if __name__ == "__main__":
