@@ -163,7 +163,7 @@ NOT_RUN = {
     "python tools/bench_evaluation.py": "times SmolLM2 beside transformers, for minutes",
     "python tools/bench_families.py": "times models of 58 families, for hours",
     "python tools/bench_spinning.py": "times three kinds of work, for minutes; test_bench_spinning.py runs a short one",
-    "python tools/bench_decoding.py": "times three ways of decoding, for minutes; test_bench_decoding.py runs a small one",
+    "python tools/bench_decoding.py": "times ways of decoding, for minutes; test_bench_decoding.py runs a small one",
     "python tools/bench_rings.py": "trains in six layouts, for minutes; test_bench_rings.py runs a small one",
     "OMP_WAIT_POLICY=passive megatron-coca train configs/quickstart": "the quickstart runs it without the variable",
     "python tools/bench_jobs.py": "times one evaluation twice, for minutes; test_bench_jobs.py runs a small one",
