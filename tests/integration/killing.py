@@ -222,6 +222,8 @@ def assert_kills_change_nothing(
         killed = kill_randomly(start, {"save": str(run)}, seed, min(IN_ONE_RUN, kills - hits), within)
         hits, inside_saves = hits + killed.hits, inside_saves + killed.inside_saves
         assert final_hashes(run, steps) == whole and open_run(run).losses == losses, f"run {seed}, {killed}"
+        if not killed.hits:  # so this is the time of an undisturbed run, perhaps on a machine that is less busy now
+            within = killed.seconds
         if hits >= kills:
             break
     print(f"{hits} kills in {seed + 1} runs, {inside_saves} of them inside a save")
