@@ -52,6 +52,8 @@ BASE = {"rope_type": "default", "rope_theta": 1e4}
 WINDOW = {"sliding_window": TRAINED // 2}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 176}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 176}
+LATENT = {"kv_lora_rank": 128, "q_lora_rank": 192, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+LATENT |= {"num_key_value_heads": 8}
 HEADS, NO_PADDING = {"head_dim": 64}, {"pad_token_id": None}
 GEMMA4 = {"global_head_dim": 128, "attention_k_eq_v": True, "num_global_key_value_heads": 2}
 GRANITE = {"attention_multiplier": 0.125, "residual_multiplier": 0.5, "embedding_multiplier": 12.0}
@@ -69,6 +71,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", BLOCK | {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 176}),
     "glm4_moe": ("Glm4Moe", BLOCK | ROUTED | {"head_dim": 64}),
     "dots1": ("Dots1", BLOCK | ROUTED | {"head_dim": 64, "n_shared_experts": 1}),
+    "minicpm3": ("MiniCPM3", BLOCK | LATENT | {"rope_parameters": BASE}),
+    "youtu": ("Youtu", BLOCK | LATENT),
+    "deepseek_v2": ("DeepseekV2", BLOCK | LATENT | ROUTED),
+    "deepseek_v3": ("DeepseekV3", BLOCK | LATENT | ROUTED | {"n_group": 4, "topk_group": 2}),
+    "glm4_moe_lite": ("Glm4MoeLite", BLOCK | LATENT | ROUTED),
     "qwen2_moe": ("Qwen2Moe", BLOCK | EXPERTS | {"shared_expert_intermediate_size": 352}),
     "qwen3_moe": ("Qwen3Moe", BLOCK | EXPERTS | {"head_dim": 64}),
     "smollm3": ("SmolLM3", BLOCK | {"pad_token_id": None}),

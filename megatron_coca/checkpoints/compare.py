@@ -36,7 +36,14 @@ FIXED_BY_WEIGHTS = frozenset(
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon"),
     *("mlp_config", "moe_num_experts", "moe_expert_interval", "moe_intermediate_size", "moe_shared_intermediate_size"),
     *("moe_top_k", "moe_shared_gate", "moe_router_scores", "moe_router_bias", "moe_norm_topk_prob"),
-    *("moe_routed_scaling_factor", "moe_num_groups", "moe_top_k_groups", "swiglu_limit", "swiglu_alpha"),
+    *(
+        "moe_routed_scaling_factor",
+        "moe_num_groups",
+        "moe_top_k_groups",
+        "moe_group_scores",
+        "swiglu_limit",
+        "swiglu_alpha",
+    ),
 }
 """Keys that finetuning must not change from the run that trained the weights. The position method may change, and norms
 of queries and keys may be added.
@@ -230,7 +237,8 @@ def _comparable_mlps(model: ModelConfig) -> dict[str, Any]:
     kinds: dict[str, Any] = {"mlps": model.mlp_names}
     if EXPERTS not in model.mlp_names:
         return kinds
-    groups = (model.moe_num_groups, model.moe_top_k_groups if model.moe_num_groups > 1 else 1)
+    several = model.moe_num_groups > 1
+    groups = (model.moe_num_groups, *((model.moe_top_k_groups, model.moe_group_scores) if several else ()))
     clamped = (model.swiglu_limit, model.swiglu_alpha) if model.activation == "clamped_swiglu" else None
     return kinds | {
         "ffn_hidden_size": model.ffn_hidden_size if DENSE in model.mlp_names else None,

@@ -171,7 +171,12 @@ class ModelConfig(ConfigGroup):
     moe_num_groups: Size = key(
         1, "Groups of experts. A token is sent only to experts in its best groups, as in DeepSeek 3; 1: one group."
     )
-    moe_top_k_groups: Size = key(1, "Groups for each token: those with the largest sums of their two largest scores.")
+    moe_top_k_groups: Size = key(1, "Groups for each token: those with the best scores of a group.")
+    moe_group_scores: Literal["two_best", "max"] = key(
+        "two_best",
+        "Score of a group of experts. two_best: the sum of its two largest scores, as in DeepSeek 3; max: its largest"
+        " score, as in DeepSeek 2.",
+    )
     seq_length: Count = required(
         "Training length in tokens. It is also the L of position extensions, unless"
         " rope_scaling.original_max_position_embeddings is set."

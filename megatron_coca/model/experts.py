@@ -52,6 +52,7 @@ class ExpertRouter(nn.Module):
         experts = model.moe_num_experts
         self.top_k, self.normalizes = model.moe_top_k, model.moe_norm_topk_prob
         self.groups, self.chosen_groups = model.moe_num_groups, model.moe_top_k_groups
+        self.summed = 1 if model.moe_group_scores == "max" else 2  # scores of a group
         self.sigmoid, self.factor = model.moe_router_scores == "sigmoid", model.moe_routed_scaling_factor
         self.weight = nn.Parameter(torch.empty(experts, model.hidden_size))
         self.bias = nn.Parameter(torch.zeros(experts)) if model.moe_router_bias else None
@@ -80,7 +81,7 @@ class ExpertRouter(nn.Module):
         ranked = scores if self.correction_bias is None else scores + self.correction_bias
         if self.groups > 1:
             grouped = ranked.unflatten(-1, (self.groups, -1))
-            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.chosen_groups, dim=-1).indices
+            best = grouped.topk(self.summed, dim=-1).values.sum(-1).topk(self.chosen_groups, dim=-1).indices
             kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
             ranked = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
         return ranked.topk(self.top_k, dim=-1).indices

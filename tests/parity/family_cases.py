@@ -305,7 +305,80 @@ MIXTURES |= {
         | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "rope_parameters": LINEAR},
     ),
 }
-CASES = LIKE_LLAMA | LIKE_GPT | MIXTURES
+HEADS = {"num_key_value_heads": 6, "kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 7}
+NO_QUERY_LATENT = HEADS | {"q_lora_rank": None, "qk_rope_head_dim": 4, "v_head_dim": 12, "kv_lora_rank": 14}
+BIASED = HEADS | {"q_lora_rank": 22, "attention_bias": True, "qk_nope_head_dim": 5, "qk_rope_head_dim": 10}
+STRENGTHS = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+OTHERS = {"n_routed_experts": 5, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 20}
+LATENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "minicpm3": ("MiniCPM3", HEADS | {"q_lora_rank": 18, "rope_parameters": STRENGTHS}),
+    "minicpm3 untied, no latent of queries": (
+        "MiniCPM3",
+        NO_QUERY_LATENT
+        | {"tie_word_embeddings": False, "scale_emb": 3, "scale_depth": 0.9, "dim_model_base": 18, "mlp_bias": True}
+        | {"v_head_dim": None, "rope_parameters": DYNAMIC},
+    ),
+    "minicpm3, biases": (
+        "MiniCPM3",
+        BIASED | {"scale_depth": None, "dim_model_base": None, "hidden_act": "gelu", "rope_parameters": LINEAR},
+    ),
+    "youtu": ("Youtu", HEADS | {"q_lora_rank": 18, "rope_parameters": STRENGTHS}),
+    "youtu untied, no latent of queries": (
+        "Youtu",
+        NO_QUERY_LATENT | {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
+    ),
+    "youtu, biases": ("Youtu", BIASED | {"hidden_act": "gelu", "rope_parameters": BASE}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        HEADS
+        | GROUPS
+        | {"q_lora_rank": 18, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}
+        | {"first_k_dense_replace": 1, "rope_parameters": STRENGTHS},
+    ),
+    "deepseek_v2 tied, no latent of queries": (
+        "DeepseekV2",
+        NO_QUERY_LATENT | OTHERS | {"n_shared_experts": 1, "tie_word_embeddings": True, "rope_parameters": LINEAR},
+    ),
+    "deepseek_v2, biases, two dense layers": (
+        "DeepseekV2",
+        BIASED
+        | OTHERS
+        | {"first_k_dense_replace": 2, "hidden_act": "gelu", "rope_parameters": YARN, "qk_nope_head_dim": 6},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        HEADS | GROUPS | {"q_lora_rank": 18, "first_k_dense_replace": 1, "rope_parameters": STRENGTHS},
+    ),
+    "deepseek_v3 tied, no latent of queries": (
+        "DeepseekV3",
+        NO_QUERY_LATENT
+        | OTHERS
+        | {"first_k_dense_replace": 0, "tie_word_embeddings": True, "norm_topk_prob": False, "n_shared_experts": 2}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}},
+    ),
+    "deepseek_v3, biases, two dense layers": (
+        "DeepseekV3",
+        BIASED
+        | OTHERS
+        | {"first_k_dense_replace": 2, "routed_scaling_factor": 1.2, "hidden_act": "gelu"}
+        | {"rope_parameters": YARN | {"attention_factor": 1.1, "mscale_all_dim": 0.8}},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        HEADS | GROUPS | {"q_lora_rank": 18, "rope_parameters": STRENGTHS, "n_shared_experts": 2},
+    ),
+    "glm4_moe_lite tied, listed experts": (
+        "Glm4MoeLite",
+        NO_QUERY_LATENT
+        | OTHERS
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "tie_word_embeddings": True, "rope_parameters": BASE},
+    ),
+    "glm4_moe_lite, biases": (
+        "Glm4MoeLite",
+        BIASED | OTHERS | {"norm_topk_prob": False, "routed_scaling_factor": 1.2, "rope_parameters": LINEAR},
+    ),
+}
+CASES = LIKE_LLAMA | LIKE_GPT | MIXTURES | LATENT
 OWN_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("GPTJ", "CodeGen", "GPTBigCode", "OpenAIGPT", "CTRL"), (*FREE, "num_key_value_heads")),
     "GPTNeo": (*FREE, "num_key_value_heads"),

@@ -29,6 +29,10 @@ def sizes(vocabulary: int, width: int, inner: int, layers: int, heads: int, keys
     }
 
 
+LATENT = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "kv_lora_rank": 512}
+LATENT |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000}
+LATENT |= {"tie_word_embeddings": False, "v_head_dim": 128}
+YARN_40 = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "mistralai/Mixtral-8x7B-v0.1": sizes(32000, 4096, 14336, 32, 32, 8, 32768)
     | {"model_type": "mixtral", "hidden_act": "silu", "num_experts_per_tok": 2, "num_local_experts": 8}
@@ -67,6 +71,35 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         | {"original_max_position_embeddings": 4096}
     }
     | {"sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False},
+    "deepseek-ai/DeepSeek-V2-Lite": sizes(102400, 2048, 10944, 27, 16, 16, 163840)
+    | LATENT
+    | {"model_type": "deepseek_v2", "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "moe_intermediate_size": 1408}
+    | {"n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_experts_per_tok": 6}
+    | {"q_lora_rank": None, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True, "topk_group": 1}
+    | {"topk_method": "greedy", "rope_scaling": YARN_40 | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    "unsloth/DeepSeek-V3-bf16": sizes(129280, 7168, 18432, 61, 128, 128, 163840)
+    | LATENT
+    | {"model_type": "deepseek_v3", "first_k_dense_replace": 3, "moe_intermediate_size": 2048, "n_group": 8}
+    | {"n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8}
+    | {"num_nextn_predict_layers": 1, "q_lora_rank": 1536, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"}
+    | {"topk_group": 4, "topk_method": "noaux_tc", "rope_scaling": YARN_40 | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "zai-org/GLM-4.7-Flash": sizes(154880, 2048, 10240, 47, 20, 20, 202752)
+    | LATENT
+    | {"model_type": "glm4_moe_lite", "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64}
+    | {"n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 4, "num_nextn_predict_layers": 1}
+    | {"partial_rotary_factor": 1.0, "q_lora_rank": 768, "qk_nope_head_dim": 192, "rms_norm_eps": 1e-5}
+    | {"rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.8, "topk_group": 1, "v_head_dim": 256},
+    "tencent/Youtu-LLM-2B": sizes(128256, 2048, 6144, 32, 16, 16, 131072)
+    | LATENT
+    | {"model_type": "youtu", "q_lora_rank": 1536, "rope_interleave": True, "rope_scaling": None, "rope_theta": 1600000}
+    | {"tie_word_embeddings": True},
+    "openbmb/MiniCPM3-4B": sizes(73448, 2560, 6400, 62, 40, 40, 32768)
+    | {"model_type": "minicpm3", "dim_model_base": 256, "hidden_act": "silu", "kv_lora_rank": 256, "q_lora_rank": 768}
+    | {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "rms_norm_eps": 1e-5, "scale_depth": 1.4, "scale_emb": 12}
+    | {
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [1.05] * 8 + [1.3] * 8}
+        | {"original_max_position_embeddings": 32768}
+    },
     "google/gemma-2b": sizes(256000, 2048, 16384, 18, 8, 1, 8192)
     | {"model_type": "gemma", "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "rope_theta": 10000.0}
     | {"rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0, "rope_scaling": None},

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -46,6 +47,15 @@ CASES: dict[str, tuple[type, str, dict[str, Any], dict[str, Any]]] = {
         {"moe_num_experts": 9, "moe_top_k": 4, "moe_num_groups": 3, "moe_top_k_groups": 2, "moe_norm_topk_prob": True}
         | {"moe_router_scores": "sigmoid", "moe_correction_bias": True, "moe_routed_scaling_factor": 1.7}
         | {"moe_shared_intermediate_size": 2 * INNER},
+    ),
+    "deepseek_v2": (
+        DeepseekV2Moe,
+        "DeepseekV2",
+        {"n_routed_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": INNER, "n_group": 3}
+        | {"topk_group": 2, "routed_scaling_factor": 1.7, "n_shared_experts": 1, "topk_method": "group_limited_greedy"}
+        | {"num_attention_heads": 2},
+        {"moe_num_experts": 9, "moe_top_k": 4, "moe_num_groups": 3, "moe_top_k_groups": 2, "moe_group_scores": "max"}
+        | {"moe_routed_scaling_factor": 1.7, "moe_shared_intermediate_size": INNER},
     ),
     "gpt_oss": (
         GptOssMLP,

@@ -86,10 +86,11 @@ def _meaning(section: Json, config: Json) -> dict[str, Any]:
     return meant
 
 
-def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
+def rope_keys(config: Json, source: Path, base_name: str, of_all_logits: bool = False) -> dict[str, Any]:
     """Return our keys for the rotary base and the extension.
 
-    `base_name` is the architecture's top-level key of the base. Raises CheckpointError if the type or an option of the
+    `base_name` is the architecture's top-level key of the base. `of_all_logits` is whether YaRN's mscale_all_dim
+    multiplies all logits, as in DeepSeek. Raises CheckpointError if the type or an option of the
     extension is not supported.
     """
     section = rope_section(config)
@@ -105,7 +106,10 @@ def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
         # DeepSeek and Mistral have these two options. Transformers uses them only if both are given without
         # attention_factor.
         scales = [options.pop(name, None) for name in ("mscale", "mscale_all_dim")]
-        if all(scales) and "factor" in options:
+        if of_all_logits and scales[1]:
+            of_all = {"mscale_all_dim": scales[1]}
+            options |= of_all if "attention_factor" in options or not scales[0] else of_all | {"mscale": scales[0]}
+        elif all(scales) and "factor" in options:
             mscale, of_all = (0.1 * scale * max(log(options["factor"]), 0.0) + 1 for scale in scales)
             options.setdefault("attention_factor", mscale / of_all)
     listed = [option.name for option in extension.options if option.name not in OUR_OPTIONS]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
+from math import sqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -105,6 +106,8 @@ def _first_settings(settings: Mapping[str, Any], keys: tuple[str, str], part: Ex
     if "per_layer_config" in settings:  # of Gemma 4
         changes = settings["per_layer_config"].items()
         kept["per_layer_config"] = {number: change for number, change in changes if int(number) < layers}
+    if "scale_depth" in settings:  # of MiniCPM 3, which divides it by the root of the number of layers
+        kept["scale_depth"] = settings["scale_depth"] * sqrt(layers / count)
     kept |= {keys[0]: layers, keys[1]: part.config.model.padded_vocab_size, "dtype": "float32"}
     # Ids beyond the kept rows are errors in some classes. Not every class accepts a missing id.
     padding = 0 if settings["model_type"] in NEED_PADDING else None

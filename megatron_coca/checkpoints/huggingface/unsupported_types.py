@@ -1,7 +1,7 @@
 """Architectures of transformers that are not supported, each with the reason."""
 
 EXPERTS = "it has mixture-of-experts layers, and no row describes its router and experts"
-LATENT = "it has latent attention, which compresses keys and values"
+INDEXED = "in its attention, another network chooses the keys that a query sees"
 RECURRENT = "it has recurrent or state-space layers, and only attention layers are supported"
 CONVOLUTIONS = "it has convolution layers, and only attention layers are supported"
 IMAGES = "it is a vision-language model without a supported text network"
@@ -18,11 +18,7 @@ _GROUPS = {
         *("laguna", "llama4", "llama4_text", "mellum", "mimo_v2_flash", "minimax", "minimax_m2"),
         *("minimax_m3_vl_text", "phimoe", "solar_open", "zaya"),
     ),
-    f"{LATENT}; {EXPERTS}": (
-        *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "dots3_note_text"),
-        *("glm4_moe_lite", "glm_moe_dsa", "hy_v4", "longcat_flash"),
-    ),
-    LATENT: ("minicpm3", "youtu"),
+    INDEXED: ("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
     RECURRENT: (
         *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear"),
         *("mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
@@ -44,6 +40,7 @@ _GROUPS = {
     ),
 }
 UNSUPPORTED_TYPES = {name: reason for reason, names in _GROUPS.items() for name in names} | {
+    "axk1": "its experts are followed by a norm of their own",
     "bitnet": "its weights are ternary, and it has norms inside attention and MLP",
     "blt": "it reads patches of bytes, for which another network predicts the boundaries",
     "cpmant": "its relative positions depend on segments of the prompt, and its attention is partly bidirectional",
@@ -52,6 +49,7 @@ UNSUPPORTED_TYPES = {name: reason for reason, names in _GROUPS.items() for name 
     "gemma3n_text": "it has an input for each layer and several residual streams",
     "gpt_neox_japanese": "of all its projections, only the output projection of the last layer's attention has a bias",
     "hrm_text": "it passes its layers several times",
+    "longcat_flash": "its layers have two attentions and two MLPs each, and some of its experts return their input",
     "reformer": "its attention is limited to tokens with equal hashes",
     "xlm": "its attention is causal only if causal is set, and it adds embeddings of languages",
     "xlnet": "it predicts tokens in permuted orders, with two streams of attention",

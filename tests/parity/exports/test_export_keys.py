@@ -66,6 +66,7 @@ OTHER: dict[str, Any] = {
     "moe_correction_bias": True,
     "moe_num_groups": 4,
     "moe_top_k_groups": 2,
+    "moe_group_scores": "max",
     "swiglu_limit": 2.0,
     "swiglu_alpha": 1.5,
     "gau_width": 16,
@@ -136,6 +137,7 @@ WITH: dict[str, dict[str, Any]] = {
     # transformers' product of groups needs widths of 16 bytes
     "moe_shared_gate": {"moe_num_experts": 8, "moe_shared_intermediate_size": 16, "moe_intermediate_size": 24},
     "moe_top_k_groups": {"moe_num_experts": 8, "moe_num_groups": 4},
+    "moe_group_scores": {"moe_num_experts": 8, "moe_num_groups": 4, "moe_top_k_groups": 2, "moe_top_k": 2},
     "swiglu_limit": {"activation": "clamped_swiglu", "moe_num_experts": 8},
     "swiglu_alpha": {"activation": "clamped_swiglu", "moe_num_experts": 8},
     "head_shapes": {"attention_config": [[["own", "global"], 1]], "layer_types": {"own": {}}},

@@ -34,6 +34,7 @@ FAST = (
     *("ctrl", "modernbert-decoder", "xglm", "gemma4_text"),
     *("mixtral", "olmoe", "qwen2_moe, some dense layers, windows", "qwen3_moe, some dense layers, a window"),
     *("glm4_moe", "dots1", "gpt_oss"),
+    *("minicpm3", "deepseek_v2", "deepseek_v3, biases, two dense layers", "glm4_moe_lite tied, listed experts"),
 )
 """Cases that together use every switch and every packing of these families."""
 
@@ -82,7 +83,7 @@ def test_every_causal_language_model_is_a_family_or_has_a_reason() -> None:
 
 SIGNS = {
     unsupported_types.EXPERTS: "experts|router",
-    unsupported_types.LATENT: "kv_lora|kv_a_proj",
+    unsupported_types.INDEXED: "indexer",
     unsupported_types.RECURRENT: "conv1d|ssm|mamba|delta_rule|recurrent|rwkv|lstm",
     unsupported_types.CONVOLUTIONS: "conv",
     unsupported_types.IMAGES: "pixel_values|image",

@@ -55,7 +55,7 @@ OURS = {
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon"),
     *("mlp_config", "swiglu_limit", "swiglu_alpha", "moe_intermediate_size", "moe_shared_intermediate_size"),
     *("moe_shared_gate", "moe_router_scores", "moe_router_bias", "moe_norm_topk_prob", "moe_routed_scaling_factor"),
-    *("moe_correction_bias", "moe_num_groups", "moe_top_k_groups"),
+    *("moe_correction_bias", "moe_num_groups", "moe_top_k_groups", "moe_group_scores"),
     *("moe_loss_coeff", "moe_z_loss_coeff", "moe_bias_update_rate"),
     "sinusoidal_base",
     "imports",

@@ -20,6 +20,8 @@ These helpers are for rows:
 | | `counted_experts` | `families/experts.py` |
 | | `sparse_steps`, `written_steps`, `experts_only` | `families/experts.py` |
 | | `deepseek_keys`, `deepseek_experts`, `written_deepseek_experts` | `families/experts.py` |
+| a table with latent attention | `with_latents` | `families/deepseek.py` |
+| its `keys`, and other fields | `latent_keys`, `OWN` | `families/deepseek.py` |
 | `keys`, norms | `RMS`, `RMS_5`, `EPS`, `EPSILON` | `families/defaults.py` |
 | `keys`, biases | `BIASES`, `QKV_BIAS`, `MLP_BIAS` | `families/defaults.py` |
 | `read` and `write` | `one_bias`, `has_qk_layernorm`, `NotSupported` | `families/defaults.py` |
@@ -34,6 +36,7 @@ from megatron_coca.checkpoints.huggingface.families import (
     bigcode,
     bloom,
     cohere,
+    deepseek,
     fairseq,
     gemma,
     gemma4,
@@ -52,8 +55,8 @@ from megatron_coca.checkpoints.huggingface.families.keys import Family
 from megatron_coca.checkpoints.huggingface.families.row_check import check_row
 
 MAKERS = (
-    *(bigcode, bloom, cohere, fairseq, gemma, gemma4, glm, gpt, granite, llama_like, mistral, modernbert, olmo, phi),
-    *(openai, qwen),
+    *(bigcode, bloom, cohere, deepseek, fairseq, gemma, gemma4, glm, gpt, granite, llama_like, mistral, modernbert),
+    *(olmo, openai, phi, qwen),
 )
 """The modules with families."""
 ORDER = (

@@ -160,12 +160,14 @@ DEEPSEEK_3: Mapping[str, Any] = {"moe_router_scores": "sigmoid", "moe_correction
 """The router of DeepSeek 3."""
 
 
-def deepseek_keys(experts: int | None, top_k: int | None, normalizes: bool) -> dict[str, tuple[str, Any]]:
+def deepseek_keys(
+    experts: int | None, top_k: int | None, normalizes: bool, width: int = 1408
+) -> dict[str, tuple[str, Any]]:
     """Return the keys of the experts in classes like that of DeepSeek 3. The arguments are defaults of the class."""
     return {
         "n_routed_experts": ("moe_num_experts", experts),
         "num_experts_per_tok": ("moe_top_k", top_k),
-        "moe_intermediate_size": ("moe_intermediate_size", 1408),
+        "moe_intermediate_size": ("moe_intermediate_size", width),
         "routed_scaling_factor": ("moe_routed_scaling_factor", 1.0),
         "n_group": ("moe_num_groups", 1),
         "topk_group": ("moe_top_k_groups", 1),
@@ -173,20 +175,31 @@ def deepseek_keys(experts: int | None, top_k: int | None, normalizes: bool) -> d
     }
 
 
-def deepseek_experts(config: Json, experts: int | None, shared: int | None, dense: int) -> dict[str, Any]:
+def deepseek_experts(
+    config: Json,
+    experts: int | None,
+    shared: int | None,
+    dense: int,
+    width: int = 1408,
+    router: Mapping[str, Any] = DEEPSEEK_3,
+) -> dict[str, Any]:
     """Read the shared MLP, whose width config.json counts in experts, and the dense layers, which are the first ones.
-    `experts`, `shared` and `dense` are defaults of the class.
+    `experts`, `shared`, `dense` and `width` are defaults of the class. `router` are our keys of its router.
     """
     at_least_two(config, "n_routed_experts", experts)
-    beside, first = config.get("n_shared_experts", shared), config.get("first_k_dense_replace", dense)
-    if not beside:
-        raise NotSupported(f"n_shared_experts: {beside!r} is not supported, only 1 or more")
-    layers = config["num_hidden_layers"]
+    first, layers = config.get("first_k_dense_replace", dense), config["num_hidden_layers"]
     if first >= layers:
         raise NotSupported(f"first_k_dense_replace: {first} leaves no layer with experts")
-    width = beside * config.get("moe_intermediate_size", 1408)
-    own = {"moe_shared_intermediate_size": width, **DEEPSEEK_3}
-    return own | expert_layers([number >= first for number in range(layers)])
+    layers_of = expert_layers([number >= first for number in range(layers)])
+    return dict(router) | shared_experts(config, shared, width) | layers_of
+
+
+def shared_experts(config: Json, shared: int | None, width: int) -> dict[str, Any]:
+    """Return our key of the shared MLP's width; `shared` and `width` are as in `deepseek_experts`."""
+    beside = config.get("n_shared_experts", shared)
+    if not beside:
+        raise NotSupported(f"n_shared_experts: {beside!r} is not supported, only 1 or more")
+    return {"moe_shared_intermediate_size": beside * config.get("moe_intermediate_size", width)}
 
 
 def written_deepseek_experts(config: Config) -> dict[str, Any]:

@@ -124,6 +124,7 @@ class Family:
         harmless: keys in published folders that the class ignores.
         later_layers: whether published folders have layers behind the last one, which predict further tokens. The
             class ignores their weights.
+        of_all_logits: whether YaRN's mscale_all_dim multiplies all logits.
     """
 
     architecture: str
@@ -154,6 +155,7 @@ class Family:
     write: Callable[[Config], dict[str, Any]] = lambda config: {}
     harmless: frozenset[str] = frozenset()
     later_layers: bool = False
+    of_all_logits: bool = False
 
 
 class ConfigReader(NamedTuple):
@@ -376,7 +378,11 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
     values = {"rope_theta": family.rope, **config, "rope_parameters": section, "rope_scaling": None}
     if family.original is not None:
         values.setdefault(ORIGINAL, family.original)
-    return rope_keys(values, source, "rope_theta") | ({"rotary_pct": float(share)} if share != 1 else {}) | scaling
+    return (
+        rope_keys(values, source, "rope_theta", family.of_all_logits)
+        | ({"rotary_pct": float(share)} if share != 1 else {})
+        | scaling
+    )
 
 
 # Reading and writing --------------------------------------------------------------------------------------------------
