@@ -30,7 +30,7 @@ from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.evaluate import main as evaluate
 from megatron_coca.commands.train import parser, read_config
-from megatron_coca.config import load_config
+from megatron_coca.config import ConfigError, load_config
 from megatron_coca.model.generate import generate
 from megatron_coca.training.checkpointing.initial_model import initial_model
 from tests.checkpoint_files import beginning_tokenizer
@@ -371,7 +371,7 @@ def test_the_rotation_in_the_spelling_of_transformers_4(name: str, tmp_path: Pat
         assert (written[section][option] if option else written.get(key)) == value, key
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_a_folder_is_read_one_matrix_at_a_time(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the weight that was read last, at most the two others that are packed with it, of however many experts."""
     build(name).save_pretrained(tmp_path / "source")
@@ -408,6 +408,19 @@ def test_training_takes_the_network_from_the_folder(name: str, tmp_path: Path) -
     assert all(torch.equal(begun[key], expected[key]) for key in expected)
     trainable = [stage.config.optimizer.trainable for stage in config.run_stages()]
     assert [None if each is None else list(each) for each in trainable] == [["key"], ["query", "key", "value"], None]
+
+
+@pytest.mark.parametrize("name", ["minicpm3", "deepseek_v3"])
+def test_latents_are_trained_with_the_values(name: str, tmp_path: Path) -> None:
+    build(name).save_pretrained(tmp_path)
+    given = [str(tmp_path), COCA, "save=runs/none", "zero_optimization=null"]
+    with pytest.raises(ConfigError, match="one matrix computes keys and values; train both key and value, or neither"):
+        read_config(parser().parse_args(given))[0].run_stages()
+    config, _ = read_config(parser().parse_args([*given[:2], "configs/finetune/latent.yml", *given[2:]]))
+    trainable = [stage.config.optimizer.trainable for stage in config.run_stages()]
+    assert trainable == [["key", "value"], ["query", "key", "value"], None]
+    begun, expected = initial_model(config, "cpu").model.state_dict(), load_model(tmp_path).state_dict()
+    assert config.position.pos_emb == "coca" and all(torch.equal(begun[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("data", [{}, {"vocab_size": 90}])
