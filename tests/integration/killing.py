@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,8 +130,9 @@ class Launch:
         return self._statuses
 
     def kill(self) -> None:
-        """Send SIGKILL to all ranks."""
-        self.send(signal.SIGKILL)
+        """Send SIGKILL to all ranks that have not ended."""
+        with suppress(ProcessLookupError):
+            self.send(signal.SIGKILL)
 
     def send(self, number: int) -> None:
         """Send a signal to all ranks."""

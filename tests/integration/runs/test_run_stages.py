@@ -176,12 +176,15 @@ def test_errors_name_wrong_stages(live: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys", [{}, {"engine": "native", "precision": "bfloat16"}], ids=["deepspeed", "native engine"]
+)
 def test_a_run_killed_in_its_stages_ends_as_one_never_killed(
-    server: ForkServer, tmp_path: Path, open_run: Any, pytestconfig: pytest.Config
+    keys: dict[str, Any], server: ForkServer, tmp_path: Path, open_run: Any, pytestconfig: pytest.Config
 ) -> None:
     kills = pytestconfig.getoption("--kills") // 5
 
     def start(changes: Any) -> Any:
-        return server.start(KEYS | {"checkpoint_factor": 3, "keep_last_n_checkpoints": 2} | dict(changes))
+        return server.start(KEYS | {"checkpoint_factor": 3, "keep_last_n_checkpoints": 2} | keys | dict(changes))
 
     assert_kills_change_nothing(start, tmp_path, kills, open_run, STEPS)
