@@ -67,7 +67,7 @@ class LatentAttention(SelfAttention):
         """See `SelfAttention.forward`. The cache contains one head of latents and one of shared keys."""
         queries = self.query(hidden) if self.query is not None else self.query_up(self._query_latent(hidden))
         each = (self.widths.unrotated, self.head_dim)
-        q_rest, q = queries.unflatten(-1, (-1, sum(each))).transpose(1, 2).split(each, -1)
+        q_rest, q = self._of_heads(queries, sum(each)).split(each, -1)
         down = self.key_value_down(hidden)[:, None]
         latent, k = down.split((self.widths.rank, self.head_dim), -1)
         latent, of_layer = self.key_value_down_layernorm(latent), self._of_layer(hidden)
@@ -81,15 +81,22 @@ class LatentAttention(SelfAttention):
             inputs = self.method.prepare(q, k, latent, context, unrotated=unrotated, **of_layer)
             out = cache.attend(DECODING, inputs) @ value_up.mT
         else:
-            up = self.key_value_up(latent[:, 0]).unflatten(-1, (-1, self.widths.unrotated + self.widths.value))
-            k_rest, v = up.transpose(1, 2).split((self.widths.unrotated, self.widths.value), -1)
+            up = self._of_heads(self.key_value_up(latent[:, 0]), self.widths.unrotated + self.widths.value)
+            k_rest, v = up.split((self.widths.unrotated, self.widths.value), -1)
+            if self.share.count > 1:  # ranks exchange tokens for heads, of which the shared key needs as many
+                copies = k.transpose(1, 2).expand(-1, -1, q.shape[1] * self.share.count, -1)
+                k = self.share.gather(copies).transpose(1, 2)
             dropout = self.dropout if self.training else 0.0
             inputs = self.method.prepare(q, k, v, context, dropout, unrotated=(q_rest, k_rest), **of_layer)
             out = self._attend(inputs, cache, context.length)
-        out = out.transpose(1, 2)
+        out = self.share.scatter(out.transpose(1, 2))
         if self.output_gate is not None:
             out = out * self.output_gate(hidden).sigmoid().unflatten(-1, (out.shape[2], -1))
         return self.dense(out.flatten(2))
+
+    def _of_heads(self, projected: Tensor, width: int) -> Tensor:
+        """Map a projection [batch, length, rows] to [batch, heads, length, width], for this rank's heads."""
+        return self.share.gather(projected.unflatten(-1, (-1, width))).transpose(1, 2)
 
     def _query_latent(self, hidden: Tensor) -> Tensor:
         """Return the normalised latent of queries, [batch, length, query_rank]."""

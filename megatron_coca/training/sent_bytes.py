@@ -30,8 +30,9 @@ def sent_by_attention(config: Config, topology: Topology) -> SentBytes:
     for name, method in build_methods(config).items():
         layers, shape = config.model.layer_names.count(name), config.model.with_heads(name)
         if topology.sequence > 1:
-            heads = 2 * shape.num_attention_heads + 2 * shape.num_kv_heads  # queries, outputs, keys and values
-            exchange += (2 + again) * layers * heads * shape.head_dim * (1 - 1 / topology.sequence)
+            # Queries, outputs, keys and values. With latent attention, they are exchanged instead of the latents.
+            numbers = (shape.num_attention_heads + shape.num_kv_heads) * (shape.score_dim + shape.value_dim)
+            exchange += (2 + again) * layers * numbers * (1 - 1 / topology.sequence)
         if topology.context > 1:
             ring += (3 + again) * layers * _ring_numbers(method, shape, name, topology.context)
     return SentBytes(exchange * size, ring * size)
@@ -41,9 +42,9 @@ def _ring_numbers(method: PositionMethod, shape: ModelConfig, name: str, ranks: 
     """Count the numbers per token that the forward pass of one layer sends."""
     length = shape.seq_length
     kv_heads = shape.gau_features // method.head_dim if name == GAU else shape.num_kv_heads
-    total = 0
+    total, of_value = 0, method.head_dim if name == GAU else shape.value_dim
     for rank in range(ranks):
         for each in ring_plan(Division(length, ranks), rank, method.trained_bands, None).rounds[1:]:
-            width = method.head_dim + len(each.received.segments) * method.operand_dim
+            width = of_value + len(each.received.segments) * method.operand_dim
             total += len(each.received) * width
     return total * kv_heads / length

@@ -33,7 +33,6 @@ def _latent(settings: Settings) -> str | None:
     if model.kv_lora_rank is None:
         return None
     per_head = "its heads have one key together and keys of their own"
-    ranks = "a rank would need all heads' latents"
     unsupported = {
         "num_kv_heads": (model.num_kv_heads != model.num_attention_heads, "every head has a key and a value"),
         "kv_channels": (model.kv_channels, "qk_nope_head_dim, qk_rope_head_dim and v_head_dim are its widths"),
@@ -43,9 +42,10 @@ def _latent(settings: Settings) -> str | None:
         "clip_qkv": (model.clip_qkv, "a cache keeps latents, of which clipped features are not linear maps"),
         "values_from_keys": (model.values_from_keys, "keys and values have maps of their own"),
         "value_norm": (model.value_norm, "a cache keeps latents, of which normalised values are not linear maps"),
-        "model_parallel_size": (parallel.model_parallel_size > 1, ranks),
-        "sequence_parallel_size": (parallel.sequence_parallel_size > 1, ranks),
-        "context_parallel_size": (parallel.context_parallel_size > 1, ranks),
+        "model_parallel_size": (
+            parallel.model_parallel_size > 1,
+            "all heads read the same latents",
+        ),
         "lora": (settings.optimizer.lora is not None, "PEFT's names of its matrices are not known here"),
     }
     found = next((f"{name}, because {reason}" for name, (given, reason) in unsupported.items() if given), None)

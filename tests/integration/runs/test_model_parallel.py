@@ -148,8 +148,17 @@ TENSOR_ONLY: Runs = {"hidden dropout": {"hidden_dropout": 0.1}}
 SEQUENCE_ONLY: Runs = {
     "norms of all heads together": {"qk_norm": "projection", "norm": "rmsnorm"},
     "GPT-NeoX's norm": {"use_qk_layernorm": True},
+    "latents, packed documents, gates": PACKED
+    | {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_rope_head_dim": 8, "v_head_dim": 6, "pos_emb": "coca"}
+    | {"rotary_pct": 1.0, "attention_output_gate": "feature", "forgetting_gate": "fox"},
+    "ZeRO 3, latents, a relative map": {
+        "zero_stage": 3,
+        "kv_lora_rank": 12,
+        "qk_rope_head_dim": 8,
+        "relative_positions": {"type": "rerope", "window": 8},
+    },
 }
-"""Tensor ranks have some of the heads only."""
+"""Tensor ranks have some of the heads only, and no latents."""
 
 RING_ONLY: Runs = {
     "gated attention units": {"pos_emb": "coca", "attention_config": ["gau", "global"], "gau_key_width": 8},

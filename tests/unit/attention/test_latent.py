@@ -217,8 +217,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "values that are keys": ({"values_from_keys": True}, "kv_lora_rank: not supported with values_from_keys"),
     "norm of values": ({"value_norm": True}, "kv_lora_rank: not supported with value_norm"),
     "tensor ranks": ({"model_parallel_size": 2}, "kv_lora_rank: not supported with model_parallel_size"),
-    "ranks of heads": ({"sequence_parallel_size": 2}, "kv_lora_rank: not supported with sequence_parallel_size"),
-    "ranks of tokens": ({"context_parallel_size": 2}, "kv_lora_rank: not supported with context_parallel_size"),
     "adapters": ({"lora": {"rank": 2}}, "kv_lora_rank: not supported with lora"),
     "units": ({"attention_config": ["gau", "global"]}, "kv_lora_rank: not supported with layers of type gau"),
     "only keys": ({"trainable": ["key"]}, "kv_lora_rank: one matrix computes keys and values; train both"),

@@ -32,6 +32,14 @@ def test_a_ring_sends_keys_and_values_and_their_gradients(ranks: int) -> None:
     assert sent(context_parallel_size=ranks, checkpoint_activations=True) == (0, 4 * LAYERS * BFLOAT16 * numbers)
 
 
+def test_latents_are_sent_as_keys_and_values_of_every_head() -> None:
+    """16 features of queries and keys, and 6 of values and outputs; a ring sends keys and values."""
+    latent = {"num_kv_heads": 8, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    numbers = 8 * 2 * (16 + 6)
+    assert sent(sequence_parallel_size=2, **latent) == (2 * LAYERS * BFLOAT16 * numbers / 2, 0)
+    assert sent(context_parallel_size=2, **latent) == (0, 3 * LAYERS * BFLOAT16 * 8 * (16 + 6) * 3 / 4)
+
+
 def test_both_together() -> None:
     alone = sent(sequence_parallel_size=2)[0], sent(context_parallel_size=2)[1]
     assert sent(sequence_parallel_size=2, context_parallel_size=2) == alone
