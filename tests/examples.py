@@ -291,6 +291,7 @@ def make_workspace(folder: Path) -> None:
         "coca": "350M_roformer_coca",
         "350M_coca": "350M_roformer_coca",
         "llama7b_coca": "llama7b_coca",
+        "merged": "llama7b_coca",
     }
     for name, run in exports.items():
         export(f"runs/{run}", f"made/{name}")

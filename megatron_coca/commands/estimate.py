@@ -1,6 +1,7 @@
 """Estimate the parameters, FLOPs, GPU memory by part, tokens per second and days of a run.
 
     megatron-coca estimate configs/350M/roformer_coca.yml configs/cluster/a100x8.yml --gpus 8 --gpu A100-80
+    megatron-coca estimate models/qwen3 configs/finetune/lora.yml --gpus 1   (a folder with the network)
 
 The command starts nothing and needs no GPU. Times are computed from FLOPs and a utilisation (--mfu), by default that of
 the CoCA paper's own run. Communication between hosts is not counted. The exit status is 1 if the run or one of its
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_coca.commands import command_parser
 from megatron_coca.config import BatchSizes, Config, ConfigError, load_config, split_inputs
-from megatron_coca.support.arguments import add_configurations
+from megatron_coca.support.arguments import add_configurations, model_of
 from megatron_coca.support.plain_text import plain
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"--mfu {options.mfu}: must be above 0 and at most 1")
     if options.gpus is not None and options.gpus < 1:
         parser().error(f"--gpus {options.gpus}: must be at least 1")
-    config = load_config(*split_inputs(options.inputs, options.conf_dir))
+    config = _read(options)
     gpus = options.gpus or _configured_gpus(config)
     from megatron_coca.model.cost import peak_flops
     from megatron_coca.training.corpus import with_vocabulary
@@ -93,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> ArgumentParser:
     parser = command_parser("estimate", __doc__)
-    add_configurations(parser, "YAML files, which are merged in order, and key=value pairs")
+    inputs = "YAML files, which are merged in order, and key=value pairs; a model folder first sets the network"
+    add_configurations(parser, inputs)
     parser.add_argument(
         "--gpus",
         type=int,
@@ -108,6 +110,17 @@ def parser() -> ArgumentParser:
         help=f"achieved fraction of the GPU's peak FLOP/s (default: {DEFAULT_MFU}, {SOURCE})",
     )
     return parser
+
+
+def _read(options: Namespace) -> Config:
+    """Return the configuration of the run, which may start from a model's folder as in `megatron-coca train`."""
+    model, rest = model_of(options.inputs, options.conf_dir)
+    files, keys = split_inputs(rest, options.conf_dir)
+    if model is None:
+        return load_config(files, keys)
+    from megatron_coca.checkpoints.importing import starting_config
+
+    return starting_config(model, keys, files)
 
 
 def _configured_gpus(config: Config) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
-from megatron_coca.support.arguments import GGUF, add_configurations, add_source_options, expanded, source_keys
+from megatron_coca.support.arguments import add_configurations, add_source_options, expanded, model_of, source_keys
 from megatron_coca.support.errors import InputError
-from megatron_coca.support.remote_files import HUB, hub_hint
+from megatron_coca.support.remote_files import hub_hint
 from megatron_coca.work import error_report
 from megatron_coca.work.processes import MAIN
 
@@ -71,10 +71,7 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     from megatron_coca.config import ConfigError, keys_without_effect, load_config, split_inputs
     from megatron_coca.config.source import given_values
 
-    model, *rest = options.inputs
-    from_folder = os.path.isdir(model) or model.startswith(HUB) or model.endswith(GGUF)
-    if options.conf_dir is not None or os.path.exists(f"{model}.yml") or not from_folder:
-        model, rest = None, options.inputs
+    model, rest = model_of(options.inputs, options.conf_dir)
     files, keys = split_inputs(rest, options.conf_dir)
     first = options.inputs[0]
     if files[:1] == [f"{first}.yml"] and (hint := hub_hint(first)):

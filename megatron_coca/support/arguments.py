@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_coca.support.remote_files import HUB
+
 GGUF = ".gguf"
 """End of the name of a file that contains a model in the format of llama.cpp."""
 
@@ -73,6 +75,17 @@ def add_configurations(parser: ArgumentParser, text: str, dest: str = "inputs", 
     """
     parser.add_argument(dest, type=expanded, nargs=nargs, metavar="CONFIG.yml | key=value", help=text)
     add_conf_dir(parser)
+
+
+def model_of(inputs: list[str], conf_dir: str | None) -> tuple[str | None, list[str]]:
+    """Return the model that the first input names (a folder, a GGUF file or a name on the hub) and the other inputs.
+    The model is None if all inputs are configurations.
+    """
+    model, *rest = inputs
+    named = os.path.isdir(model) or model.startswith(HUB) or model.endswith(GGUF)
+    if conf_dir is not None or os.path.exists(f"{model}.yml") or not named:
+        return None, inputs
+    return model, rest
 
 
 def add_conf_dir(parser: ArgumentParser) -> None:

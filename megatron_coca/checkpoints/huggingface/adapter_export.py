@@ -22,7 +22,8 @@ from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import weight_map
 from megatron_coca.checkpoints.huggingface.adapted import SETTINGS, STORED, WRAPPED, open_adapted, read_adapters
 from megatron_coca.checkpoints.huggingface.config_json import CONFIG
-from megatron_coca.checkpoints.huggingface.read import EMBEDDING, HEAD
+from megatron_coca.checkpoints.huggingface.read import EMBEDDING, GENERATION, HEAD
+from megatron_coca.checkpoints.huggingface.tokenizer_files import own_files
 from megatron_coca.checkpoints.huggingface.weight_map import FUSED_TURNED, TURNED, Heads, Row
 from megatron_coca.checkpoints.huggingface.write import EXPORTERS, export, kind_of
 from megatron_coca.checkpoints.low_rank import AdaptedWeights, Change
@@ -54,7 +55,8 @@ class ExportedAdapters:
 def export_adapters(
     opened: OpenedCheckpoint, folder: Path, overrides: Overrides = (), base: Path | None = None
 ) -> ExportedAdapters:
-    """Export the adapters of a checkpoint as a folder for `peft.PeftModel.from_pretrained`.
+    """Export the adapters of a checkpoint as a folder for `peft.PeftModel.from_pretrained`, with the tokenizer of the
+    model that they change.
 
     Args:
         opened: a native checkpoint with adapters.
@@ -89,6 +91,9 @@ def export_adapters(
     with atomic_dir(folder, CheckpointError) as partial:
         save_file(tensors, partial / STORED[0], {"format": "pt"})
         adapters.settings(str(place.resolve())).save_pretrained(str(partial))
+        for name, content in own_files(place).files.items():  # programs look for a tokenizer beside the adapters
+            if name != GENERATION:
+                (partial / name).write_bytes(content)
         _check(partial, place, weights)
     return ExportedAdapters(folder, place)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints.adapters import has_adapters
-from megatron_coca.checkpoints.files import CheckpointError, read_json
+from megatron_coca.checkpoints.files import CheckpointError, read_json, read_json_if_present
 from megatron_coca.checkpoints.huggingface.adapted import SETTINGS
 from megatron_coca.checkpoints.huggingface.config_json import CONFIG, LEARNED_ROWS, OURS, POSITION
 from megatron_coca.checkpoints.huggingface.read import open_folder
@@ -21,6 +21,7 @@ from megatron_coca.config import Config
 TRANSFORMERS, VLLM, SGLANG = "transformers", "vLLM", "SGLang"
 NAME = re.compile(r"[\w./~][\w./~-]*")
 """A model's name or folder that can stand in a command; a stranger's file could name an option instead."""
+NEEDS_CODE = "--trust-remote-code runs modeling_coca.py of {}: read the file, unless you exported it."
 RUN = ("llama", "gpt_neox")
 """Values of `model_type` of transformers' own classes whose exports were run in vLLM."""
 LENGTHENED = ("linear", "yarn")
@@ -128,7 +129,7 @@ PROGRAMS = {
 
 def _for_transformers(config: Config, remote: bool) -> tuple[str, ...]:
     if remote:
-        return ("--trust-remote-code runs modeling_coca.py of the folder: read the file, unless you exported it.",)
+        return (NEEDS_CODE.format("the folder"),)
     if not any(own.extension.stock.by_longest for own in (config.position, *config.layer_types.values())):
         return ()
     return ("Send one text at a time: transformers chooses the rotations of a batch by its longest text.",)
@@ -189,15 +190,19 @@ def _of_adapters(folder: Path) -> list[Serving]:
     given = str(settings.get("base_model_name_or_path"))
     base = given if NAME.fullmatch(given) else "BASE"
     named = f"{base} is the model that they were trained on; name its folder if it is elsewhere."
+    own = read_json_if_present(Path(base) / CONFIG).get("model_type") == OURS
+    code, remote = ((NEEDS_CODE.format(base),), ["--trust-remote-code"]) if own else ((), [])
+    served = ["transformers", "serve", *remote, "--force-model", str(folder)]
     rank = max(int(each) for each in (settings.get("r", 8), *(settings.get("rank_pattern") or {}).values()))
     words = ["vllm", "serve", base, "--enable-lora", "--lora-modules", f"{name}={folder}", "--max-lora-rank", str(rank)]
+    words += [*remote, "--model-impl", "transformers"] if own else []
     unserved = [key for key in ("use_dora", "lora_bias", "modules_to_save", "layer_replication") if settings.get(key)]
     merge = f"{VLLM} does not apply adapters with {', '.join(unserved)}; merge them and serve the merged folder"
     return [
         Serving(
             TRANSFORMERS,
-            (f"transformers serve --force-model {shlex.quote(str(folder))}",),
-            (f"It needs peft. {named}",),
+            (shlex.join(served),),
+            (f"It needs peft. {named}", *code),
         ),
         Serving(VLLM, () if unserved else (shlex.join(words),), (merge,) if unserved else (named,)),
     ]

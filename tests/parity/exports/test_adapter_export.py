@@ -10,14 +10,22 @@ import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.checkpoints.exporting import export_adapters
 from megatron_coca.commands import export as export_command
 from megatron_coca.model import GPT
-from tests.checkpoint_files import write_trained_adapters
+from tests.checkpoint_files import beginning_tokenizer, write_trained_adapters
 from tests.parity.exported import DENSE, GROUPED, LLAMA, NEOX, modules_cache, random_checkpoint
 from tests.parity.families.test_families import in_float64
 
@@ -112,6 +120,20 @@ def test_the_original_model_serves_if_the_network_is_the_same(
     assert not (tmp_path / "none").exists()
     with pytest.raises(CheckpointError, match="has no adapters; use `megatron-coca export huggingface`"):
         export_adapters(tmp_path / "llama", tmp_path / "none")
+
+
+def test_the_tokenizer_is_beside_the_adapters(tmp_path: Path) -> None:
+    original(tmp_path / "llama")
+    beginning_tokenizer(tmp_path / "llama")
+    library = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "llama" / "tokenizer.json"))
+    library.save_pretrained(tmp_path / "llama")
+    trained(tmp_path / "llama", tmp_path / "run", {})
+    done = export_adapters(tmp_path / "run", tmp_path / "adapters")
+    theirs, ours = (AutoTokenizer.from_pretrained(folder) for folder in (done.base, done.folder))
+    text = "The sea was calm, 1 2 3."
+    assert ours(text).input_ids == theirs(text).input_ids and len(ours(text).input_ids) > 3
+    assert not (done.folder / "generation_config.json").exists() and not (done.folder / "config.json").exists()
+    assert open_checkpoint(done.folder, overrides={"base_model": str(done.base)}).tokenizer()[0] is not None
 
 
 def mixture(folder: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_coca import cli
 from megatron_coca.commands.estimate import DEFAULT_MFU, GPUS, main
@@ -52,6 +53,17 @@ def test_operands_are_those_of_the_backend(
     found, rope = (estimate(configured(**keys, pos_emb=name), 8, 312e12, 0.5) for name in ("pope", "rotary"))
     assert found.backends == {"global": backend}
     assert (found.memory.activations > 1.05 * rope.memory.activations) == wide
+
+
+def test_a_model_folder_sets_the_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys: dict[str, Any] = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    keys |= {"intermediate_size": 40, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    model = LlamaForCausalLM(LlamaConfig(**keys))
+    model.save_pretrained(tmp_path / "llama")
+    assert main([str(tmp_path / "llama"), str(ROOT / "configs/finetune/lora.yml"), "--gpus", "1"]) == 0
+    out = capsys.readouterr().out
+    assert f"parameters         {sum(weight.numel() for weight in model.parameters()):>18,}" in out
+    assert out.count(f"tokens per step    {512:>18,}   8 x 64") == 2 and "of them in adapters" in out
 
 
 def test_every_kind_of_gpu_has_a_peak() -> None:

@@ -93,6 +93,23 @@ def test_adapters(
     assert expected in capsys.readouterr().out
 
 
+def test_adapters_of_our_export_need_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, settings in (
+        ("mine/adapter_config.json", {"peft_type": "LORA", "base_model_name_or_path": "base", "r": 8}),
+        ("base/config.json", {"model_type": "coca_dense"}),
+    ):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(json.dumps(settings))
+    assert cli.main(["serve", "mine"]) == 0
+    out = capsys.readouterr().out
+    assert "transformers serve --trust-remote-code --force-model mine\n" in out
+    assert "--trust-remote-code runs modeling_coca.py of base: read the file" in out
+    assert "--max-lora-rank 8 --trust-remote-code --model-impl transformers\n" in out
+
+
 def test_a_run_is_exported_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save = random_checkpoint(tmp_path / "run").parent
     assert cli.main(["serve", str(save)]) == 2
