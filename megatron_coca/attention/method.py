@@ -248,11 +248,11 @@ class PositionMethod:
     def keys_stay(self, length: int | None) -> bool:
         """Return whether a token's K' stays the same while the sequence grows, so that K' can be cached. `length` is
         the fixed length for length-dependent frequencies, or None if the length grows with the sequence. Magnitudes are
-        cached without their angles. Latent attention caches the shared key before its rotation, so that the cache has
-        one key per token with every map.
+        cached without their angles. Latent attention caches the shared key before its rotation, if it has any, so that
+        the cache has one key per token with every map.
         """
         if self.latent is not None:
-            return False
+            return self.rotary is None
         by_length = self.clex is not None or (self.rotary is not None and self.rotary.depends_on_length)
         return not self.form.decay and not self.magnitudes and (length is not None or not by_length)
 

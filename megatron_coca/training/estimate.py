@@ -135,7 +135,6 @@ def _native_states(config: Config, ranks: int, numbers: int, trained: int) -> Me
         step += 4 * matrices / ranks + (4 * min(bucket, matrices) if reduces else 0.0)  # the steps, whole and own part
     # The largest bucket is copied before its gradients are freed, and the reduced parts are kept until all are reduced.
     buffers = size * (min(bucket, trained) + own) if reduces else 0.0
-    step = 0.0 if in_float32 or sums else 4 * own
     if config.parallel.cuda_graphs:  # the graph keeps the memory of activations, and its gradients are added to others
         adds = not sums and config.batch.gradient_accumulation_steps != 1
         buffers, step = buffers + step + (size * trained if adds else 0), 0.0

@@ -12,6 +12,7 @@ from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.config import Config, OptimizerConfig
 from megatron_coca.config.optimization import QUERY_KEY_VALUE, TrainablePart
 from megatron_coca.model.cost import parameter_count, trained_count
+from megatron_coca.model.layers import FeedForward
 
 PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"attention\.query_key_value\.query\.", ("query",)),
@@ -61,12 +62,10 @@ def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
     so it is with Muon, which takes each of them as a matrix. Call this after loading weights and before building an
     engine.
     """
-    if config.type == "Muon":
+    if config.type == "Muon" or len({config.trains(part) for part in QUERY_KEY_VALUE}) > 1:
         split_projections(model)
     if config.trainable is None:
         return
-    if len({config.trains(part) for part in QUERY_KEY_VALUE}) > 1:
-        split_projections(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and config.trains(*parts_of(name)))
 
@@ -126,12 +125,13 @@ class Muon(torch.optim.AdamW):
 
     For a matrix [out, in] with the gradient g: m = mu m + (1 - mu) g, then w -= lr (O + decay w). O is `orthogonalized`
     (1 - mu) g + mu m. Its size is that of a step of AdamW, so both have the same rate (Liu et al. 2025,
-    arXiv:2502.16982). A weight [n, out, in] is n matrices. `torch.optim.Muon` takes the same steps, but only of whole
-    matrices, and an engine divides them among ranks. m is `exp_avg` in the state.
+    arXiv:2502.16982). A weight [n, out, in] is n matrices, and one of a group with `stacked` is that number of matrices
+    below one another. `torch.optim.Muon` takes the same steps, but only of whole matrices, and an engine divides them
+    among ranks. m is `exp_avg` in the state.
     """
 
     def __init__(self, groups: Groups, lr: float, momentum: float, betas: tuple[float, float], eps: float) -> None:
-        groups = [{"orthogonal": False, "momentum": momentum} | group for group in groups]
+        groups = [{"orthogonal": False, "stacked": 1, "momentum": momentum} | group for group in groups]
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
     def is_orthogonal(self, weight: Tensor) -> bool:
@@ -146,7 +146,7 @@ class Muon(torch.optim.AdamW):
         for group in self.param_groups:
             for weight in group["params"] if group["orthogonal"] else ():
                 if weight.grad is not None:
-                    self.move(group, weight, orthogonalized(self.averaged(group, weight)))
+                    self.move(group, weight, orthogonalized(self.averaged(group, weight), group["stacked"]))
                     weight.grad = None  # so that AdamW leaves it alone
         super().step()
 
@@ -170,21 +170,24 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration of Jordan 2024, x -> a x + b x^3 + c x^5 for each singular value x."""
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
+def orthogonalized(matrix: Tensor, stacked: int = 1) -> Tensor:
     """Return the orthogonal factor of a float32 matrix [..., out, in], times 0.2 sqrt(max(out, in)).
+
+    With `stacked`, the rows are those of that number of matrices, which have a factor each.
 
     Five Newton-Schulz iterations in bfloat16 map its singular values to about 0.7 to 1.2.
     """
     a, b, c = NEWTON_SCHULZ
-    tall = matrix.size(-2) > matrix.size(-1)
-    x = matrix.bfloat16().view(-1, *matrix.shape[-2:])
+    rows, columns = matrix.size(-2) // stacked, matrix.size(-1)
+    tall = rows > columns
+    x = matrix.bfloat16().view(-1, rows, columns)
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.mT if tall else x
-    return x.reshape(matrix.shape).to(matrix.dtype).mul_(0.2 * math.sqrt(max(matrix.shape[-2:])))
+    return x.reshape(matrix.shape).to(matrix.dtype).mul_(0.2 * math.sqrt(max(rows, columns)))
 
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -222,8 +225,8 @@ def parameter_groups(
     and norms, as in GPT-NeoX, and not to angles.
 
     With `separate_norms`, norms of queries and keys are a group of their own, because DeepSpeed keeps one step count
-    for each group and these norms were added after the other parameters. With `orthogonal`, the matrices of Muon are a
-    group of their own, the first.
+    for each group and these norms were added after the other parameters. With `orthogonal`, the matrices of Muon are
+    groups of their own, the first ones. Value and gate of a gated MLP are a matrix each.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     matrices = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and not UNDECAYED.search(name)}
@@ -233,6 +236,9 @@ def parameter_groups(
     undecayed = [parameter for name, parameter in trainable.items() if name not in matrices | added]
     groups: Groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     groups.append({"params": [trainable[name] for name in trainable if name in added], "weight_decay": 0.0})
-    own = [trainable[name] for name in trainable if name in muon]
-    groups.insert(0, {"params": own, "weight_decay": weight_decay, "orthogonal": True})
+    gated = [name for name, each in model.named_modules() if isinstance(each, FeedForward) and each.gated]
+    pairs = {f"{name}.linear1.weight" for name in gated}
+    for stacked, names in ((2, muon & pairs), (1, muon - pairs)):
+        own = [parameter for name, parameter in trainable.items() if name in names]
+        groups.insert(0, {"params": own, "weight_decay": weight_decay, "orthogonal": True, "stacked": stacked})
     return [group for group in groups if group["params"]]

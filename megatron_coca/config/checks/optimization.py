@@ -5,7 +5,7 @@ from functools import partial
 from megatron_coca.config.checks.layers import types_of
 from megatron_coca.config.checks.recording import Check
 from megatron_coca.config.model import GAU
-from megatron_coca.config.optimization import TARGET_PARTS, TrainablePart
+from megatron_coca.config.optimization import TARGET_PARTS, OptimizerConfig, TrainablePart
 from megatron_coca.config.schema import Settings
 
 
@@ -81,6 +81,12 @@ def _muon(settings: Settings) -> str | None:
     return None
 
 
+def _momentum(settings: Settings) -> str | None:
+    own = settings.optimizer
+    unused = own.type != "Muon" and own.momentum != OptimizerConfig.model_fields["momentum"].default
+    return f"has no effect with {own.type}; remove it, or set optimizer.type=Muon" if unused else None
+
+
 def _lora(settings: Settings) -> str | None:
     """Return what adapters do not support, and what to change."""
     optimizer, model, parallel = settings.optimizer, settings.model, settings.parallel
@@ -140,6 +146,7 @@ CHECKS = (
     *(Check(key, partial(_learning_rate, key)) for key in ("min_lr", "lr_warmup_init")),
     Check("trainable", _trainable_weights),
     Check("optimizer.type", _muon),
+    Check("optimizer.params.momentum", _momentum),
     Check("lora", _lora),
     Check("train_batch_size", _batch),
     Check("precision", _precision),

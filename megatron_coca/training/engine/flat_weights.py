@@ -240,7 +240,7 @@ class FlatWeights:
                 for each in bucket.ranges:
                     shape, first = each.parameter.shape, bucket.begin + each.begin - each.start
                     matrix = whole.narrow(0, first, shape.numel()).view(shape)
-                    direction = orthogonalized(matrix).flatten().narrow(0, each.start, each.numel)
+                    direction = orthogonalized(matrix, group["stacked"]).flatten().narrow(0, each.start, each.numel)
                     optimizer.move(group, each.of(bucket.master), direction)
                 bucket.master.grad = None
 

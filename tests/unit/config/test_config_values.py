@@ -32,7 +32,7 @@ SHIPPED = sorted(
     for path in CONFIGS.rglob("*.yml")
     if path.parent.name not in OF_OTHER_COMMANDS and path.relative_to(CONFIGS) not in OF_TEXT
 )
-OVERLAYS = {"coca", "lora", "ordered", "large"}
+OVERLAYS = {"coca", "latent", "lora", "ordered", "large"}
 """Of finetune: the network is that of a folder. Of recall: the model is in model.yml."""
 COMPLETE = {"100M", "350M", "quickstart", "finetune", "small", "bases", "recall"}
 METHODS = {

@@ -106,6 +106,26 @@ def test_every_extension_generates_the_tokens_of_the_growing_cache(name: str, dy
     assert torch.equal(generate(model, ids, NEW, dynamic_length=dynamic_length, decoding="static"), wanted)
 
 
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        (name, window)
+        for name in sorted(methods.names("pos_emb"))
+        for window in (None, 9)
+        if (name, window) != ("fire", 9)
+    ],
+)
+def test_latents_generate_the_tokens_of_the_growing_cache(name: str, window: int | None) -> None:
+    """Keys that are not rotated stay as they are cached, also in a window."""
+    model, ids = make(pos_emb=name, kv_lora_rank=8, sliding_window_width=window), tokens(PROMPT)
+    if (reason := unsupported(model, model.new_cache(), LENGTH, PROMPT)) is not None:
+        rotated = model.methods["global"].rotary is not None
+        assert rotated and ("window" in reason or "factors of all keys" in reason), reason
+        return
+    wanted = generate(model, ids, NEW, decoding="growing")
+    assert torch.equal(generate(model, ids, NEW, decoding="static"), wanted)
+
+
 def test_a_text_that_crosses_the_switch_of_longrope_keeps_the_growing_cache() -> None:
     model = make(rope_scaling=scaling("longrope"))
     reasons = [

@@ -160,6 +160,32 @@ def test_muon_takes_the_matrices_of_attention_and_mlp() -> None:
     assert not any(each.dim() < 2 for each in first["params"])
 
 
+@pytest.mark.parametrize("trainable", [["key"], ["query", "value", "mlp"], None])
+def test_muon_trains_a_part_of_the_projections(trainable: list[str] | None) -> None:
+    config = configured(trainable=trainable, engine="native", **{"optimizer.type": "Muon"})
+    model = build_model(config)
+    train_only_parts(model, config.optimizer)
+    names = {id(parameter): name for name, parameter in model.blocks[0].named_parameters()}
+    chosen = {names.get(id(each), "") for each in build_optimizer(model, config.optimizer).param_groups[0]["params"]}
+    parts = {"query", "key", "value"} & set(trainable or ("query", "key", "value"))
+    assert {name for name in chosen if "query_key_value" in name} == {
+        f"attention.query_key_value.{part}.weight" for part in parts
+    }
+
+
+@pytest.mark.parametrize("keys", [{}, {"moe_num_experts": 3, "moe_top_k": 1}])
+def test_muon_takes_value_and_gate_apart(keys: dict[str, Any]) -> None:
+    config = configured(engine="native", activation="swiglu", **keys, **{"optimizer.type": "Muon"})
+    model = build_model(config)
+    _, pairs, *_ = build_optimizer(model, config.optimizer).param_groups
+    assert [id(each) for each in pairs["params"]] == [id(block.mlp.linear1.weight) for block in model.blocks]
+    grad = torch.randn(pairs["params"][0].shape, generator=torch.Generator().manual_seed(2))
+    both = orthogonalized(grad, 2)
+    parts = torch.cat([orthogonalized(part) for part in grad.chunk(2, -2)], -2)
+    torch.testing.assert_close(both, parts, rtol=0, atol=2e-2)
+    assert (both - orthogonalized(grad)).abs().max() > 0.1
+
+
 def test_muon_takes_the_maps_of_latents() -> None:
     config = configured(kv_lora_rank=8, q_lora_rank=6, pos_emb="rotary", engine="native", **{"optimizer.type": "Muon"})
     model = build_model(config)
@@ -174,8 +200,9 @@ def test_muon_takes_the_maps_of_latents() -> None:
     [
         ({}, "needs whole matrices, which DeepSpeed divides; set engine=native"),
         ({"engine": "native", "lora": {"rank": 2}}, "is not supported with lora"),
+        ({"optimizer.type": "Adam", "optimizer.params.momentum": 0.9}, "momentum: has no effect with Adam; remove it"),
     ],
 )
 def test_what_muon_does_not_support(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        configured(**keys, **{"optimizer.type": "Muon"})
+        configured(**({"optimizer.type": "Muon"} | keys))
