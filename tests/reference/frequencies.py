@@ -26,6 +26,8 @@ class Extension:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     ramp: str = "dimension"
     truncate: bool = True
     b: float = 0.625
@@ -165,7 +167,11 @@ def _proportional(e: Extension, j: int) -> float:
 
 
 def _temperature(e: Extension, factor: float) -> float:
-    return 0.1 * math.log(factor) + 1 if e.attention_factor is None else e.attention_factor
+    if e.attention_factor is not None:
+        return e.attention_factor
+    if e.mscale is None or e.mscale_all_dim is None:
+        return 0.1 * math.log(factor) + 1
+    return (0.1 * e.mscale * math.log(factor) + 1) / (0.1 * e.mscale_all_dim * math.log(factor) + 1)
 
 
 def _longrope_multiplier(e: Extension) -> float:
