@@ -99,16 +99,6 @@ def latent_keys(rank: int, of_queries: int | None, plain: int, rotated: int, val
     }
 
 
-def written_widths(config: Config) -> dict[str, Any]:
-    """Return the widths of heads, also those that the configuration derives from others: the classes have numbers."""
-    model = config.model
-    return {
-        "qk_nope_head_dim": model.unrotated_dim,
-        "qk_rope_head_dim": model.head_dim,
-        "v_head_dim": model.value_dim,
-    }
-
-
 WIDTHS_OF_HEADS = frozenset({"head_dim", "qk_head_dim"})
 """Keys that the classes compute from others."""
 FURTHER = frozenset({"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers", "pretraining_tp"})
@@ -135,7 +125,7 @@ def _written_deepseek_2(config: Config) -> dict[str, Any]:
     if model.moe_num_groups > 1:
         groups = {"topk_method": "group_limited_greedy", "n_group": model.moe_num_groups}
         groups["topk_group"] = model.moe_top_k_groups
-    return groups | written_deepseek_experts(config) | written_widths(config)
+    return groups | written_deepseek_experts(config)
 
 
 def _minicpm3(config: Json, keys: Json) -> dict[str, Any]:
@@ -156,7 +146,6 @@ def _written_minicpm3(config: Config) -> dict[str, Any]:
     return {
         "scale_depth": short if short / sqrt(model.num_layers) == model.residual_scale else depth,
         "dim_model_base": round(model.final_logit_scale * model.hidden_size),
-        **written_widths(config),
     }
 
 
@@ -175,7 +164,7 @@ def _written_glm4_moe_lite(config: Config) -> dict[str, Any]:
     kinds = ["sparse" if kind == EXPERTS else "dense" for kind in config.model.mlp_names]
     own = written_deepseek_experts(config)
     del own["first_k_dense_replace"]
-    return own | {"mlp_layer_types": kinds} | written_widths(config)
+    return own | {"mlp_layer_types": kinds}
 
 
 def group_keys(count: int, chosen: int, factor: float) -> dict[str, tuple[str, Any]]:
@@ -213,7 +202,7 @@ FAMILIES: dict[str, Family] = {
         RMS | BIASES | latent_keys(512, 1536, 128, 64, 128) | deepseek_keys(256, 8, True, 2048) | group_keys(8, 4, 2.5),
         NEIGHBOURS_ONLY,
         read=lambda config, keys: deepseek_experts(config, 256, 1, 3, 2048),
-        write=lambda config: written_deepseek_experts(config) | written_widths(config),
+        write=written_deepseek_experts,
         harmless=WIDTHS_OF_HEADS | FURTHER,
         later_layers=True,
         **OWN,
@@ -239,7 +228,6 @@ FAMILIES: dict[str, Family] = {
         NEIGHBOURS_ONLY,
         tied=True,
         in_older=False,
-        write=written_widths,
         harmless=WIDTHS_OF_HEADS | {"embedding_initializer_range"},
         **OWN,
     ),

@@ -438,6 +438,9 @@ def write_keys(family: Family, config: Config, shared: Mapping[str, Any]) -> dic
         settings[name] = default if default in named else next(iter(named), default)
     if family.rope is not None:
         settings |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
+        if model.kv_lora_rank is not None:
+            settings |= {"qk_nope_head_dim": model.unrotated_dim, "qk_rope_head_dim": model.head_dim}
+            settings |= {"v_head_dim": model.value_dim}
         settings |= _written_layers(family, config)
     settings |= family.write(config)
     renamed = {family.names.get(name, name): value for name, value in settings.items()}
