@@ -96,6 +96,15 @@ def trainable_share(config: Config) -> TrainableShare:
 Groups = list[dict[str, Any]]
 
 
+def _next_step(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Any]:
+    """Count a step of a weight with one moment, and return its state, which the first step creates."""
+    state: dict[str, Any] = optimizer.state[weight]
+    if not state:
+        state.update(step=torch.zeros((), device=weight.device), exp_avg=torch.zeros_like(weight))
+    state["step"] += 1
+    return state
+
+
 class Lion(torch.optim.Optimizer):
     """Lion (Chen et al. 2023, arXiv:2302.06675): w -= lr (sign(beta1 m + (1 - beta1) g) + decay w), then
     m = beta2 m + (1 - beta2) g.
@@ -111,10 +120,7 @@ class Lion(torch.optim.Optimizer):
         for group in self.param_groups:
             rate, (beta1, beta2) = group["lr"], group["betas"]
             for weight in [weight for weight in group["params"] if weight.grad is not None]:
-                state = self.state[weight]
-                if not state:
-                    state.update(step=torch.zeros((), device=weight.device), exp_avg=torch.zeros_like(weight))
-                state["step"] += 1
+                state = _next_step(self, weight)
                 weight.mul_(1 - rate * group["weight_decay"])
                 weight.sub_(torch.lerp(weight.grad, state["exp_avg"], beta1).sign_(), alpha=rate)
                 state["exp_avg"].lerp_(weight.grad, 1 - beta2)
@@ -152,11 +158,8 @@ class Muon(torch.optim.AdamW):
 
     def averaged(self, group: dict[str, Any], weight: Tensor) -> Tensor:
         """Add the gradient of a matrix, or of a part of it, to its momentum, and return the mean of both."""
-        state, momentum, grad = self.state[weight], group["momentum"], weight.grad
+        state, momentum, grad = _next_step(self, weight), group["momentum"], weight.grad
         assert grad is not None
-        if not state:
-            state.update(step=torch.zeros((), device=weight.device), exp_avg=torch.zeros_like(weight))
-        state["step"] += 1
         state["exp_avg"].lerp_(grad, 1 - momentum)
         return torch.lerp(grad, state["exp_avg"], momentum)
 
@@ -171,11 +174,10 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalized(matrix: Tensor, stacked: int = 1) -> Tensor:
-    """Return the orthogonal factor of a float32 matrix [..., out, in], times 0.2 sqrt(max(out, in)).
+    """Return the orthogonal factor of a float32 matrix [..., out, in], times 0.2 sqrt(max(out, in)). Five Newton-Schulz
+    iterations in bfloat16 map the singular values to about 0.7 to 1.2.
 
     With `stacked`, the rows are those of that number of matrices, which have a factor each.
-
-    Five Newton-Schulz iterations in bfloat16 map its singular values to about 0.7 to 1.2.
     """
     a, b, c = NEWTON_SCHULZ
     rows, columns = matrix.size(-2) // stacked, matrix.size(-1)
@@ -236,9 +238,10 @@ def parameter_groups(
     undecayed = [parameter for name, parameter in trainable.items() if name not in matrices | added]
     groups: Groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     groups.append({"params": [trainable[name] for name in trainable if name in added], "weight_decay": 0.0})
-    gated = [name for name, each in model.named_modules() if isinstance(each, FeedForward) and each.gated]
-    pairs = {f"{name}.linear1.weight" for name in gated}
-    for stacked, names in ((2, muon & pairs), (1, muon - pairs)):
-        own = [parameter for name, parameter in trainable.items() if name in names]
-        groups.insert(0, {"params": own, "weight_decay": weight_decay, "orthogonal": True, "stacked": stacked})
+    if orthogonal:
+        gated = [name for name, each in model.named_modules() if isinstance(each, FeedForward) and each.gated]
+        pairs = {f"{name}.linear1.weight" for name in gated}
+        for stacked, names in ((2, muon & pairs), (1, muon - pairs)):
+            own = [parameter for name, parameter in trainable.items() if name in names]
+            groups.insert(0, {"params": own, "weight_decay": weight_decay, "orthogonal": True, "stacked": stacked})
     return [group for group in groups if group["params"]]

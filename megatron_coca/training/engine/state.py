@@ -146,9 +146,8 @@ def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
     found: list[StatePiece] = []
     for flat_range in layouts.layout(optimizer).ranges(optimizer):
         state = _state(optimizer, flat_range.flat)
-        values = {WEIGHT: flat_range.flat.detach()} | {
-            name: state[name] for name in _moments(optimizer, flat_range.flat)
-        }
+        moments = _moments(optimizer, flat_range.flat)
+        values = {WEIGHT: flat_range.flat.detach()} | {name: state[name] for name in moments}
         name = names[flat_range.parameter]
         found += [StatePiece(name, kind, flat_range.start, flat_range.of(tensor)) for kind, tensor in values.items()]
     for parameter, owner in _frozen_owners(optimizer, names):
