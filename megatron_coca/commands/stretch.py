@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if args.export is not None:
         check_writable(args.export)
-    from megatron_coca.evaluation.stretch.command import planned, stretch
+    from megatron_coca.evaluation.stretch.plans import planned
 
     args, trials = planned(args), list[str]()
     if args.finetune is not None:
@@ -127,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trials = trial_methods(args.finetune_method)
         args.methods = (*args.methods, *(name for name in trials if name in CHOICES))  # without training, to compare
         check(args)
+    from megatron_coca.evaluation.stretch.command import stretch
+
     done = stretch(args)
     print(plain(done.text))
     print(f"\nwrote {args.output / 'stretch.html'}, and stretch.md, its picture, best.yml and results/ beside it")

@@ -42,10 +42,7 @@ def _latent(settings: Settings) -> str | None:
         "clip_qkv": (model.clip_qkv, "a cache keeps latents, of which clipped features are not linear maps"),
         "values_from_keys": (model.values_from_keys, "keys and values have maps of their own"),
         "value_norm": (model.value_norm, "a cache keeps latents, of which normalised values are not linear maps"),
-        "model_parallel_size": (
-            parallel.model_parallel_size > 1,
-            "all heads read the same latents",
-        ),
+        "model_parallel_size": (parallel.model_parallel_size > 1, "all heads read the same latents"),
         "lora": (settings.optimizer.lora is not None, "PEFT's names of its matrices are not known here"),
     }
     found = next((f"{name}, because {reason}" for name, (given, reason) in unsupported.items() if given), None)

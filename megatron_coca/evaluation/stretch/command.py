@@ -15,7 +15,7 @@ from megatron_coca.evaluation.results import EvaluationError, Store, check_writa
 from megatron_coca.evaluation.stretch.choices import PLAIN, Method, chosen_methods, multiples_up_to
 from megatron_coca.evaluation.stretch.decision import decide
 from megatron_coca.evaluation.stretch.page import MARKDOWN, reason, write_page
-from megatron_coca.evaluation.stretch.plans import Plan, read_plan
+from megatron_coca.evaluation.stretch.plans import Plan
 from megatron_coca.evaluation.stretch.records import RESULTS, read_results, result_file
 from megatron_coca.evaluation.stretch.running import Runner
 from megatron_coca.evaluation.stretch.trials import ALL, Trial, write_trials
@@ -45,7 +45,7 @@ class Done(NamedTuple):
 
 
 def stretch(args: Namespace, like: MarginResult | None = None) -> Done:
-    """Measure the methods and write the page. `args.plan` is a plan or None (`planned`). Raises InputError.
+    """Measure the methods and write the page. `args.plan` is a plan or None (`plans.planned`). Raises InputError.
 
     `like` is the result of the model before fine-tuning: the same tokens are scored, also at its lengths.
     """
@@ -59,18 +59,6 @@ def stretch(args: Namespace, like: MarginResult | None = None) -> Done:
                 "another --output, or replace it with --overwrite"
             )
         return _measure(args, like)
-
-
-def planned(args: Namespace) -> Namespace:
-    """Return the options with the plan instead of its path, and with the plan's values. Raises EvaluationError."""
-    if args.plan is None:
-        return args
-    plan = read_plan(args.plan)
-    values = {"methods": plan.methods, "to": plan.to, "documents": plan.documents, "dtype": plan.dtype or args.dtype}
-    if (trials := plan.finetune) is not None:
-        values |= {"finetune": trials.steps, "finetune_method": trials.methods, "finetune_length": trials.length}
-        values |= {"lora": trials.lora, "finetune_set": trials.set}
-    return Namespace(**vars(args) | values | {"plan": plan})
 
 
 def _measure(args: Namespace, like: MarginResult | None) -> Done:

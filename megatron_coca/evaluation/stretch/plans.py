@@ -1,5 +1,6 @@
 """Plans of `megatron-coca stretch`: measurements, fine-tuning, and contrasts that are declared before the first run."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -91,6 +92,18 @@ def read_plan(path: Path) -> Plan:
         each.model_copy(update={"method": names[each.method], "other": names[each.other]}) for each in plan.contrasts
     ]
     return plan.model_copy(update={"methods": [names[name] for name in plan.methods], "contrasts": contrasts})
+
+
+def planned(args: Namespace) -> Namespace:
+    """Return the options with the plan instead of its path, and with the plan's values. Raises EvaluationError."""
+    if args.plan is None:
+        return args
+    plan = read_plan(args.plan)
+    values = {"methods": plan.methods, "to": plan.to, "documents": plan.documents, "dtype": plan.dtype or args.dtype}
+    if (trials := plan.finetune) is not None:
+        values |= {"finetune": trials.steps, "finetune_method": trials.methods, "finetune_length": trials.length}
+        values |= {"lora": trials.lora, "finetune_set": trials.set}
+    return Namespace(**vars(args) | values | {"plan": plan})
 
 
 def pairs_of(plan: Plan, contrast: PlannedContrast) -> int | None:

@@ -66,24 +66,16 @@ def write_trials(
     `before` has the results of the model before, and `untrained` the configurations of its methods. The first of
     `trials` is the control. The contrasts of `plan` are added. Raises EvaluationError.
     """
-    result = with_trials(before, {trial.name: trial.page for trial in trials})
+    results, costs = dict(before.results), dict(before.costs)
+    for trial in trials:
+        after = read_results(trial.page, ())
+        results[trial.name], costs[trial.name] = after.header, after.costs[after.plain]
+    result = StretchResult(results, costs)
     configs = {**untrained, **{trial.name: trial.config for trial in trials}}
     output.mkdir(parents=True, exist_ok=True)
     blocks = [ReportBlock(tables=(training_table(trials),)), ReportBlock(tables=(difference_table(result, trials),))]
     text = write_page(result, configs, output, plan, [Section("training", "Fine-tuning", tuple(blocks))])
     return text, decide(result)
-
-
-def with_trials(before: StretchResult, pages: Mapping[str, Path]) -> StretchResult:
-    """Return the results of the model before and of the fine-tuned models, whose folders `pages` has by name.
-
-    Raises EvaluationError.
-    """
-    results, costs = dict(before.results), dict(before.costs)
-    for name, page in pages.items():
-        after = read_results(page, ())
-        results[name], costs[name] = after.header, after.costs[after.plain]
-    return StretchResult(results, costs)
 
 
 def training_table(trials: Sequence[Trial]) -> Table:
