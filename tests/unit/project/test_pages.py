@@ -1,9 +1,11 @@
 """What the documents say of keys, methods and backends is what the code says."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from docs import generate
 from docs.generate import TABLES, backends_page, generated, needs
 from megatron_coca import methods
 from megatron_coca.attention.build import BACKENDS
@@ -15,6 +17,22 @@ def test_generated_pages_and_tables_are_current() -> None:
     pytest.importorskip("triton")
     stale = [str(path) for path, text in generated() if path.read_text(encoding="utf-8") != text]
     assert not stale, "run: python docs/generate.py"
+
+
+def test_the_check_names_pages_that_are_not_current(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It writes nothing. The slow tests do not run it, because their configurations are smaller."""
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    monkeypatch.setattr(generate, "PAGES", {"a.md": lambda: "new", "b.md": lambda: "same"})
+    monkeypatch.setattr(generate, "TABLES", {})
+    monkeypatch.setattr("sys.argv", ["docs/generate.py", "--check"])
+    for name in ("a.md", "b.md"):
+        (tmp_path / name).write_text("same")
+    assert generate.main() == 1 and capsys.readouterr().out == "a.md\n"
+    assert (tmp_path / "a.md").read_text() == "same"
+    (tmp_path / "a.md").write_text("new")
+    assert generate.main() == 0 and capsys.readouterr().out == ""
 
 
 def test_a_new_choice_appears_in_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
