@@ -7,10 +7,10 @@ from megatron_coca.config import CheckpointConfig
 from megatron_coca.training.checkpointing.remote_checkpoints import RemoteCheckpoints
 from megatron_coca.training.collectives import FolderLock
 from megatron_coca.training.corpus import Corpus
+from megatron_coca.training.monitoring.watchdog import Watchdog
 from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.run_context import RunContext
 from megatron_coca.training.topology import Topology
-from megatron_coca.training.watchdog import Watchdog
 from megatron_coca.work.signals import CaughtSignals
 
 

@@ -21,7 +21,7 @@ from megatron_coca.checkpoints.huggingface.adapted import (
     UnsupportedAdapters,
     read_adapters,
 )
-from megatron_coca.checkpoints.huggingface.gguf_file import gguf_files
+from megatron_coca.checkpoints.huggingface.gguf.gguf_file import gguf_files
 from megatron_coca.checkpoints.huggingface.read import has_weights, is_huggingface_folder
 from megatron_coca.checkpoints.huggingface.tokenizer_files import own_files
 from megatron_coca.checkpoints.weights import load_pickle, read_layout

@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     args, trials = planned(args), list[str]()
     if args.finetune is not None:
-        from megatron_coca.commands.stretch_finetuning import check
+        from megatron_coca.evaluation.stretch.finetuning import check
 
         trials = trial_methods(args.finetune_method)
         args.methods = (*args.methods, *(name for name in trials if name in CHOICES))  # without training, to compare
@@ -149,8 +149,8 @@ def _train(args: Namespace, trials: Sequence[str], before: "Done") -> tuple[int,
     """Train each method, measure it at the same lengths, and write the page of all. Return the exit status of the first
     training that failed, or 0, and the choice among all models.
     """
-    from megatron_coca.commands.stretch_finetuning import finetune, is_outdated, read_trial, trained_folder
     from megatron_coca.evaluation.stretch.command import compare_trials, stretch
+    from megatron_coca.evaluation.stretch.finetuning import finetune, is_outdated, read_trial, trained_folder
     from megatron_coca.evaluation.stretch.records import read_plain
     from megatron_coca.evaluation.stretch.trials import ALL
 

@@ -40,6 +40,7 @@ from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.engine.state import ADDED_AT
 from megatron_coca.training.launches import LaunchRecord
+from megatron_coca.training.monitoring.watchdog import Watchdog
 from megatron_coca.training.opened_stages import OpenedStage, open_stages
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.randomness import compute_deterministically, seed_everything
@@ -49,7 +50,6 @@ from megatron_coca.training.starting_rate import with_starting_rate
 from megatron_coca.training.topology import Topology, rounded_sum
 from megatron_coca.training.trainer import Trainer
 from megatron_coca.training.validation import check_validation
-from megatron_coca.training.watchdog import Watchdog
 from megatron_coca.work.signals import CaughtSignals
 from megatron_coca.work.statuses import Stopped
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from megatron_coca.training.checkpointing.remote_checkpoints import RemoteCheckpoints
 from megatron_coca.training.collectives import FolderLock
+from megatron_coca.training.monitoring.watchdog import Watchdog
 from megatron_coca.training.topology import Topology
-from megatron_coca.training.watchdog import Watchdog
 from megatron_coca.work.signals import CaughtSignals
 
 

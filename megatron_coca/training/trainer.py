@@ -18,8 +18,8 @@ from megatron_coca.training.corpus import open_loader
 from megatron_coca.training.engine import Engine, HeldOutLoss, StepResult
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.engine.routing import routing_figures
-from megatron_coca.training.loss_guard import LossGuard, Verdict
-from megatron_coca.training.monitor import IntervalMean, Monitor
+from megatron_coca.training.monitoring.loss_guard import LossGuard, Verdict
+from megatron_coca.training.monitoring.monitor import IntervalMean, Monitor
 from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.run_context import RunContext
 from megatron_coca.training.sinks import run_folder

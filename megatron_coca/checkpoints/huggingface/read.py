@@ -16,7 +16,7 @@ from megatron_coca.checkpoints.files import CheckpointError, read_json, read_jso
 from megatron_coca.checkpoints.huggingface import families, quantized, weight_map
 from megatron_coca.checkpoints.huggingface.config_json import CONFIG, READERS, UNNEEDED, parse_config
 from megatron_coca.checkpoints.huggingface.families.gpt_neox import may_be_coca
-from megatron_coca.checkpoints.huggingface.gguf_file import HEADS, GgufFile, find_gguf, gguf_files
+from megatron_coca.checkpoints.huggingface.gguf.gguf_file import HEADS, GgufFile, find_gguf, gguf_files
 from megatron_coca.checkpoints.huggingface.other_saves import empty_weights, other_save, without_wrappers
 from megatron_coca.checkpoints.huggingface.wrappers import EMBEDDING as ROWS_OF
 from megatron_coca.checkpoints.huggingface.wrappers import TEXT, Network, find_network

@@ -39,7 +39,7 @@ from megatron_coca.training.engine.inputs import module_inputs
 from megatron_coca.training.engine.label_weights import HeldOutLoss, StepLabels, step_labels
 from megatron_coca.training.engine.protocol import StepResult
 from megatron_coca.training.engine.routing import finish_routing
-from megatron_coca.training.loss_guard import Limits, bad_reason
+from megatron_coca.training.monitoring.loss_guard import Limits, bad_reason
 from megatron_coca.training.topology import zero_section
 
 logger = logging.getLogger(__name__)

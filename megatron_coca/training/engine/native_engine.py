@@ -19,7 +19,7 @@ from megatron_coca.training.engine.label_weights import HeldOutLoss, step_labels
 from megatron_coca.training.engine.passes import CapturedPass, run_pass
 from megatron_coca.training.engine.protocol import StepResult
 from megatron_coca.training.engine.routing import finish_routing
-from megatron_coca.training.loss_guard import Limits, bad_reason
+from megatron_coca.training.monitoring.loss_guard import Limits, bad_reason
 from megatron_coca.training.topology import zero_section
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -9,7 +9,7 @@ from megatron_coca.checkpoints.native.state import ParameterSlice, StatePiece
 from megatron_coca.data import Batch
 from megatron_coca.model.experts import StepRouting
 from megatron_coca.training.engine.label_weights import HeldOutLoss
-from megatron_coca.training.loss_guard import Limits
+from megatron_coca.training.monitoring.loss_guard import Limits
 
 
 class StepResult(NamedTuple):

@@ -23,7 +23,7 @@ from megatron_coca.training import randomness
 from megatron_coca.training.engine import build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.launch import complete_environment
-from megatron_coca.training.loss_guard import Limits
+from megatron_coca.training.monitoring.loss_guard import Limits
 from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state

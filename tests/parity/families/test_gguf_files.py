@@ -13,9 +13,9 @@ import transformers
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.huggingface import gguf_header
 from megatron_coca.checkpoints.huggingface.config_json import parse_config
-from megatron_coca.checkpoints.huggingface.gguf_file import GgufFile
+from megatron_coca.checkpoints.huggingface.gguf import header
+from megatron_coca.checkpoints.huggingface.gguf.gguf_file import GgufFile
 from megatron_coca.commands import inspect
 from tests.parity.families.test_quantized_folders import byte_symbols, in_pairs, llama, write_gguf
 
@@ -265,7 +265,7 @@ def test_texts_are_divided_as_the_file_says(tmp_path: Path) -> None:
 def test_each_known_division_is_a_pattern_and_keeps_texts(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models
 
-    from megatron_coca.checkpoints.huggingface.gguf_tokenizer import SPLITS, adapt
+    from megatron_coca.checkpoints.huggingface.gguf.tokenizer import SPLITS, adapt
 
     text = "It's 2024:\tDON'T pay (x+y)==12345678 \u00e9\u4e2d --- \n\n\n  if(a){return(b);}  "
     for name in SPLITS:
@@ -318,7 +318,7 @@ def test_counts_beyond_the_file_are_errors(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "a.gguf").write_bytes(start + array + bytes(40))
         with pytest.raises(CheckpointError, match=r"a.gguf: cannot be read as GGUF .*announces more than its"):
             open_checkpoint(tmp_path)
-    monkeypatch.setattr(gguf_header, "MOST_VALUES", 500)
+    monkeypatch.setattr(header, "MOST_VALUES", 500)
     with pytest.raises(CheckpointError, match="its header has more than 500 values"):
         opened(tmp_path, {})
 

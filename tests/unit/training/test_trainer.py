@@ -17,7 +17,7 @@ from megatron_coca.data import Batch
 from megatron_coca.training.checkpointing.saving import Checkpoints
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import HeldOutLoss, StepResult
-from megatron_coca.training.loss_guard import Limits, bad_reason
+from megatron_coca.training.monitoring.loss_guard import Limits, bad_reason
 from megatron_coca.training.trainer import Trainer
 from megatron_coca.work.signals import CaughtSignals
 from megatron_coca.work.statuses import Diverged, Preempted

@@ -19,8 +19,8 @@ from megatron_coca.checkpoints.native.meta import Meta, checked_meta
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, StateReader
 from megatron_coca.config import load_config
 from megatron_coca.data.identity import differing_data
-from megatron_coca.training.loss_guard import LossGuard
-from megatron_coca.training.monitor import IntervalMean
+from megatron_coca.training.monitoring.loss_guard import LossGuard
+from megatron_coca.training.monitoring.monitor import IntervalMean
 from megatron_coca.training.opened_stages import differing_stages
 from megatron_coca.training.randomness import load_rng_states, rng_states
 from tests.checkpoint_files import NEEDED, TINY, write_checkpoint

@@ -35,7 +35,7 @@ INTERNALS = (
     ("ops", "__compatible_ops__", "deepspeed_shm_comm is compiled unless this says no", "0.19.8"),
     ("runtime.config", "DeepSpeedConfigError", "raised for unsupported options", "0.19.8"),
     ("launcher.runner", "main(args)", "`python -m` calls it; training/launch/start.py does", "0.19.8"),
-    ("comm.comm", "all_reduce(...)", "where a rank waits; training/watchdog.py finds it", "0.19.8"),
+    ("comm.comm", "all_reduce(...)", "where a rank waits; training/monitoring/watchdog.py finds it", "0.19.8"),
     (_GRID, "_SEQUENCE_PARALLEL_GROUP", "None until the groups are made", "0.19.8"),
     (_GRID, "initialize_sequence_parallel(sequence_parallel_size)", "makes them, of consecutive ranks", "0.19.8"),
     (_GRID, "get_sequence_parallel_group()", "this rank's", "0.19.8"),

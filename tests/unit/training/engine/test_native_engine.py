@@ -16,7 +16,7 @@ from megatron_coca.config import Config, load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import GPT, LanguageModelLoss, build_model
 from megatron_coca.training.engine import NativeEngine, build_engine
-from megatron_coca.training.loss_guard import Limits
+from megatron_coca.training.monitoring.loss_guard import Limits
 from megatron_coca.training.optimizer import build_optimizer
 from tests.checkpoint_files import run_alone
 from tests.conftest import clean_environment

@@ -13,7 +13,7 @@ from megatron_coca.data import Batch
 from megatron_coca.model import GPT, build_model
 from megatron_coca.training.engine import NativeEngine, StepResult, build_engine
 from megatron_coca.training.engine.passes import WARMUP, CapturedPass
-from megatron_coca.training.loss_guard import Limits
+from megatron_coca.training.monitoring.loss_guard import Limits
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts
 from tests.checkpoint_files import run_alone
 from tests.imitated_graphs import Replays

@@ -13,7 +13,7 @@ from megatron_coca.model import build_model
 from megatron_coca.model.experts import StepRouting, mixtures_of
 from megatron_coca.training.engine import NativeEngine, build_engine
 from megatron_coca.training.engine.routing import routing_figures
-from megatron_coca.training.loss_guard import Limits
+from megatron_coca.training.monitoring.loss_guard import Limits
 from megatron_coca.training.optimizer import build_optimizer
 from tests.checkpoint_files import run_alone
 

@@ -230,7 +230,7 @@ def test_ignored_signals_stay_ignored(launch: Launch, tmp_path: Path) -> None:
     assert finish(process)[0] == 0
 
 
-@pytest.mark.parametrize("module", ["training.watchdog", "training.launch", "work.statuses", "work.engines"])
+@pytest.mark.parametrize("module", ["training.monitoring.watchdog", "training.launch", "work.statuses", "work.engines"])
 def test_the_launcher_loads_no_torch(module: str) -> None:
     code = f"import sys, megatron_coca.{module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

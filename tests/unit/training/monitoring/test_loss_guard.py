@@ -9,7 +9,7 @@ import pytest
 
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import FaultConfig
-from megatron_coca.training.loss_guard import Limits, LossGuard, Verdict, bad_reason, spike_limit
+from megatron_coca.training.monitoring.loss_guard import Limits, LossGuard, Verdict, bad_reason, spike_limit
 
 NAN, INF = math.nan, math.inf
 SHAPE = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64}

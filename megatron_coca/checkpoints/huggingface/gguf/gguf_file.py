@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints.files import CheckpointError, write_json
-from megatron_coca.checkpoints.huggingface import gguf_tokenizer
-from megatron_coca.checkpoints.huggingface.gguf_header import read_header
+from megatron_coca.checkpoints.huggingface.gguf import tokenizer
+from megatron_coca.checkpoints.huggingface.gguf.header import read_header
 from megatron_coca.checkpoints.weights import StoredTensor, WeightEntry, Weights
 from megatron_coca.data.tokenizers.huggingface_kind import library_errors_as_data_errors
 from megatron_coca.support.arguments import GGUF
@@ -305,15 +305,15 @@ class GgufFile:
         """
         with _as_checkpoint_error(self.path), library_errors_as_data_errors():
             self._reader  # noqa: B018 - its counts are checked before transformers reads the file
-            if (problem := gguf_tokenizer.problem(self._values)) is not None:
+            if (problem := tokenizer.problem(self._values)) is not None:
                 raise CheckpointError(f"{self.path}: {problem}; {_TOKENIZER_REMEDY}")
             from transformers import PreTrainedTokenizerFast  # unlike AutoTokenizer, reads no other file of the folder
 
             found = PreTrainedTokenizerFast(name_or_path=str(self.path.parent), gguf_file=self.path.name)
-            gguf_tokenizer.adapt(found.backend_tokenizer, self._values)
+            tokenizer.adapt(found.backend_tokenizer, self._values)
             found.save_pretrained(folder)
             begin = self._values.get("tokenizer.ggml.bos_token_id")
-            ids = {"bos_token_id": begin, "eos_token_id": gguf_tokenizer.ends_of(self._values) or None}
+            ids = {"bos_token_id": begin, "eos_token_id": tokenizer.ends_of(self._values) or None}
             write_json(folder / "config.json", {name: value for name, value in ids.items() if value is not None})
 
     def places(self) -> dict[str, tuple[Path, StoredTensor]]:

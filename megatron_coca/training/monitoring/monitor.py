@@ -12,7 +12,7 @@ from megatron_coca.config import Config
 from megatron_coca.model.cost import flops_per_token, peak_flops
 from megatron_coca.support.crowded_cores import CrowdedCores
 from megatron_coca.support.output import losses
-from megatron_coca.training.profiling import Trace, peak_memory
+from megatron_coca.training.monitoring.profiling import Trace, peak_memory
 from megatron_coca.training.sinks import open_sinks
 
 logger = logging.getLogger(__name__)

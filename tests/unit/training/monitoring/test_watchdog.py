@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.training.watchdog import Watchdog
+from megatron_coca.training.monitoring.watchdog import Watchdog
 from megatron_coca.work.statuses import HUNG
 from tests.patience import patience
 
@@ -18,7 +18,7 @@ TIMEOUT, GRACE, LONG_GRACE = patience(0.4), patience(0.3), patience(2.0)
 HEAD = f"""
 import ctypes, os, sys, threading, time
 from pathlib import Path
-from megatron_coca.training.watchdog import Watchdog
+from megatron_coca.training.monitoring.watchdog import Watchdog
 
 def watchdog(rank=3, grace={GRACE}):
     return Watchdog({TIMEOUT}, Path(sys.argv[1]), rank, grace=grace)

@@ -14,7 +14,7 @@ from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model.cost import flops_per_token
 from megatron_coca.sinks.json_lines import METRICS
 from megatron_coca.support.crowded_cores import CrowdedCores
-from megatron_coca.training.monitor import IntervalMean, Monitor
+from megatron_coca.training.monitoring.monitor import IntervalMean, Monitor
 from tests.figures import TIMINGS
 
 SHAPE = {
@@ -292,7 +292,7 @@ def test_crowded_cores_are_logged_once(
     clock = Clock()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     watch = partial(CrowdedCores, clock=clock, usage=lambda: (clock.now / 2, int(clock.now * 250)), environment={})
-    monkeypatch.setattr("megatron_coca.training.monitor.CrowdedCores", watch)
+    monkeypatch.setattr("megatron_coca.training.monitoring.monitor.CrowdedCores", watch)
     monitor = build(tmp_path, clock=clock, rank=rank)
     for step in range(1, 15):
         with monitor.during(between) if between is not None else nullcontext():

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from megatron_coca.commands.stretch_finetuning import digest_of
+from megatron_coca.evaluation.stretch.finetuning import digest_of
 
 
 def test_other_texts_have_another_name(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NamedTuple, Self
 
 from megatron_coca.support.output import STDERR, put
-from megatron_coca.training.outside_watch import OutsideWatch
+from megatron_coca.training.monitoring.outside_watch import OutsideWatch
 from megatron_coca.work.error_report import communicates
 from megatron_coca.work.statuses import HUNG
 

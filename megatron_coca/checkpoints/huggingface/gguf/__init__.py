@@ -1,0 +1,1 @@
+"""GGUF files: the header, the weights and the tokenizer."""

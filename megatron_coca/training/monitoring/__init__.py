@@ -1,0 +1,1 @@
+"""What watches a run: losses, metrics and traces, and processes that hang."""
