@@ -51,6 +51,7 @@ LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_facto
 BASE = {"rope_type": "default", "rope_theta": 1e4}
 WINDOW = {"sliding_window": TRAINED // 2}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 176}
+SMALL_EXPERTS = {"num_local_experts": 4, "intermediate_size": 352}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 176}
 LATENT = {"kv_lora_rank": 128, "q_lora_rank": 192, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
 LATENT |= {"num_key_value_heads": 8}
@@ -66,10 +67,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("Ministral3", BLOCK | {"head_dim": 64, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
     "qwen2": ("Qwen2", BLOCK),
     "qwen3": ("Qwen3", BLOCK | {"head_dim": 64}),
-    "mixtral": ("Mixtral", BLOCK | {"num_local_experts": 4, "intermediate_size": 352}),
-    "gpt_oss": ("GptOss", BLOCK | WINDOW | {"num_local_experts": 4, "intermediate_size": 352, "rope_parameters": YARN}),
+    "mixtral": ("Mixtral", BLOCK | SMALL_EXPERTS),
+    "gpt_oss": ("GptOss", BLOCK | WINDOW | SMALL_EXPERTS | {"rope_parameters": YARN}),
     "olmoe": ("Olmoe", BLOCK | {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 176}),
+    "flex_olmo": ("FlexOlmo", BLOCK | {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 176}),
+    "granitemoe": ("GraniteMoe", BLOCK | GRANITE | SMALL_EXPERTS),
+    "granitemoeshared": ("GraniteMoeShared", BLOCK | GRANITE | SMALL_EXPERTS | {"shared_intermediate_size": 176}),
+    "granitemoe_swa": ("GraniteMoeSWA", BLOCK | WINDOW | GRANITE | SMALL_EXPERTS),
     "glm4_moe": ("Glm4Moe", BLOCK | ROUTED | {"head_dim": 64}),
+    "afmoe": ("Afmoe", BLOCK | EXPERTS | WINDOW | HEADS),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        BLOCK | {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 176, "moe_num_shared_experts": 1},
+    ),
+    "exaone_moe": ("ExaoneMoe", BLOCK | EXPERTS | WINDOW),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", BLOCK | HEADS | {"num_experts": 4, "moe_topk": 2, "intermediate_size": 352}),
+    "hy_v3": ("HYV3", BLOCK | EXPERTS | HEADS),
+    "mellum": ("Mellum", BLOCK | EXPERTS | HEADS),
+    "minimax_m2": ("MiniMaxM2", BLOCK | SMALL_EXPERTS | HEADS | {"num_experts_per_tok": 2}),
+    "solar_open": ("SolarOpen", BLOCK | ROUTED | HEADS),
     "dots1": ("Dots1", BLOCK | ROUTED | {"head_dim": 64, "n_shared_experts": 1}),
     "minicpm3": ("MiniCPM3", BLOCK | LATENT | {"rope_parameters": BASE}),
     "youtu": ("Youtu", BLOCK | LATENT),

@@ -253,6 +253,182 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"decoder_sparse_step": 3, "tie_word_embeddings": True, "hidden_act": "relu"},
     ),
 }
+SCALES = {"embedding_multiplier": 12.0, "logits_scaling": 49.0, "residual_multiplier": 0.22}
+MIXTURES |= {
+    "flex_olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3, "rope_parameters": LINEAR}),
+    "flex_olmo tied, weights that sum to one": (
+        "FlexOlmo",
+        {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "flex_olmo, biases": (
+        "FlexOlmo",
+        {"num_experts": 4, "num_experts_per_tok": 1, "attention_bias": True, "rope_parameters": YARN}
+        | {"hidden_act": "gelu"},
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        SCALES | {"num_local_experts": 5, "attention_multiplier": 0.3, "rope_parameters": YARN},
+    ),
+    "granitemoe tied, one of three": (
+        "GraniteMoe",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True, "rope_parameters": BASE},
+    ),
+    "granitemoe, biases": (
+        "GraniteMoe",
+        {"num_local_experts": 4, "num_experts_per_tok": 3, "attention_bias": True, "hidden_act": "gelu"},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        SCALES
+        | {"num_local_experts": 5, "attention_multiplier": 0.3, "rope_parameters": LINEAR}
+        | {"shared_intermediate_size": 18},
+    ),
+    "granitemoeshared tied, no shared MLP": (
+        "GraniteMoeShared",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "granitemoeshared, gelu": (
+        "GraniteMoeShared",
+        {"num_local_experts": 4, "num_experts_per_tok": 3, "shared_intermediate_size": 7, "hidden_act": "gelu"},
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWA",
+        SCALES
+        | {"num_local_experts": 5, "shared_intermediate_size": 18, "attention_multiplier": 0.3, "sliding_window": 9}
+        | {"num_hidden_layers": 5, "layer_rope_theta": [300.0, 300.0, 0, 300.0, 0]},
+    ),
+    "granitemoe_swa tied, no shared MLP": (
+        "GraniteMoeSWA",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True, "sliding_window": 7}
+        | {"rope_parameters": LINEAR},
+    ),
+    "granitemoe_swa, listed windows, biases": (
+        "GraniteMoeSWA",
+        {"num_local_experts": 4, "shared_intermediate_size": 7, "attention_bias": True, "hidden_act": "gelu"}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 11},
+    ),
+}
+WINDOWS_AND_BASES = {"full_attention": YARN, "sliding_attention": BASE}
+EVEN = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+FEW = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 20, "tie_word_embeddings": True}
+MIXTURES |= {
+    "afmoe": (
+        "Afmoe",
+        EVEN
+        | {"num_shared_experts": 1, "num_dense_layers": 2, "mup_enabled": True, "route_scale": 1.7, "head_dim": 10}
+        | {"num_hidden_layers": 5, "sliding_window": 9, "global_attn_every_n_layers": 3, "rope_parameters": YARN},
+    ),
+    "afmoe tied, no dense layer": (
+        "Afmoe",
+        FEW | {"num_shared_experts": 2, "num_dense_layers": 0, "head_dim": 6, "sliding_window": 7},
+    ),
+    "afmoe, listed windows": (
+        "Afmoe",
+        EVEN
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 11}
+        | {"hidden_act": "gelu", "head_dim": 12, "rope_parameters": LINEAR},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 12, "head_dim": 10, "rope_parameters": YARN}
+        | {"num_hidden_layers": 4, "moe_layer_start_index": 1, "moe_layer_end_index": 2},
+    ),
+    "ernie4_5_moe untied, no shared MLP": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 1, "moe_intermediate_size": 20, "tie_word_embeddings": False}
+        | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0},
+    ),
+    "ernie4_5_moe, every other layer": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 1}
+        | {"num_hidden_layers": 5, "moe_layer_interval": 2, "hidden_act": "gelu", "rope_parameters": LINEAR},
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        EVEN
+        | {"n_group": 3, "topk_group": 2, "num_hidden_layers": 5, "sliding_window": 9, "rope_parameters": LLAMA3}
+        | {"num_shared_experts": 2, "head_dim": 10},
+    ),
+    "exaone_moe tied, no windows": (
+        "ExaoneMoe",
+        FEW
+        | {"sliding_window_pattern": None, "layer_types": ["full_attention"] * 3, "norm_topk_prob": False}
+        | {"routed_scaling_factor": 1.2, "sliding_window": 7},
+    ),
+    "exaone_moe, listed experts": (
+        "ExaoneMoe",
+        EVEN
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "sliding_window": 11, "hidden_act": "gelu"}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "rope_parameters": LINEAR},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        {"num_experts": 5, "moe_topk": 2, "head_dim": 10, "rope_parameters": YARN},
+    ),
+    "hunyuan_v1_moe tied, lists of layers": (
+        "HunYuanMoEV1",
+        {"num_experts": 4, "moe_topk": [1] * 3, "head_dim": 6, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 500.0}},
+    ),
+    "hunyuan_v1_moe, biases": (
+        "HunYuanMoEV1",
+        {"num_experts": 4, "moe_topk": 3, "head_dim": 12, "attention_bias": True, "hidden_act": "gelu"}
+        | {"rope_parameters": LINEAR},
+    ),
+    "hy_v3": ("HYV3", EVEN | {"num_shared_experts": 2, "head_dim": 10, "rope_parameters": YARN}),
+    "hy_v3 tied, listed experts": (
+        "HYV3",
+        FEW | {"mlp_layer_types": ["sparse", "dense", "sparse"], "router_scaling_factor": 1.2, "head_dim": 6},
+    ),
+    "hy_v3, biases": (
+        "HYV3",
+        EVEN | {"attention_bias": True, "hidden_act": "gelu", "head_dim": 12, "rope_parameters": LINEAR},
+    ),
+    "mellum": (
+        "Mellum",
+        EVEN
+        | {"sliding_window": 9, "head_dim": 10, "rope_parameters": WINDOWS_AND_BASES}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
+    "mellum tied, some dense layers": (
+        "Mellum",
+        FEW | {"mlp_layer_types": ["dense", "sparse", "dense"], "norm_topk_prob": False, "head_dim": 6},
+    ),
+    "mellum, biases": (
+        "Mellum",
+        EVEN
+        | {"attention_bias": True, "hidden_act": "gelu", "head_dim": 12, "sliding_window": 7}
+        | {"layer_types": ["sliding_attention"] * 3, "rope_parameters": WINDOWS_AND_BASES},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 10, "rope_parameters": YARN},
+    ),
+    "minimax_m2 tied, partial rotation": (
+        "MiniMaxM2",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 12, "tie_word_embeddings": True}
+        | {"rope_parameters": BASE | {"partial_rotary_factor": 0.5}},
+    ),
+    "minimax_m2, gelu": (
+        "MiniMaxM2",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 6, "hidden_act": "gelu"},
+    ),
+    "solar_open": (
+        "SolarOpen",
+        {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 12}
+        | {"n_shared_experts": 2, "routed_scaling_factor": 1.7, "head_dim": 10, "rope_parameters": YARN},
+    ),
+    "solar_open tied, weights that do not sum to one": (
+        "SolarOpen",
+        {"n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 20, "tie_word_embeddings": True}
+        | {"norm_topk_prob": False, "head_dim": 6},
+    ),
+    "solar_open, biases": (
+        "SolarOpen",
+        {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "attention_bias": True}
+        | {"hidden_act": "gelu", "head_dim": 12, "rope_parameters": LINEAR},
+    ),
+}
 GROUPS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 12}
 MIXTURES |= {
     "glm4_moe": (

@@ -55,6 +55,28 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6}
     | {"output_router_logits": False, "rope_scaling": None, "rope_theta": 1e6, "router_aux_loss_coef": 0.001}
     | {"sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False},
+    "ibm-granite/granite-3.0-1b-a400m-base": sizes(49155, 1024, 512, 24, 16, 8, 4096)
+    | {"model_type": "granitemoe", "attention_bias": False, "attention_dropout": 0.1, "attention_multiplier": 0.015625}
+    | {"embedding_multiplier": 12.0, "hidden_act": "silu", "logits_scaling": 6.0, "num_experts_per_tok": 8}
+    | {"num_local_experts": 32, "output_router_logits": False, "pad_token_id": 0, "residual_multiplier": 0.22}
+    | {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000, "router_aux_loss_coef": 0.0}
+    | {"tie_word_embeddings": True},
+    "baidu/ERNIE-4.5-21B-A3B-PT": sizes(103424, 2560, 12288, 28, 20, 4, 131072)
+    | {"model_type": "ernie4_5_moe", "hidden_act": "silu", "moe_num_experts": 64, "moe_num_shared_experts": 2}
+    | {"moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_intermediate_size": 1536, "moe_k": 6}
+    | {"moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_use_aux_free": True, "num_nextn_predict_layers": 1}
+    | {"rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": True}
+    | {"use_bias": False},
+    "tencent/Hunyuan-A13B-Instruct": sizes(128167, 4096, 3072, 32, 32, 8, 32768)
+    | {"model_type": "hunyuan_v1_moe", "attention_bias": False, "head_dim": 128, "hidden_act": "silu"}
+    | {"mlp_bias": False, "moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "num_experts": 64}
+    | {"num_shared_expert": [1] * 32, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True}
+    | {"rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}, "use_cla": False, "use_qk_norm": True},
+    "MiniMaxAI/MiniMax-M2": sizes(200064, 3072, 1536, 62, 48, 8, 196608)
+    | {"model_type": "minimax_m2", "attn_type_list": [1] * 62, "head_dim": 128, "hidden_act": "silu"}
+    | {"num_experts_per_tok": 8, "num_local_experts": 256, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-6}
+    | {"rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid", "tie_word_embeddings": False}
+    | {"use_qk_norm": True, "use_routing_bias": True},
     "zai-org/GLM-4.5-Air": sizes(151552, 4096, 10944, 46, 96, 8, 131072)
     | {"model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0, "first_k_dense_replace": 1}
     | {"head_dim": 128, "hidden_act": "silu", "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128}

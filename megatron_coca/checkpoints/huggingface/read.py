@@ -363,9 +363,9 @@ def _open_weights(folder: Folder) -> Weights:
 
 
 def _is_behind(name: str, layers: int) -> bool:
-    """Return whether a weight belongs to a layer behind the last of `layers` layers."""
+    """Return whether a weight belongs to a layer behind the last of `layers` layers, which predicts further tokens."""
     found = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
-    return found is not None and int(found[1]) >= layers
+    return int(found[1]) >= layers if found is not None else "mtp" in name.removeprefix("model.")[:4]
 
 
 def rows_of(folder: Folder) -> list[weight_map.Row]:

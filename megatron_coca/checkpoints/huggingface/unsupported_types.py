@@ -12,11 +12,19 @@ MASKED = "it is an encoder like BERT: its attention is causal only if is_decoder
 
 _GROUPS = {
     EXPERTS: (
-        *("afmoe", "aria_text", "beam", "cohere2_moe", "dbrx", "deepseek_v4", "ernie4_5_moe"),
-        *("exaone_moe", "flex_olmo", "flint", "granitemoe", "granitemoe_swa"),
-        *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "inkling2_text", "inkling_text", "jetmoe", "kolibri1"),
-        *("laguna", "llama4", "llama4_text", "mellum", "mimo_v2_flash", "minimax", "minimax_m2"),
-        *("minimax_m3_vl_text", "phimoe", "solar_open", "zaya"),
+        *(
+            "aria_text",
+            "beam",
+            "cohere2_moe",
+            "dbrx",
+            "deepseek_v4",
+            "flint",
+            "inkling2_text",
+            "inkling_text",
+            "jetmoe",
+        ),
+        *("kolibri1", "laguna", "llama4", "llama4_text", "mimo_v2_flash", "minimax", "minimax_m3_vl_text", "phimoe"),
+        "zaya",
     ),
     INDEXED: ("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
     RECURRENT: (

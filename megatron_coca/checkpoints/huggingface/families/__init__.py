@@ -19,6 +19,7 @@ These helpers are for rows:
 | their `keys`, `read` and `write` | `TOP_K`, `ROUTER_LOSS`, `at_least_two`, `expert_layers` | `families/experts.py` |
 | | `counted_experts` | `families/experts.py` |
 | | `sparse_steps`, `written_steps`, `experts_only` | `families/experts.py` |
+| | `listed_experts`, `written_listed_experts`, `shared_experts` | `families/experts.py` |
 | | `deepseek_keys`, `deepseek_experts`, `written_deepseek_experts` | `families/experts.py` |
 | a table with latent attention | `with_latents` | `families/deepseek.py` |
 | its `keys`, and other fields | `latent_keys`, `OWN` | `families/deepseek.py` |
@@ -45,6 +46,7 @@ from megatron_coca.checkpoints.huggingface.families import (
     granite,
     llama_like,
     mistral,
+    mixtures,
     modernbert,
     olmo,
     openai,
@@ -55,8 +57,8 @@ from megatron_coca.checkpoints.huggingface.families.keys import Family
 from megatron_coca.checkpoints.huggingface.families.row_check import check_row
 
 MAKERS = (
-    *(bigcode, bloom, cohere, deepseek, fairseq, gemma, gemma4, glm, gpt, granite, llama_like, mistral, modernbert),
-    *(olmo, openai, phi, qwen),
+    *(bigcode, bloom, cohere, deepseek, fairseq, gemma, gemma4, glm, gpt, granite, llama_like, mistral, mixtures),
+    *(modernbert, olmo, openai, phi, qwen),
 )
 """The modules with families."""
 ORDER = (

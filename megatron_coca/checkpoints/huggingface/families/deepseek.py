@@ -23,10 +23,11 @@ from megatron_coca.checkpoints.huggingface.families.experts import (
     at_least_two,
     deepseek_experts,
     deepseek_keys,
-    expert_layers,
+    listed_experts,
     shared_experts,
     with_experts,
     written_deepseek_experts,
+    written_listed_experts,
 )
 from megatron_coca.checkpoints.huggingface.families.keys import Family
 from megatron_coca.checkpoints.huggingface.families.tables import Rows
@@ -40,7 +41,6 @@ from megatron_coca.checkpoints.huggingface.weight_map import (
     like_llama,
 )
 from megatron_coca.config import Config, ModelConfig
-from megatron_coca.config.model import EXPERTS
 
 Table = Callable[[ModelConfig], Rows]
 
@@ -151,20 +151,11 @@ def _written_minicpm3(config: Config) -> dict[str, Any]:
 
 def _glm4_moe_lite(config: Json, keys: Json) -> dict[str, Any]:
     at_least_two(config, "n_routed_experts", 64)
-    layers = config["num_hidden_layers"]
-    kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
-    if unknown := sorted(set(kinds) - {"dense", "sparse"}):
-        raise NotSupported(f"mlp_layer_types: {unknown[0]!r} is not supported, only 'dense' and 'sparse'")
-    if len(kinds) != layers or "sparse" not in kinds:
-        raise NotSupported(f"mlp_layer_types: needs {layers} entries, of which one or more are 'sparse'")
-    return dict(DEEPSEEK_3) | shared_experts(config, 1, 1536) | expert_layers([kind == "sparse" for kind in kinds])
+    return dict(DEEPSEEK_3) | shared_experts(config, 1, 1536) | listed_experts(config, 1)
 
 
 def _written_glm4_moe_lite(config: Config) -> dict[str, Any]:
-    kinds = ["sparse" if kind == EXPERTS else "dense" for kind in config.model.mlp_names]
-    own = written_deepseek_experts(config)
-    del own["first_k_dense_replace"]
-    return own | {"mlp_layer_types": kinds}
+    return written_listed_experts(config, "n_shared_experts")
 
 
 def group_keys(count: int, chosen: int, factor: float) -> dict[str, tuple[str, Any]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_coca.checkpoints.huggingface.families.defaults import Json, NotSupported, rows_of
 from megatron_coca.checkpoints.huggingface.families.tables import Rows
-from megatron_coca.checkpoints.huggingface.weight_map import Heads, Row, WeightPacking
+from megatron_coca.checkpoints.huggingface.weight_map import SINGLE, Heads, Row, WeightPacking
 from megatron_coca.config import Config, ModelConfig
 from megatron_coca.config.model import DENSE, EXPERTS
 
@@ -49,6 +49,7 @@ class ExpertNames:
         shared: the shared MLP, or None.
         shared_gate: the gate of the shared MLP.
         correction: the numbers that change only the choice.
+        corrections: their packing.
     """
 
     mlp: str = "model.layers.{i}.mlp"
@@ -57,6 +58,7 @@ class ExpertNames:
     shared: str | None = None
     shared_gate: str = "shared_expert_gate"
     correction: str = "gate.e_score_correction_bias"
+    corrections: WeightPacking = SINGLE
 
 
 def with_experts(rows: Rows, names: ExpertNames = ExpertNames()) -> Callable[[ModelConfig], Rows]:
@@ -91,7 +93,7 @@ def _mixture(model: ModelConfig, names: ExpertNames, rows: Rows) -> Iterator[Row
     if model.moe_router_bias:
         yield Row("blocks.{i}.mlp.router.bias", (f"{names.mlp}.{names.router}.bias",))
     if model.moe_correction_bias:
-        yield Row("blocks.{i}.mlp.router.correction_bias", (f"{names.mlp}.{names.correction}",))
+        yield Row("blocks.{i}.mlp.router.correction_bias", (f"{names.mlp}.{names.correction}",), names.corrections)
     if names.shared is not None and model.moe_shared_intermediate_size is not None:
         for row in (row for row in rows if row.ours.startswith("blocks.{i}.mlp.linear")):
             theirs = tuple(f"{names.mlp}.{names.shared}.{name.partition('.mlp.')[2]}" for name in row.theirs)
@@ -194,12 +196,35 @@ def deepseek_experts(
     return dict(router) | shared_experts(config, shared, width) | layers_of
 
 
-def shared_experts(config: Json, shared: int | None, width: int) -> dict[str, Any]:
-    """Return our key of the shared MLP's width; `shared` and `width` are as in `deepseek_experts`."""
-    beside = config.get("n_shared_experts", shared)
+def shared_experts(config: Json, shared: int | None, width: int, name: str = "n_shared_experts") -> dict[str, Any]:
+    """Return our key of the shared MLP's width. `shared` and `width` are as in `deepseek_experts`, and `name` is the
+    key that counts the shared MLP in experts.
+    """
+    beside = config.get(name, shared)
     if not beside:
-        raise NotSupported(f"n_shared_experts: {beside!r} is not supported, only 1 or more")
+        raise NotSupported(f"{name}: {beside!r} is not supported, only 1 or more")
     return {"moe_shared_intermediate_size": beside * config.get("moe_intermediate_size", width)}
+
+
+def listed_experts(config: Json, dense: int) -> dict[str, Any]:
+    """Read the layers with a mixture from `mlp_layer_types`. Without this key, the first `dense` layers have none."""
+    layers = config["num_hidden_layers"]
+    kinds = config.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
+    if unknown := sorted(set(kinds) - {"dense", "sparse"}):
+        raise NotSupported(f"mlp_layer_types: {unknown[0]!r} is not supported, only 'dense' and 'sparse'")
+    if len(kinds) != layers or "sparse" not in kinds:
+        raise NotSupported(f"mlp_layer_types: needs {layers} entries, of which one or more are 'sparse'")
+    return expert_layers([kind == "sparse" for kind in kinds])
+
+
+def written_listed_experts(config: Config, shared: str | None = None) -> dict[str, Any]:
+    """Return the list that `listed_experts` reads, and the inner width of the experts. `shared` is the key that counts
+    the shared MLP in experts.
+    """
+    model = config.model
+    beside = {} if shared is None else {shared: (model.moe_shared_intermediate_size or 0) // model.expert_width}
+    kinds = ["sparse" if kind == EXPERTS else "dense" for kind in model.mlp_names]
+    return {"mlp_layer_types": kinds, "moe_intermediate_size": model.expert_width} | beside
 
 
 def written_deepseek_experts(config: Config) -> dict[str, Any]:

@@ -1,6 +1,10 @@
 """Families of IBM's Granite and HyperCLOVA X, which has its scales. Each is a row (see `keys.Family`)."""
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatron_coca.checkpoints.huggingface.families.defaults import (
     BIASES,
@@ -12,9 +16,22 @@ from megatron_coca.checkpoints.huggingface.families.defaults import (
     NotSupported,
     rows_of,
 )
+from megatron_coca.checkpoints.huggingface.families.experts import (
+    ROUTER_LOSS,
+    counted_experts,
+    experts_only,
+)
 from megatron_coca.checkpoints.huggingface.families.keys import FIRST_WITHOUT, WITH_BASE, Family
 from megatron_coca.checkpoints.huggingface.unsupported_types import EXPERTS, RECURRENT
-from megatron_coca.checkpoints.huggingface.weight_map import GATE_FIRST, PRE, SINGLE, Row, layer_rows, like_llama
+from megatron_coca.checkpoints.huggingface.weight_map import (
+    GATE_FIRST,
+    PRE,
+    SINGLE,
+    Row,
+    WeightPacking,
+    layer_rows,
+    like_llama,
+)
 from megatron_coca.config import Config, ModelConfig
 
 GRANITE_SWA = (
@@ -31,6 +48,40 @@ GRANITE_HYBRID = (
     *(row for row in like_llama(PRE) if ".mlp." not in row.ours),
     *layer_rows("model.layers.{i}", _GRANITE_HYBRID),
 )
+
+
+def _gates_last(packed: Tensor) -> Tensor:
+    return torch.cat(packed.chunk(2, dim=1)[::-1], dim=1)
+
+
+GATES_FIRST = WeightPacking(
+    lambda parts, heads: _gates_last(parts[0]), lambda packed, heads, count: [_gates_last(packed)]
+)
+"""All experts in one tensor [experts, 2 * width, hidden_size], in which each gate precedes the up projection."""
+
+
+def _with_mixtures(
+    experts: tuple[str, str], router: str, sinks: tuple[Row, ...] = ()
+) -> Callable[[ModelConfig], tuple[Row, ...]]:
+    """Return the table of a family in which all layers have experts. The names are those in `block_sparse_moe`."""
+
+    def rows(model: ModelConfig) -> tuple[Row, ...]:
+        mixture, shared = "model.layers.{i}.block_sparse_moe", model.moe_shared_intermediate_size is not None
+        beside = {ours.replace("mlp.", "mlp.shared."): theirs for ours, theirs in _GRANITE_HYBRID.items() if shared}
+        return (
+            *(row for row in like_llama(PRE) if ".mlp." not in row.ours),
+            *sinks,
+            Row("blocks.{i}.mlp.linear1.weight", (f"{mixture}.{experts[0]}",), GATES_FIRST),
+            Row("blocks.{i}.mlp.linear2.weight", (f"{mixture}.{experts[1]}",)),
+            Row("blocks.{i}.mlp.router.weight", (f"{mixture}.{router}",)),
+            *layer_rows("model.layers.{i}", beside),
+        )
+
+    return rows
+
+
+GRANITE_MOE = _with_mixtures(("input_linear.weight", "output_linear.weight"), "router.layer.weight")
+GRANITE_MOE_SWA = _with_mixtures(("experts.gate_up_proj", "experts.down_proj"), "router.weight", GRANITE_SWA[-1:])
 
 ATTENTION = ("attention", "full_attention")
 """Names of layers with attention in the config.json of Granite 4."""
@@ -63,6 +114,27 @@ MULTIPLIERS = {
 }
 
 GRANITE = MULTIPLIERS | {"attention_multiplier": ("softmax_scale", 1.0)}
+GRANITE_EXPERTS = {"num_local_experts": ("moe_num_experts", 8), "num_experts_per_tok": ("moe_top_k", 2)}
+
+
+_counted = counted_experts("num_local_experts", 8, {"moe_norm_topk_prob": True})
+
+
+def _granite_moe(config: Json, keys: Json) -> dict[str, Any]:
+    return _counted(config, keys) | _granite(config, keys)
+
+
+def _to_granite_moe(config: Config) -> dict[str, Any]:
+    return _to_granite(config) | experts_only(config)
+
+
+def _granite_moe_shared(config: Json, keys: Json) -> dict[str, Any]:
+    shared = config.get("shared_intermediate_size") or None
+    return _granite_moe(config, keys) | {"moe_shared_intermediate_size": shared}
+
+
+def _to_granite_moe_shared(config: Config) -> dict[str, Any]:
+    return _to_granite_moe(config) | {"shared_intermediate_size": config.model.moe_shared_intermediate_size or 0}
 
 
 def _granite_swa(config: Json, keys: Json) -> dict[str, Any]:
@@ -76,6 +148,14 @@ def _to_granite_swa(config: Config) -> dict[str, Any]:
     kinds, base = config.layer_types, config.position.rotary_emb_base
     bases = [base if kinds[name].embedding.rotary else 0 for name in config.model.layer_names]
     return _to_granite(config) | {"layer_rope_theta": bases}
+
+
+def _granite_moe_swa(config: Json, keys: Json) -> dict[str, Any]:
+    return _granite_moe_shared(config, keys) | _granite_swa(config, keys)
+
+
+def _to_granite_moe_swa(config: Config) -> dict[str, Any]:
+    return _to_granite_moe_shared(config) | _to_granite_swa(config)
 
 
 def _hyperclovax_rows(model: ModelConfig) -> tuple[Row, ...]:
@@ -133,6 +213,37 @@ FAMILIES: dict[str, Family] = {
         rotating=WITH_BASE,
         read=_granite_swa,
         write=_to_granite_swa,
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        GRANITE_MOE,
+        MODERN,
+        RMS | BIASES | GRANITE | GRANITE_EXPERTS,
+        read=_granite_moe,
+        write=_to_granite_moe,
+        harmless=ROUTER_LOSS,
+    ),
+    "granitemoeshared": Family(
+        "GraniteMoeSharedForCausalLM",
+        GRANITE_MOE,
+        MODERN,
+        RMS | BIASES | GRANITE | GRANITE_EXPERTS,
+        read=_granite_moe_shared,
+        write=_to_granite_moe_shared,
+        harmless=ROUTER_LOSS,
+    ),
+    "granitemoe_swa": Family(
+        "GraniteMoeSWAForCausalLM",
+        GRANITE_MOE_SWA,
+        MODERN | {"sink_logits": True},
+        RMS | BIASES | GRANITE | GRANITE_EXPERTS,
+        windows=FIRST_WITHOUT,
+        window=128,
+        rotating=WITH_BASE,
+        in_older=False,
+        read=_granite_moe_swa,
+        write=_to_granite_moe_swa,
+        harmless=ROUTER_LOSS,
     ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",

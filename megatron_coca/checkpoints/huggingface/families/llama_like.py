@@ -1,4 +1,4 @@
-"""Families of other makers with LLaMA's names of layers, `model.layers`. Each is a row (see `keys.Family`)."""
+"""Dense families of other makers with LLaMA's names of layers, `model.layers`. Each is a row (see `keys.Family`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,16 +22,8 @@ from megatron_coca.checkpoints.huggingface.families.defaults import (
     one_bias,
     rows_of,
 )
-from megatron_coca.checkpoints.huggingface.families.experts import (
-    ExpertNames,
-    deepseek_experts,
-    deepseek_keys,
-    with_experts,
-    written_deepseek_experts,
-)
 from megatron_coca.checkpoints.huggingface.families.keys import (
     FIRST_WITHOUT,
-    FROM_LAST,
     PERIOD_OR_NONE,
     ROPE_INTERVAL,
     WITH_WINDOW_IF_ANY,
@@ -150,7 +142,7 @@ def _seed_oss(config: Json, keys: Json) -> dict[str, Any]:
     return {"attention_dropout": float(config.get("attention_dropout", 0.1)), "embedding_dropout": 0.0}
 
 
-def _hunyuan(config: Json, keys: Json) -> dict[str, Any]:
+def hunyuan_base(config: Json, keys: Json) -> dict[str, Any]:
     """Read `alpha`, with which Hunyuan's class raises the rotary base instead of extending dynamically."""
     section = config.get("rope_scaling") or config.get("rope_parameters") or {}
     alpha = section.get("alpha")
@@ -161,7 +153,7 @@ def _hunyuan(config: Json, keys: Json) -> dict[str, Any]:
     return {"rotary_emb_base": base * alpha ** (width / (width - 2)), "rope_scaling": None}
 
 
-def _hunyuan_section(section: Json) -> Json:
+def hunyuan_section(section: Json) -> Json:
     """Return Hunyuan's section without the extension that the class ignores if `alpha` is set."""
     if (section.get("rope_type") or section.get("type")) != "dynamic" or not section.get("alpha"):
         return section
@@ -181,17 +173,6 @@ AFTER = {"qk_norm": "head", "qk_norm_after_rotation": True}
 LLAMA_KEYS = RMS_5 | BIASES | MLP_BIAS
 
 FAMILIES: dict[str, Family] = {
-    "dots1": Family(
-        "Dots1ForCausalLM",
-        with_experts(like_llama(PRE | QK_HEAD), ExpertNames(shared="shared_experts")),
-        MODERN | {"qk_norm": "head"},
-        RMS | BIASES | deepseek_keys(None, None, False),
-        windows=FROM_LAST,
-        window=4096,
-        read=lambda config, keys: deepseek_experts(config, None, None, 0),
-        write=written_deepseek_experts,
-        harmless=frozenset({"output_router_logits", "max_window_layers"}),
-    ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         rows_of(like_llama(PRE)),
@@ -267,8 +248,8 @@ FAMILIES: dict[str, Family] = {
         MODERN | AFTER,
         RMS_5 | BIASES,
         {"use_qk_norm": True, "mlp_bias": False, "use_cla": False},
-        rope_section=_hunyuan_section,
-        read=_hunyuan,
+        rope_section=hunyuan_section,
+        read=hunyuan_base,
         harmless=frozenset(
             {"eod_token_id", "im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id"}
         ),

@@ -1,6 +1,6 @@
 """Families of OLMo. Each is a row (see `keys.Family`)."""
 
-from megatron_coca.checkpoints.huggingface.families.defaults import BIASES, MODERN, RMS_5, Json, rows_of
+from megatron_coca.checkpoints.huggingface.families.defaults import BIASES, MODERN, RMS, RMS_5, Json, rows_of
 from megatron_coca.checkpoints.huggingface.families.experts import (
     ROUTER_LOSS,
     TOP_K,
@@ -54,9 +54,19 @@ FAMILIES: dict[str, Family] = {
         with_experts(like_llama(PRE | QK_PROJECTION)),
         MODERN | {"qk_norm": "projection"},
         OLMO | dict(TOP_K) | {"num_experts": ("moe_num_experts", 64), "num_experts_per_tok": ("moe_top_k", 8)},
-        {"clip_qkv": None},
+        {"clip_qkv": None},  # the class limits queries and keys after their norms, and our layers before
         {"head_dim": None},
         read=counted_experts("num_experts", 64),
+        write=experts_only,
+        harmless=ROUTER_LOSS,
+    ),
+    "flex_olmo": Family(
+        "FlexOlmoForCausalLM",
+        with_experts(like_llama(POST | QK_PROJECTION)),
+        MODERN | {"norm_position": "post", "qk_norm": "projection"},
+        RMS | BIASES | dict(TOP_K) | {"num_experts": ("moe_num_experts", 7), "num_experts_per_tok": ("moe_top_k", 5)},
+        rope=500000.0,
+        read=counted_experts("num_experts", 7),
         write=experts_only,
         harmless=ROUTER_LOSS,
     ),

@@ -47,7 +47,9 @@ def test_a_row_has_the_names_and_defaults_of_its_class(kind: str) -> None:
     wanted = {name: default for name, (_, default) in family.keys.items() if (kind, name) not in OLDER | COMPUTED}
     wanted |= {key: activation} if key is not None else {}
     share = (getattr(defaults, "rope_parameters", None) or {}).get("partial_rotary_factor")
-    assert family.by_type or share == family.share, f"{row_name(kind)}: share is {share} by default in {known.reader}"
+    assert family.by_type or (share or 1.0) == (family.share or 1.0), (
+        f"{row_name(kind)}: share is {share} by default in {known.reader}"
+    )
     differing = [f"{name} is {getattr(defaults, name)!r}" for name in wanted if getattr(defaults, name) != wanted[name]]
     assert not differing, f"{row_name(kind)}: in {known.reader}, {', '.join(differing)} by default"
 
