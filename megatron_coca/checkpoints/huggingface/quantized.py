@@ -1,8 +1,13 @@
-"""Read weights in FP8 as full-precision weights. Folders with other quantized weights must be converted first.
+"""Read weights in FP8 and MXFP4 in full precision. Folders with other quantized weights must be converted first.
 
 In an FP8 folder, a weight of 8-bit floating-point numbers has a second tensor with its scales: one scale for each block
-of the matrix, or one for the whole matrix. The blocks at the ends of rows and columns may be smaller than the others. A
-weight is its numbers times their scales, in float32.
+of the matrix, for each row, or one for the whole matrix. The blocks at the ends of rows and columns may be smaller than
+the others. A weight is its numbers times their scales, in float32.
+
+In an MXFP4 folder, the matrices of all experts are two tensors: `NAME_blocks` has two 4-bit numbers in each byte, the
+first one in the lower bits, uint8 [experts, rows, groups, 16], and `NAME_scales` has the exponent of each group of 32
+numbers, uint8 [experts, rows, groups]. A number is one of FP4 times 2^(exponent - 127), which bfloat16 represents
+exactly (Rouhani et al. 2023, "Microscaling Data Formats for Deep Learning"). A weight is [experts, columns, rows].
 """
 
 import json
@@ -20,14 +25,22 @@ from megatron_coca.checkpoints.weights import WeightEntry, Weights
 
 Json = Mapping[str, Any]
 KEY = "quantization_config"
-FP8 = "fp8"
+FP8, FBGEMM, MXFP4 = "fp8", "fbgemm_fp8", "mxfp4"
+READ: dict[str, tuple[str, str]] = {FP8: ("FP8", "float32"), FBGEMM: ("FP8", "float32"), MXFP4: ("MXFP4", "bfloat16")}
+"""The `quant_method` of folders that are read -> name of the format, and the dtype of dequantized weights."""
 SCALES = ("_scale_inv", "_scale")
 """Ends of the name of a weight's scales, after the name of the weight. Both are factors on the numbers."""
-UNNEEDED = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
+UNNEEDED = (".activation_scale", ".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")
 """Ends of the names of scales of a layer's input and of cached keys and values. They only affect FP8 computation."""
 SIZE = "weight_block_size"
-STORED = {"F8_E4M3": torch.float8_e4m3fn}
-"""Code of safetensors for the numbers of a quantized weight -> dtype."""
+STORED = {FP8: {"F8_E4M3": torch.float8_e4m3fn}, MXFP4: {"U8": torch.uint8}}
+STORED[FBGEMM] = STORED[FP8]
+"""`quant_method` -> code of safetensors for the numbers of a quantized weight -> dtype."""
+BLOCKS, EXPONENTS = "_blocks", "_scales"
+"""Ends of the names of the two tensors of an MXFP4 weight."""
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The absolute values of 4-bit numbers, by their lower three bits. The upper bit is the sign."""
+IN_BYTE, BIAS = 2, 127
 
 _MODEL = "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T"
 _SAVED = (
@@ -58,7 +71,7 @@ def method(config: Json) -> str | None:
 def check_supported(config: Json, source: Path) -> None:
     """Raise CheckpointError if the weights of a folder are quantized in a way that cannot be read."""
     kind = method(config)
-    if kind is None or kind == FP8:
+    if kind is None or kind in READ:
         return
     code = CONVERSIONS.get(kind)
     named = {"source": json.dumps(str(source.parent)), "target": json.dumps(f"{source.parent}-full")}
@@ -71,7 +84,7 @@ def check_supported(config: Json, source: Path) -> None:
 
 
 def block_size(config: Json, source: Path) -> tuple[int, int] | None:
-    """Return rows and columns of the blocks in an FP8 folder, or None if config.json does not state them.
+    """Return rows and columns of the blocks in a quantized folder, or None if config.json does not state them.
 
     Raises CheckpointError.
     """
@@ -83,29 +96,49 @@ def block_size(config: Json, source: Path) -> tuple[int, int] | None:
     return size[0], size[1]
 
 
-def is_scale(name: str) -> bool:
-    """Return whether a tensor of an FP8 folder is a scale, not a weight."""
-    return name.endswith((*(f".weight{end}" for end in SCALES), *UNNEEDED))
+def weights_in(kind: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of the weights in a quantized folder, each with the file name of its tensor of numbers. `names`
+    maps the names of all tensors to those in the files.
+    """
+    if kind == MXFP4:
+        kept = {name: file for name, file in names.items() if not _scales_blocks(name, names)}
+        return {name.removesuffix(BLOCKS): file for name, file in kept.items()}
+    scales = (*(f".weight{end}" for end in SCALES), *UNNEEDED)
+    return {name: file for name, file in names.items() if not name.endswith(scales)}
+
+
+def _scales_blocks(name: str, names: Collection[str]) -> bool:
+    return name.endswith(EXPONENTS) and name.removesuffix(EXPONENTS) + BLOCKS in names
 
 
 def open_dequantized(
+    kind: str,
     open_files: Callable[[Iterable[str]], Weights],
     names: Iterable[str],
     known: Collection[str],
     size: tuple[int, int] | None,
 ) -> Weights:
-    """Open weights of an FP8 folder, each multiplied by its scales when it is read.
+    """Open weights of a quantized folder, each dequantized when it is read.
 
-    `open_files` opens the named tensors, `known` contains the names of all tensors in the folder, and `size` is the
-    result of `block_size`. Weights without scales are not changed. Raises CheckpointError if the scales of a weight do
-    not fit, or are missing.
+    `kind` is a key of READ. `open_files` opens the named tensors, `known` contains the names of all tensors in the
+    folder, and `size` is the result of `block_size`. Weights without scales are not changed. Raises CheckpointError if
+    the scales of a weight do not fit, or are missing.
     """
     names = list(names)
+    return _open_blocks(open_files, names, known) if kind == MXFP4 else _open_scaled(open_files, names, known, size)
+
+
+def _open_scaled(
+    open_files: Callable[[Iterable[str]], Weights],
+    names: list[str],
+    known: Collection[str],
+    size: tuple[int, int] | None,
+) -> Weights:
     scales = {name: f"{name}{end}" for name in names for end in SCALES if f"{name}{end}" in known}
     stored = open_files([*names, *scales.values()])
     for name in names:
         dtype, shape = stored.entries[name]
-        if dtype in STORED.values() and name not in scales:
+        if dtype in STORED[FP8].values() and name not in scales:
             raise CheckpointError(
                 f"{stored.source}: {name}: has no scales ({name}{SCALES[0]}); download the folder again"
             )
@@ -152,3 +185,50 @@ def dequantized(values: Tensor, scales: Tensor, size: tuple[int, int] | None = N
     for axis, length in enumerate(blocks):
         wide = wide.repeat_interleave(length, axis).narrow(axis, 0, values.shape[axis])
     return values.float() * wide
+
+
+def _open_blocks(open_files: Callable[[Iterable[str]], Weights], names: list[str], known: Collection[str]) -> Weights:
+    blocks = {name: f"{name}{BLOCKS}" for name in names if f"{name}{BLOCKS}" in known}
+    exponents = {name: f"{name}{EXPONENTS}" for name in blocks}
+    absent = [name for name in exponents.values() if name not in known]
+    stored = open_files([*(blocks.get(name, name) for name in names), *(set(exponents.values()) - {*absent})])
+    if absent:
+        raise CheckpointError(
+            f"{stored.source}: {absent[0].removesuffix(EXPONENTS)}: has no scales ({absent[0]}); "
+            "download the folder again"
+        )
+    entries = {}
+    for name in names:
+        if name not in blocks:
+            entries[name] = stored.entries[name]
+            continue
+        shape, groups = stored.entries[blocks[name]].shape, stored.entries[exponents[name]].shape
+        if len(shape) != 4 or shape[:-1] != groups:
+            raise CheckpointError(
+                f"{stored.source}: {exponents[name]} has shape {list(groups)}, which does not fit {blocks[name]} "
+                f"{list(shape)}; download the folder again"
+            )
+        entries[name] = WeightEntry(torch.bfloat16, (shape[0], IN_BYTE * shape[2] * shape[3], shape[1]))
+
+    def read(name: str) -> Tensor:
+        if name not in blocks:
+            return stored.read(name)
+        return from_blocks(stored.read(blocks[name]), stored.read(exponents[name]))
+
+    return replace(stored, entries=entries, read=read)
+
+
+def from_blocks(blocks: Tensor, exponents: Tensor) -> Tensor:
+    """Return an MXFP4 weight in bfloat16, [experts, columns, rows].
+
+    `blocks` are uint8 [experts, rows, groups, bytes], and `exponents` are uint8 [experts, rows, groups]. Beside the
+    result, at most one expert is in memory with full precision.
+    """
+    experts, rows, groups, size = blocks.shape
+    numbers = torch.tensor([*FP4, *(-value for value in FP4)])
+    found = torch.empty(experts, IN_BYTE * groups * size, rows, dtype=torch.bfloat16)
+    for weight, expert, scales in zip(found, blocks, exponents, strict=True):
+        both = torch.stack((expert & 15, expert >> 4), dim=-1).flatten(-2)
+        wide = torch.ldexp(numbers[both.int()], scales.int()[..., None] - BIAS)
+        weight.copy_(wide.view(rows, -1).t())
+    return found

@@ -199,9 +199,9 @@ class Folder:
         return parse_config(self.network.settings, source, generation, lambda: self.originals)
 
     @property
-    def scaled(self) -> bool:
-        """Whether the folder has weights in FP8."""
-        return quantized.method(self.network.settings) == quantized.FP8
+    def quantization(self) -> str | None:
+        """The `quant_method` of the folder; None if its weights are not quantized."""
+        return quantized.method(self.network.settings) if self.gguf is None else None
 
     @cached_property
     def stored(self) -> tuple[WeightFormat, dict[str, Path]]:
@@ -235,8 +235,9 @@ class Folder:
         """The file of each weight of the text network."""
         if self.gguf is not None:
             return dict.fromkeys(self.originals, self.gguf.path)
-        files, named = self.stored[1], self.originals.items()
-        return {name: files[original] for name, original in named if not (self.scaled and quantized.is_scale(name))}
+        files, named, kind = self.stored[1], self.originals, self.quantization
+        named = named if kind is None else quantized.weights_in(kind, named)
+        return {name: files[original] for name, original in named.items()}
 
     def open(self, names: Iterable[str]) -> Weights:
         """Open weights under their names in the text network, with full precision and only the rows in use."""
@@ -247,18 +248,18 @@ class Folder:
         names = list(names)
         if self.gguf is not None:
             return self.weights.only(name for name in names if name in self.weights.entries)
-        if self.scaled:
-            present = [name for name in names if name in self.files]
+        present = [name for name in names if name in self.files]
+        if (quantization := self.quantization) is not None:
             size = quantized.block_size(self.network.settings, self.source)
-            return quantized.open_dequantized(self._open_stored, present, self.originals.keys(), size)
-        return self._open_stored(name for name in names if name in self.files)
+            return quantized.open_dequantized(quantization, self._open_stored, present, self.originals.keys(), size)
+        return self._open_stored(present)
 
     def _open_stored(self, names: Iterable[str]) -> Weights:
         kind, files = self.stored
         own = {self.originals[name]: name for name in names}
         chosen = {original: files[original] for original in own}
-        if self.scaled and kind.single_file == SINGLE:
-            opened = open_safetensors(chosen, self.path, also=quantized.STORED)
+        if (quantization := self.quantization) is not None and kind.single_file == SINGLE:
+            opened = open_safetensors(chosen, self.path, also=quantized.STORED[quantization])
         else:
             opened = kind.open(chosen, self.path)
         if problem := empty_weights(opened.entries):
@@ -304,10 +305,12 @@ class Folder:
                 self.network.wrapper,
                 self.network.settings["model_type"],
             )
-        formats = self.gguf.quantizations() if self.gguf is not None else []
-        formats += ["FP8"] if self.scaled else []
+        formats, dtype = (self.gguf.quantizations() if self.gguf is not None else []), "float32"
+        if (quantization := self.quantization) is not None:
+            name, dtype = quantized.READ[quantization]
+            formats.append(name)
         if formats:
-            logger.warning("%s: weights in %s are dequantized to float32", self.path, ", ".join(formats))
+            logger.warning("%s: weights in %s are dequantized to %s", self.path, ", ".join(formats), dtype)
 
 
 def _first_rows(weights: Weights, rows: int | None) -> Weights:

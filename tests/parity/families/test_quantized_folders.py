@@ -9,14 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.exporting import export
+from megatron_coca.checkpoints.huggingface import quantized
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands import train
-from tests.parity.families.test_families import SHAPE, build, tokens
+from tests.parity.families.test_families import SHAPE, build, in_float64, tokens
 from tests.parity.families.test_wrappers import build as build_wrapper
 
 BLOCK = 2
@@ -117,6 +119,98 @@ def test_faulty_scales_are_named(tmp_path: Path) -> None:
     save_file(held, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="F8_E4M3, which is not supported|does not have .*_scale_inv"):
         load_model(tmp_path)
+
+
+@torch.no_grad()
+def test_fp8_with_a_scale_for_each_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the folder of Llama 3.1 405B in FP8, which has the attention in full precision."""
+    build("llama, free head width").save_pretrained(tmp_path)
+    file, plain = tmp_path / "model.safetensors", load_file(tmp_path / "model.safetensors")
+    held = dict(plain)
+    for name in [name for name in plain if ".mlp." in name]:
+        scales = plain[name].abs().amax(dim=1, keepdim=True) / 448
+        held[name] = (plain[name] / scales).to(torch.float8_e4m3fn)
+        held[f"{name}_scale"] = scales
+        held[f"{name.removesuffix('.weight')}.input_scale_ub"] = torch.tensor([1200.0])
+        plain[name] = held[name].float() * scales
+    save_file(plain, file, {"format": "pt"})
+    expected = load_model(tmp_path)(tokens(17))
+    save_file(held, file, {"format": "pt"})
+    section = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    section |= {"modules_to_not_convert": [f"model.layers.{number}.self_attn" for number in range(3)]}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    assert torch.equal(load_model(tmp_path)(tokens(17)), expected)
+    assert "weights in FP8 are dequantized to float32" in caplog.text
+
+
+# MXFP4 ----------------------------------------------------------------------------------------------------------------
+
+WIDE = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 10}
+
+
+def gpt_oss_in_blocks(folder: Path) -> dict[str, Tensor]:
+    """Save a gpt-oss model whose experts are random MXFP4 blocks, as OpenAI publishes it. Return its tensors."""
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**SHAPE | WIDE | {"rope_parameters": rope}))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    held = load_file(folder / "model.safetensors")
+    for name in [name for name in held if name.endswith("_proj") and "experts" in name]:
+        experts, columns, rows = held.pop(name).shape
+        held[f"{name}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        held[f"{name}_scales"] = torch.randint(119, 124, (experts, rows, columns // 32), dtype=torch.uint8)
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    return held
+
+
+@torch.no_grad()
+def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every byte and sign, in float64; and an export in bfloat16, which has the same numbers."""
+    held = gpt_oss_in_blocks(tmp_path / "source")
+    plain = {name: weight for name, weight in held.items() if not name.endswith(("_blocks", "_scales"))}
+    for name in [name for name in held if name.endswith("_blocks")]:
+        ours = name.removesuffix("_blocks")
+        plain[ours] = convert_moe_packed_tensors(held[name], held[f"{ours}_scales"], dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_config(GptOssConfig.from_pretrained(tmp_path / "source"))
+    theirs.load_state_dict(plain)
+    with in_float64():
+        theirs.config._experts_implementation = "eager"
+        expected = theirs.double().eval()(tokens(17)).logits
+    found = open_checkpoint(tmp_path / "source").load(dtype=torch.float64).model(tokens(17))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert "weights in MXFP4 are dequantized to bfloat16" in caplog.text
+    done = export(tmp_path / "source", tmp_path / "exported")
+    written = load_file(done.folder / "model.safetensors")
+    assert written.keys() == plain.keys() and all(torch.equal(written[name], plain[name]) for name in plain)
+    assert "quantization_config" not in json.loads((done.folder / "config.json").read_text())
+
+
+def test_all_numbers_of_mxfp4_are_exact() -> None:
+    """With every exponent of a finite number in bfloat16, the smallest and the largest included."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 252, 1, 1)
+    exponents = torch.arange(252, dtype=torch.uint8).view(1, 252, 1).repeat(1, 1, 16)
+    found = quantized.from_blocks(blocks, exponents)
+    expected = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float64)
+    assert torch.equal(found.double(), expected) and found.shape == (1, 512, 252)
+
+
+def test_faulty_blocks_are_named(tmp_path: Path) -> None:
+    held = gpt_oss_in_blocks(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    for changed, message in (
+        ({key: value for key, value in held.items() if key != name}, r"down_proj: has no scales \(.*_scales\)"),
+        (
+            held | {name: held[name][:, :5].contiguous()},
+            rf"{name} has shape \[3, 5, 1\], which does not fit .*_blocks \[3, 64, 1, 16\]",
+        ),
+    ):
+        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=message):
+            load_model(tmp_path)
 
 
 # GGUF -----------------------------------------------------------------------------------------------------------------

@@ -399,9 +399,8 @@ def read_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
             raise CheckpointError(f"{source}: {name}: {found!r} is not supported, only {value!r}; use another model")
     keys = dict(family.fixed) | {ours: config.get(theirs, default) for theirs, (ours, default) in family.keys.items()}
     keys |= _mlp_keys(family, config, source)
-    width = config["hidden_size"] // config["num_attention_heads"]
     given = config.get("head_dim", family.head_dim) if family.rope is not None else None
-    if given not in (None, width):
+    if given is not None and given * config["num_attention_heads"] != config["hidden_size"]:
         keys["kv_channels"] = given
     if family.rope is not None:
         keys |= _layer_keys(family, config, source, config["num_hidden_layers"])
