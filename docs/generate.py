@@ -185,6 +185,8 @@ def _default(field: FieldInfo) -> str:
     extra = field.json_schema_extra
     if isinstance(extra, dict) and "follows" in extra:
         return f"`{extra['follows']}`"
+    if isinstance(extra, dict):
+        return _value(extra["default"])
     if field.is_required():
         return "required"
     return _value(list(field.default) if isinstance(field.default, tuple) else field.default)

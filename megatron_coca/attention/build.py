@@ -114,6 +114,7 @@ def _gates(position: PositionConfig, model: ModelConfig) -> Callable[[], HeadGat
     if gate is None:
         return None
     std, log_gate = model.init_method_std, gate.compute or GATES[gate.name]
+    std *= model.mup_init_scale * model.width_ratio**-0.5 if model.use_mup else 1.0
     return partial(HeadGates, model.hidden_size, model.num_attention_heads, std, log_gate)
 
 

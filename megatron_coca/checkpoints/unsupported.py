@@ -6,8 +6,14 @@ from megatron_coca.config import COMPUTE_KEYS, KEYS, Config
 from megatron_coca.config.model import GAU, GLOBAL
 from megatron_coca.config.schema import default_of
 
-WITHOUT_EFFECT = COMPUTE_KEYS | {"init_method", "output_layer_init_method", "init_method_std", "imports"}
-"""Network and position keys that do not change what a trained model computes."""
+WITHOUT_EFFECT = (
+    COMPUTE_KEYS
+    | {"init_method", "output_layer_init_method", "init_method_std", "imports"}
+    | {"use_mup", "mup_base_hidden_size", "mup_init_scale", "mup_attn_temp", "mup_output_temp", "mup_embedding_mult"}
+)
+"""Network and position keys that do not change what a trained model computes. The factors of `use_mup` are the values
+of other keys, such as `softmax_scale`.
+"""
 SHAPE_KEYS = frozenset(
     {
         *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "intermediate_size", "mlp_multiple_of"),

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -72,6 +72,14 @@ def key(default: Any, description: str, path: str | None = None) -> Any:
 def required(description: str) -> Any:
     """Declare a key without a default."""
     return Field(description=description)
+
+
+def derived(default: Any, compute: Callable[[Mapping[str, Any]], Any], switch: str, description: str) -> Any:
+    """Declare a key that, if it is not set, has the value that `compute` returns for the earlier fields of its group.
+    It is `default` unless the key `switch` is set.
+    """
+    extra = {"default": default, "switch": switch}
+    return Field(default_factory=compute, description=description, json_schema_extra=extra)
 
 
 def follows(name: str, description: str) -> Any:

@@ -1,6 +1,6 @@
 """Keys of the network: shape, activations, norms, initialization."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_serializer
@@ -13,6 +13,7 @@ from megatron_coca.config.base import (
     Probability,
     Size,
     WholeNumber,
+    derived,
     follows,
     key,
     required,
@@ -75,6 +76,12 @@ class HeadShape(ConfigGroup):
     @model_serializer(mode="wrap")
     def _only_set(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         return {name: value for name, value in handler(self).items() if value is not None}
+
+
+def _from_widths(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    """Return a function that computes the property `name` from the earlier fields of the model."""
+    later = {"embedding_scale": 1.0, "softmax_scale": None, "final_logit_scale": 1.0}
+    return lambda fields: getattr(ModelConfig.model_construct(**{**later, **fields}), name)
 
 
 class ModelConfig(ConfigGroup):
@@ -281,9 +288,38 @@ class ModelConfig(ConfigGroup):
         " layer's input. head: one number for each head; feature: one number for each feature of each head, as in"
         " Qwen3-Next.",
     )
+    use_mup: bool = key(
+        False,
+        "Maximal update parametrization, with which the best learning rate does not depend on the width"
+        " (docs/training.md). It sets embedding_scale, softmax_scale and final_logit_scale, and scales initial values"
+        " and learning rates of matrices.",
+    )
+    mup_base_hidden_size: Size | None = key(
+        None,
+        "With use_mup: hidden_size of the model for which the learning rate and the initial values were chosen. All"
+        " other widths of that model have the same ratio to those of this model.",
+    )
+    mup_init_scale: Positive = key(1.0, "With use_mup: factor on the initial values of matrices and embeddings.")
+    mup_attn_temp: Positive = key(
+        1.0, "With use_mup: attention scores are divided by this number and by the features per head."
+    )
+    mup_output_temp: Positive = key(
+        1.0, "With use_mup: logits are divided by this number and by hidden_size / mup_base_hidden_size."
+    )
+    mup_embedding_mult: Positive = key(1.0, "With use_mup: factor on the embedding of the tokens.")
     use_embedding_norm: bool = key(False, "Use a norm after the embedding, as in BLOOM.")
-    embedding_scale: Positive = key(1.0, "Factor on the embedding, rounded to the dtype of the embedding, as in Gemma.")
-    softmax_scale: Positive | None = key(None, "Factor on the attention scores; null: 1 / sqrt(features per head).")
+    embedding_scale: Positive = derived(
+        1.0,
+        _from_widths("derived_embedding_scale"),
+        "use_mup",
+        "Factor on the embedding, rounded to the dtype of the embedding, as in Gemma.",
+    )
+    softmax_scale: Positive | None = derived(
+        None,
+        _from_widths("derived_softmax_scale"),
+        "use_mup",
+        "Factor on the attention scores; null: 1 / sqrt(features per head).",
+    )
     residual_scale: Positive = key(
         1.0, "Factor on the outputs of attention and MLP before the residual sum, as in Granite."
     )
@@ -293,7 +329,12 @@ class ModelConfig(ConfigGroup):
     final_logit_softcapping: Positive | None = key(
         None, "Like attn_logit_softcapping, but for the logits of the output head."
     )
-    final_logit_scale: Positive = key(1.0, "Factor on the logits of the output head, as in Cohere's models.")
+    final_logit_scale: Positive = derived(
+        1.0,
+        _from_widths("derived_logit_scale"),
+        "use_mup",
+        "Factor on the logits of the output head, as in Cohere's models.",
+    )
     use_qk_layernorm: bool = key(
         False,
         "Apply the norm selected by `norm` to queries and keys before rotation, as in GPT-NeoX. With CoCA, it applies"
@@ -334,6 +375,26 @@ class ModelConfig(ConfigGroup):
         "Compile the blocks with torch.compile for training. This needs a C++ compiler, and on a GPU also Triton. auto:"
         " compile on a GPU if the model supports it; otherwise the log states the reason.",
     )
+
+    @property
+    def width_ratio(self) -> float:
+        """hidden_size as a multiple of that of the base model of `use_mup`; otherwise 1."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
+
+    @property
+    def derived_embedding_scale(self) -> float:
+        """`embedding_scale` if it is not set."""
+        return self.mup_embedding_mult if self.use_mup else 1.0
+
+    @property
+    def derived_softmax_scale(self) -> float | None:
+        """`softmax_scale` if it is not set."""
+        return 1.0 / (self.mup_attn_temp * self.score_dim) if self.use_mup else None
+
+    @property
+    def derived_logit_scale(self) -> float:
+        """`final_logit_scale` if it is not set."""
+        return 1.0 / (self.mup_output_temp * self.width_ratio) if self.use_mup else 1.0
 
     @property
     def layer_names(self) -> tuple[str, ...]:

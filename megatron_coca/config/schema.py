@@ -58,10 +58,14 @@ KEYS: dict[str, KeyLocation] = {
 
 
 def default_of(key: str, flat: Mapping[str, Any]) -> Any:
-    """Return the default of a key. If the key follows another key, the default is that key's value in `flat`."""
+    """Return the default of a key. If the key follows another key, the default is that key's value in `flat`. A value
+    that other keys derive is no default.
+    """
     declared = GROUPS[KEYS[key].group].model_fields[KEYS[key].field]
     extra = declared.json_schema_extra
-    return flat[str(extra["follows"])] if isinstance(extra, dict) and "follows" in extra else declared.default
+    if not isinstance(extra, dict):
+        return declared.default
+    return flat[str(extra["follows"])] if "follows" in extra else extra["default"]
 
 
 COMPUTE_KEYS = frozenset(

@@ -17,6 +17,7 @@ from megatron_coca.config import Config, ConfigError, ModelConfig
 from megatron_coca.model.compilation import compile_blocks, reason_not_compiled
 from megatron_coca.model.gpt import GPT, resolve_positions
 from megatron_coca.model.layers import ABSOLUTE, LearnedPositions, build_attention, qk_norms
+from megatron_coca.model.width_scaling import initial_factor
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
     and then the output gates are initialised last, so the other layers get the same initial weights with every position
     method, with or without gates. The global random state is preserved.
     """
-    inner, output = INITIALIZERS[model.init_method](model), INITIALIZERS[model.output_layer_init_method](model)
+    base = _base_model(model)
+    inner, output = INITIALIZERS[model.init_method](base), INITIALIZERS[model.output_layer_init_method](base)
     learned = [part for part in module.modules() if isinstance(part, LEARNED_MODULES)]
     apart = {id(parameter) for part in learned for parameter in part.parameters()}
     own = [(name, weight) for name, weight in module.named_parameters() if id(weight) not in apart]
@@ -70,6 +72,7 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
                 fill = output if name.endswith(OUTPUT_LAYERS) else inner
                 for matrix in parameter if parameter.dim() == 3 else (parameter,):  # the matrices of experts
                     fill(matrix)
+                parameter.mul_(initial_factor(name, model))
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -77,6 +80,11 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
         for part in learned:
             part.reset_parameters()
         draw(gates)
+
+
+def _base_model(model: ModelConfig) -> ModelConfig:
+    """Return the model whose width determines the standard deviations of the initial values."""
+    return model.model_copy(update={"hidden_size": model.mup_base_hidden_size}) if model.use_mup else model
 
 
 @torch.no_grad()
@@ -88,8 +96,9 @@ def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> 
     tables = {name: part for name, part in module.named_modules() if isinstance(part, LearnedPositions)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for table in tables.values():
-            INITIALIZERS[model.init_method](model)(table.weight)
+        for name, table in tables.items():
+            INITIALIZERS[model.init_method](_base_model(model))(table.weight)
+            table.weight.mul_(initial_factor(f"{name}.weight", model))
         for part in parts.values():
             part.reset_parameters()
     return [f"{name}.{weight}" for name, part in (tables | parts).items() for weight, _ in part.named_parameters()]

@@ -13,6 +13,7 @@ from megatron_coca.config import Config, OptimizerConfig
 from megatron_coca.config.optimization import QUERY_KEY_VALUE, TrainablePart
 from megatron_coca.model.cost import parameter_count, trained_count
 from megatron_coca.model.layers import FeedForward
+from megatron_coca.model.width_scaling import rate_factor
 
 PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"attention\.query_key_value\.query\.", ("query",)),
@@ -205,12 +206,15 @@ compiler on the CPU.
 """
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, separate_norms: bool = False) -> torch.optim.Optimizer:
-    """Build the configured optimizer; the engine sets its learning rate before every step. `separate_norms` is as for
-    `parameter_groups`.
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, separate_norms: bool = False, width_ratio: float = 1.0
+) -> torch.optim.Optimizer:
+    """Build the configured optimizer; the engine sets its learning rates before every step with `set_rates`.
+    `separate_norms` and `width_ratio` are as for `parameter_groups`.
     """
     assert config.lr is not None
-    groups = parameter_groups(model, config.weight_decay, separate_norms, config.type == "Muon")
+    groups = parameter_groups(model, config.weight_decay, separate_norms, config.type == "Muon", width_ratio)
+    set_rates(groups, config.lr)
     if OPTIMIZERS[config.type] is torch.optim.SGD:
         return torch.optim.SGD(groups, lr=config.lr)
     if config.type == "lion":
@@ -220,8 +224,18 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, separate_norms: b
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
+def set_rates(groups: Groups, learning_rate: float) -> None:
+    """Set the learning rates of an optimizer's groups for a step: `learning_rate` times the factor of each group."""
+    for group in groups:
+        group["lr"] = learning_rate * group.get("rate_factor", 1.0)
+
+
 def parameter_groups(
-    model: nn.Module, weight_decay: float, separate_norms: bool = False, orthogonal: bool = False
+    model: nn.Module,
+    weight_decay: float,
+    separate_norms: bool = False,
+    orthogonal: bool = False,
+    width_ratio: float = 1.0,
 ) -> Groups:
     """Group the parameters that require gradients: weight decay applies to matrices and embeddings but not to biases
     and norms, as in GPT-NeoX, and not to angles.
@@ -229,6 +243,9 @@ def parameter_groups(
     With `separate_norms`, norms of queries and keys are a group of their own, because DeepSpeed keeps one step count
     for each group and these norms were added after the other parameters. With `orthogonal`, the matrices of Muon are
     groups of their own, the first ones. Value and gate of a gated MLP are a matrix each.
+
+    `width_ratio` is that of a model with `use_mup`. If it is not 1, each group has the factor `rate_factor` on its
+    learning rate, and its weight decay is divided by this factor, so that a step shrinks weights as at the base width.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     matrices = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and not UNDECAYED.search(name)}
@@ -244,4 +261,20 @@ def parameter_groups(
         for stacked, names in ((2, muon & pairs), (1, muon - pairs)):
             own = [parameter for name, parameter in trainable.items() if name in names]
             groups.insert(0, {"params": own, "weight_decay": weight_decay, "orthogonal": True, "stacked": stacked})
-    return [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]
+    return groups if width_ratio == 1.0 else _divided_by_rate(groups, trainable, width_ratio)
+
+
+def _divided_by_rate(groups: Groups, trainable: dict[str, nn.Parameter], width_ratio: float) -> Groups:
+    """Divide each group into groups with one factor on the learning rate each, in the order of the parameters."""
+    names, divided = {id(parameter): name for name, parameter in trainable.items()}, []
+    for group in groups:
+        parts: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            factor = rate_factor(names[id(parameter)], width_ratio, "orthogonal" in group)
+            parts.setdefault(factor, []).append(parameter)
+        divided += [
+            group | {"params": own, "weight_decay": group["weight_decay"] / factor, "rate_factor": factor}
+            for factor, own in parts.items()
+        ]
+    return divided

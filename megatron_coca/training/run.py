@@ -231,7 +231,8 @@ def _build_engine(opened: OpenedStage, how: StageStart | None, context: RunConte
     compute_deterministically(config.general.deterministic)
     model.train()
     separate = how is not None and ADDED_AT in how.counters
-    optimizer = partial(build_optimizer, config=config.optimizer, separate_norms=separate)
+    ratio = config.model.width_ratio
+    optimizer = partial(build_optimizer, config=config.optimizer, separate_norms=separate, width_ratio=ratio)
     return _Built(build_engine(model, optimizer, config, opened.sizes, pipe), origin, adapts)
 
 

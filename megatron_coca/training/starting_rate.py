@@ -17,9 +17,12 @@ ADAM = ("Adam", "AdamW", "cpu_adam")
 
 
 def has_starting_rate(config: Config) -> bool:
-    """Return whether the run has a default learning rate, because it starts from a model."""
+    """Return whether the run has a default learning rate, because it starts from a model. With `use_mup` it has none,
+    because a rate is that of the base width.
+    """
     keys = config.checkpoint
-    return keys.finetune and keys.load is not None and config.optimizer.type in ADAM
+    own = config.optimizer.type in ADAM and not config.model.use_mup
+    return keys.finetune and keys.load is not None and own
 
 
 def with_starting_rate(config: Config) -> tuple[Config, str | None]:

@@ -156,6 +156,10 @@ def computed_differently(config: Config, ranks: int) -> list[str]:
             f"activation: GPT-NeoX does not support {model.activation}",
         ),
         (
+            model.use_mup,
+            "use_mup: GPT-NeoX reads the widths of the base model from a file that a checkpoint does not contain",
+        ),
+        (
             original != trained and by_length,
             "logit_scaling and the defaults of relative_positions: depend on seq_length here, but in the GPT-NeoX "
             "plugin on rope_scaling.original_max_position_embeddings, which is a different length; set all options of "

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_coca.config.checks import data, latent, mixtures, model, optimization, parallelism, position, running
+from megatron_coca.config.checks import data, latent, mixtures, model, mup, optimization, parallelism, position, running
 from megatron_coca.config.checks.recording import Check, run
 from megatron_coca.config.schema import Settings
 
@@ -10,6 +10,7 @@ CHECKS: tuple[Check, ...] = (
     *model.CHECKS,
     *latent.CHECKS,
     *mixtures.CHECKS,
+    *mup.CHECKS,
     *position.CHECKS,
     *optimization.CHECKS,
     *parallelism.CHECKS,

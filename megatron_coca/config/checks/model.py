@@ -113,8 +113,12 @@ def _xielu(settings: Settings) -> str | None:
 
 
 def _head_bias(settings: Settings) -> str | None:
-    scaled = settings.model.use_bias_in_output_head and settings.model.final_logit_scale != 1
-    return "not supported with final_logit_scale; set final_logit_scale=1" if scaled else None
+    model = settings.model
+    if not model.use_bias_in_output_head or model.final_logit_scale == 1:
+        return None
+    if model.use_mup:
+        return "not supported with use_mup, which scales logits; set use_bias_in_output_head=false"
+    return "not supported with final_logit_scale; set final_logit_scale=1"
 
 
 def _softcapping(settings: Settings) -> str | None:

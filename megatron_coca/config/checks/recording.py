@@ -39,8 +39,8 @@ class RecordedGroup:
             return getattr(kind, name).__get__(self)  # a property or method, which then reads keys through this view
         self._keys.add(field.alias or name)
         extra = field.json_schema_extra
-        if isinstance(extra, dict) and "follows" in extra and name not in self._group.model_fields_set:
-            self._keys.add(str(extra["follows"]))
+        if isinstance(extra, dict) and name not in self._group.model_fields_set:
+            self._keys.add(str(extra["follows"] if "follows" in extra else extra["switch"]))
         return getattr(self._group, name)
 
     def model_copy(self, update: Mapping[str, Any]) -> "RecordedGroup":

@@ -40,6 +40,7 @@ from megatron_coca.training.engine.label_weights import HeldOutLoss, StepLabels,
 from megatron_coca.training.engine.protocol import StepResult
 from megatron_coca.training.engine.routing import finish_routing
 from megatron_coca.training.monitoring.loss_guard import Limits, bad_reason
+from megatron_coca.training.optimizer import set_rates
 from megatron_coca.training.topology import zero_section
 
 logger = logging.getLogger(__name__)
@@ -283,8 +284,7 @@ class DeepSpeedEngine:
         """Prepare a step, and return the inputs of its micro-batches."""
         self._mean = self._loss = self._norm = None
         self._limits, self._applied = limits or Limits(), False
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_rates(self._engine.optimizer.param_groups, learning_rate)
         self._counted = step_labels(micro_batches, self._data_ranks)
         return module_inputs(micro_batches, self._counted, self.device)
 

@@ -20,6 +20,7 @@ from megatron_coca.training.engine.passes import CapturedPass, run_pass
 from megatron_coca.training.engine.protocol import StepResult
 from megatron_coca.training.engine.routing import finish_routing
 from megatron_coca.training.monitoring.loss_guard import Limits, bad_reason
+from megatron_coca.training.optimizer import set_rates
 from megatron_coca.training.topology import zero_section
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -111,8 +112,7 @@ class NativeEngine:
     ) -> StepResult:
         """Run one optimizer step over this rank's micro-batches. Every rank must call this."""
         weights, parts = self._weights, len(micro_batches)
-        for each in weights.optimizer.param_groups:
-            each["lr"] = learning_rate
+        set_rates(weights.optimizer.param_groups, learning_rate)
         counted = step_labels(micro_batches, self._data_ranks)
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for index, arguments in enumerate(module_inputs(micro_batches, counted, self.device)):

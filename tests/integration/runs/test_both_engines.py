@@ -84,6 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
         "moe_z_loss_coeff": 1e-2,
     },
     "bfloat16, latents": {"precision": "bfloat16", "kv_lora_rank": 12, "q_lora_rank": 10, "v_head_dim": 6},
+    "bfloat16, muP": {"precision": "bfloat16", "use_mup": True, "mup_base_hidden_size": 8, "no_weight_tying": True},
     "fp32, sgd, frozen weights": {"optimizer.type": "sgd", "trainable": ["query", "key", "value", "norms"]},
 }
 
@@ -141,7 +142,8 @@ def train(part: Part, root: Path) -> dict[str, Any]:
     train_only_parts(model, config.optimizer)
     sizes = config.batch.resolve(dist.world_size())
     replays = Replays() if config.parallel.cuda_graphs else None
-    engine = build_engine(model, partial(build_optimizer, config=config.optimizer), config, sizes)
+    optimizer = partial(build_optimizer, config=config.optimizer, width_ratio=config.model.width_ratio)
+    engine = build_engine(model, optimizer, config, sizes)
     if part.source is not None:
         slices = engine.parameter_slices()
         with open_state(root / part.source) as reader:

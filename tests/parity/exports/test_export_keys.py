@@ -220,6 +220,21 @@ def test_gpt_neox(name: str, base: dict[str, Any], tmp_path: Path) -> None:
     check(configured(base, name), name, tmp_path, export_neox, load_model)
 
 
+MUP = {"use_mup": True, "mup_base_hidden_size": 8, "mup_output_temp": 0.5, "mup_embedding_mult": 3.0}
+MUP |= {"mup_attn_temp": 0.25, "mup_init_scale": 1.5}
+
+
+@pytest.mark.parametrize("keys", [LLAMA, BASE, LLAMA | {"pos_emb": "coca"}], ids=["llama", "neox", "coca"])
+def test_the_factors_of_mup_are_exported(keys: dict[str, Any], tmp_path: Path) -> None:
+    """As keys of the exported configuration. GPT-NeoX's layout has none for them."""
+    for tied in (False, True):
+        config = load_config([], keys | MUP | {"no_weight_tying": not tied})
+        check(config, "", tmp_path / str(tied), export, from_transformers)
+        assert (tmp_path / str(tied) / "exported").exists()
+        check(config, "use_mup", tmp_path / f"neox {tied}", export_neox, load_model)
+        assert not (tmp_path / f"neox {tied}" / "exported").exists()
+
+
 SINKS, SHARED = {"nope": {"pos_emb": "none", "sink_logits": True}}, {"nope": {"pos_emb": "rpe"}}
 GATES = {"nope": {"pos_emb": "none", "forgetting_gate": "fox"}}
 

@@ -57,6 +57,7 @@ OURS = {
     *("moe_shared_gate", "moe_router_scores", "moe_router_bias", "moe_norm_topk_prob", "moe_routed_scaling_factor"),
     *("moe_correction_bias", "moe_num_groups", "moe_top_k_groups", "moe_group_scores"),
     *("moe_loss_coeff", "moe_z_loss_coeff", "moe_bias_update_rate"),
+    "mup_base_hidden_size",
     "sinusoidal_base",
     "imports",
     "metric_sinks",

@@ -36,7 +36,8 @@ def test_published_sizes(shape: dict[str, Any], count: str, rate: float) -> None
 def test_a_rate_of_the_user_wins_and_other_runs_get_none() -> None:
     given = load_config([], TINY | START | {"optimizer.params.lr": 0.25})
     assert with_starting_rate(given) == (given, None)
-    for keys in ({}, {"load": "runs/x"}, START | {"optimizer.type": "lion"}, START | {"optimizer.type": "sgd"}):
+    mup = START | {"use_mup": True, "mup_base_hidden_size": 16}
+    for keys in ({}, {"load": "runs/x"}, START | {"optimizer.type": "lion"}, START | {"optimizer.type": "sgd"}, mup):
         config = load_config([], TINY | keys)
         assert with_starting_rate(config) == (config, None), keys
 

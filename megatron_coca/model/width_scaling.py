@@ -1,0 +1,69 @@
+"""How initial values and learning rates of each kind of weight change with the width (`use_mup`).
+
+For a matrix [out, in], the weights and every step of the optimizer need a spectral norm in proportion to
+sqrt(out / in), so that features and their changes keep their size at every width (Yang, Simon and Bernstein 2023,
+"A Spectral Condition for Feature Learning"). A step of Adam or Lion has entries of about the learning rate, and for a
+gradient of low rank the spectral norm lr sqrt(out in). So the rate must be in proportion to 1 / in.
+"""
+
+import re
+from typing import NamedTuple
+
+from megatron_coca.config import ModelConfig
+
+
+class WeightKind(NamedTuple):
+    """Exponents of the ratio of a model's width to the width of the base model, for one kind of weight.
+
+    Attributes:
+        deviation: of the standard deviation of the initial values.
+        rate: of the learning rate of Adam and Lion.
+        orthogonal_rate: of the learning rate of Muon, if it makes the steps of the weight orthogonal.
+    """
+
+    deviation: float
+    rate: float
+    orthogonal_rate: float = 0.0
+
+
+CONSTANT = WeightKind(0.0, 0.0)
+"""Vectors and embeddings, whose number of inputs does not grow, and the output head: instead of its weights,
+`final_logit_scale` falls with the width, so that it is the same for tied and untied heads.
+"""
+HIDDEN = WeightKind(-0.5, -1.0, -0.5)
+"""Matrices whose inputs and outputs grow. Steps of Muon have the spectral norm lr sqrt(max(out, in))."""
+TO_FEW = WeightKind(-1.0, -1.0)
+"""Matrices whose inputs grow, but not their outputs: sqrt(out / in) is less than the norm of HIDDEN's values."""
+
+KINDS: tuple[tuple[str, WeightKind], ...] = (
+    (r"\.lora_A(\.|$)", HIDDEN),
+    (r"\.lora_", CONSTANT),
+    (r"norm\.|\.bias$|(^|\.)final_bias$|\blayer_scale\.|\bactivation\.weight$", CONSTANT),
+    (r"(^|\.)(word|position)_embeddings\.|(^|\.)final_linear\.", CONSTANT),
+    (r"\bmlp\.(\w+\.)*(router|shared_gate)\.", TO_FEW),
+    (r"\battention\.position_gates\.", HIDDEN),
+    (r"\battention\.position_(bias|sinks|factor|offsets)\.|(^|\.)positions\.", CONSTANT),
+    (r"\battention\.(\w+\.)*(query_key_value|(query|key_value)(_down|_up)?|key|value|dense|output_gate)\.", HIDDEN),
+    (r"\bmlp\.(\w+\.)*linear[12]\.|\boutput_transform\.dense\.", HIDDEN),
+)
+"""Patterns of parameter names, each with the kind of the weights; the first match counts."""
+
+
+def kind_of(name: str) -> WeightKind:
+    """Return the kind of the named parameter of a model, a part of one, or one with adapters."""
+    return next(kind for pattern, kind in KINDS if re.search(pattern, name))
+
+
+def initial_factor(name: str, model: ModelConfig) -> float:
+    """Return the factor of `use_mup` on the initial values of the named matrix; 1 without it."""
+    return model.mup_init_scale * model.width_ratio ** kind_of(name).deviation if model.use_mup else 1.0
+
+
+def rate_factor(name: str, width_ratio: float, orthogonal: bool = False) -> float:
+    """Return the factor on the learning rate of the named parameter, in a model `width_ratio` times as wide as the base
+    model. `orthogonal`: whether Muon makes its steps orthogonal.
+    """
+    if width_ratio == 1.0:
+        return 1.0
+    kind = kind_of(name)
+    return float(width_ratio ** (kind.orthogonal_rate if orthogonal else kind.rate))
