@@ -63,6 +63,7 @@ RUN = {
     "megatron-coca prepare --input chats": "--output data/new",
     "megatron-coca inspect": "",
     "megatron-coca inspect checkpoint": "",
+    "megatron-coca inspect mup": "--widths 64,128 --steps 1",
     "megatron-coca import models/llama-7b": "",
     "megatron-coca import downloads/llama-7b": "",
     "megatron-coca import tests/golden/authors": "",

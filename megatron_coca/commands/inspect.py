@@ -8,6 +8,7 @@
     megatron-coca inspect checkpoint runs/350M_roformer_coca                  # all steps of a run
     megatron-coca inspect checkpoint runs/350M_roformer_coca/global_step5000 --no-verify
     megatron-coca inspect method configs/350M/roformer.yml configs/350M/roformer_coca.yml --output page.html
+    megatron-coca inspect mup configs/350M/roformer_coca.yml num_layers=2 --widths 64,128,256 --output changes.svg
     megatron-coca inspect method configs/350M/roformer.yml --variant YaRN configs/extend/yarn.yml --output yarn.html
 
 The exit status is 1 if verify finds a fault or a checkpoint is damaged, and 2 for invalid input.
@@ -33,7 +34,7 @@ from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer
 from megatron_coca.data.tokenizers.chat import shipped_templates, template_path, with_source, with_variables
 from megatron_coca.data.tokenizers.chat_labels import Counted, encode_chat, roles_of
 from megatron_coca.data.verify import verify_shards
-from megatron_coca.evaluation.options import token_count, whole_number
+from megatron_coca.evaluation.options import int_list, token_count, whole_number
 from megatron_coca.support.arguments import (
     add_chat_variables,
     add_configurations,
@@ -226,6 +227,22 @@ def _method(options: argparse.Namespace) -> Inspection:
     return Inspection("\n".join([console_text(page), "", *left_out, *map(str, written)]), facts)
 
 
+def _mup(options: argparse.Namespace) -> Inspection:
+    from megatron_coca.commands import coordinates
+
+    if options.output is not None and options.output.suffix not in coordinates.PICTURES:
+        kinds = " or ".join(coordinates.PICTURES)
+        raise ConfigError(f"--output: {options.output}: must end with {kinds}; rename it")
+    config = load_config(*split_inputs(options.inputs, options.conf_dir))
+    found = coordinates.measure(config, options.widths, options.steps)
+    text = coordinates.table(found)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_file(options.output, coordinates.picture(found, options.output.suffix))
+        text += f"\n\n{options.output}"
+    return Inspection(text, [each._asdict() for each in found])
+
+
 def _models(files: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
     """Return the files of each model. A file that describes a complete model begins a new model; others are overlays.
 
@@ -278,7 +295,8 @@ def parser() -> argparse.ArgumentParser:
     verify = command("verify", _verify, "compare shards with their manifest and index; reads all tokens")
     checkpoint = command("checkpoint", _checkpoint, "describe checkpoints, and compare files with their checksums")
     method = command("method", _method, "draw the position methods of configurations side by side")
-    for added in (sample, mixture, method):
+    mup = command("mup", _mup, "compare the first steps of models of several widths, with and without use_mup")
+    for added in (sample, mixture, method, mup):
         add_configurations(added, "config files and key=value pairs, as for `megatron-coca train`")
     for added in (sample, mixture):
         added.add_argument("--split", choices=SPLITS, default="train")
@@ -293,6 +311,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE.html",
         help="page to write; figures are written beside it",
     )
+    widths = "values of hidden_size; all other widths change in proportion; default: 64,128,256"
+    mup.add_argument("--widths", type=int_list, default=[64, 128, 256], metavar="W,W,...", help=widths)
+    mup.add_argument("--steps", type=count, default=4, help="optimizer steps of each model; default: %(default)s")
+    mup.add_argument("--output", type=local_path, metavar="FILE.svg", help="picture to write; or FILE.png")
     sample.add_argument("--number", type=int, required=True, help="sample number in the run's order, from 0")
     mixture.add_argument("--samples", type=count, help="number of samples; default: train_iters times the batch")
     _add_chat_options(chat.add_argument)
