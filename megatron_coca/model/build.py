@@ -72,7 +72,8 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
                 fill = output if name.endswith(OUTPUT_LAYERS) else inner
                 for matrix in parameter if parameter.dim() == 3 else (parameter,):  # the matrices of experts
                     fill(matrix)
-                parameter.mul_(initial_factor(name, model))
+                if model.use_mup:
+                    parameter.mul_(initial_factor(name, model))
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
