@@ -89,6 +89,31 @@ class DeclaredContrast(Record):
         return f"{self.sides}, {self.quantity} at {self.at:g}L"
 
 
+class RateSweep(Record):
+    """The learning rates of a sweep, from which the rate of each model in a file follows.
+
+    Attributes:
+        lr: the rates.
+        seeds: every model is trained with each rate and seed.
+        set: YAML files and keys that are applied after those of the model, such as a smaller width.
+        min_lr: `min_lr` as a share of the rate; None: that of the model.
+        tasks: what is measured of the models of the sweep. It does not decide.
+    """
+
+    lr: list[FiniteFloat] = Field(min_length=3)
+    seeds: list[int] = Field(min_length=1)
+    set: TextList = []
+    min_lr: float | None = Field(default=None, ge=0, le=1)
+    tasks: dict[str, dict[str, Any] | None] = Field(min_length=1)
+
+    @field_validator("lr")
+    @classmethod
+    def _positive_and_different(cls, rates: list[float]) -> list[float]:
+        if min(rates) <= 0 or len({*rates}) < len(rates):
+            raise ValueError("lr: needs different positive rates; change them")
+        return rates
+
+
 class AblationFile(Record):
     """An ablation; see docs/ablations.md. `tasks` are written as in a suite.
 
@@ -96,6 +121,7 @@ class AblationFile(Record):
         testing: how `contrasts` are tested. "together" corrects all p-values and intervals for the number of contrasts
             (Holm). In a "sequence", the first contrast is the primary one, and each is tested at 5% only if all before
             it hold.
+        rates: the sweep that sets the learning rate of every model; None: the models have rates.
     """
 
     title: str
@@ -108,6 +134,14 @@ class AblationFile(Record):
     tasks: dict[str, dict[str, Any] | None] = Field(min_length=1)
     contrasts: list[DeclaredContrast] = []
     testing: Literal["together", "sequence"] = "together"
+    rates: RateSweep | None = None
+
+    @model_validator(mode="after")
+    def _swept_apart(self) -> Self:
+        later = next((label for label, entry in self.models.items() if entry.after is not None), None)
+        if self.rates is not None and later is not None:
+            raise ValueError(f"rates: not supported with models.{later}.after; set the rates of the models")
+        return self
 
     @model_validator(mode="after")
     def _testable(self) -> Self:

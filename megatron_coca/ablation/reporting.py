@@ -14,6 +14,7 @@ from megatron_coca.ablation.correction import entries_of, entries_of_stretch, po
 from megatron_coca.ablation.figures import Figures
 from megatron_coca.ablation.file import AblationFile, read_ablation
 from megatron_coca.ablation.grid import Cell, expand
+from megatron_coca.ablation.rates import found_rates, with_rates
 from megatron_coca.evaluation.contrasts import corrected_once, holm, level_text, p_text
 from megatron_coca.evaluation.labels import slug
 from megatron_coca.evaluation.report import build_report
@@ -75,6 +76,7 @@ def figures_of_scale(path: Path, scale: str, beside: str | None = None) -> Figur
     `beside` is the path of another file, relative to the folder of `path`, to use instead of `path`.
     """
     file = read_ablation(path if beside is None else path.parent / beside, scale)
+    file = file if file.rates is None else with_rates(file, found_rates(file))
     unpack(file.results)
     recorded = recorded_data(file.results)
     cells = expand(file, recorded=recorded) if recorded else []

@@ -13,6 +13,7 @@ from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES, job_count
@@ -23,6 +24,9 @@ from megatron_coca.work.parts import PART_HELP, part_of
 from megatron_coca.work.settings import EngineSettings, add_engine_options, engine_of, without_engine
 from megatron_coca.work.statuses import Failure, status_of
 from megatron_coca.work.tasks import CommandTask
+
+if TYPE_CHECKING:
+    from megatron_coca.ablation.file import AblationFile
 
 # PyTorch takes seconds to import, so only `run` imports it, after the options are read.
 
@@ -63,6 +67,8 @@ def parser() -> ArgumentParser:
         metavar="NAME",
         help="run only these models, cells, or seeds such as s1234, and write no report",
     )
+    sweep = "run the sweep of learning rates that the file declares in `rates`, instead of its models"
+    add("--rates", action="store_true", help=sweep)
     add("--part", type=part_of, metavar="I/N", help=f"run every N-th cell only, and write no report; {PART_HELP}")
     jobs = "number of cells to run at the same time; they share the cores and GPUs; default: %(default)s"
     add("--jobs", type=job_count, default=1, metavar="N", help=jobs)
@@ -92,9 +98,8 @@ def run_on(engine: EngineSettings, options: Namespace, given: Sequence[str]) -> 
     """
     from megatron_coca.ablation import cells as files
     from megatron_coca.ablation import grid
-    from megatron_coca.ablation.file import read_ablation
 
-    file = read_ablation(options.file, options.scale, options.output, options.runs)
+    file, _ = _file_of(options)
     files.unpack(file.results)
     cells = grid.select(grid.expand(file, options.device, options.dtype), options.only)
     parts = min(engine.tasks or len(cells), len(cells))
@@ -113,15 +118,35 @@ def _absent_data(absent: Sequence[str]) -> list[str]:
     return ["", said, *(f"- {line}" for line in dict.fromkeys(absent))]
 
 
+def _file_of(options: Namespace) -> "tuple[AblationFile, list[str]]":
+    """Return the file with the rates of its sweep, or the sweep, and notes for a plan. Raises EvaluationError."""
+    from megatron_coca.ablation import rates
+    from megatron_coca.ablation.file import read_ablation
+    from megatron_coca.evaluation.results import EvaluationError
+
+    file = read_ablation(options.file, options.scale, options.output, options.runs)
+    if options.rates:
+        return rates.sweep_of(file), []
+    if file.rates is None or options.pack:
+        return file, []
+    try:
+        found = rates.found_rates(file)
+    except EvaluationError as error:
+        if not options.dry_run:
+            raise
+        return rates.middle_rates(file), ["", f"The rates of this plan are those in the middle of the sweep. {error}"]
+    chosen = [f"- {label}: {rate:g}" for label, rate in found.items()]
+    return rates.with_rates(file, found), ["", "Learning rates of the sweep:", *chosen]
+
+
 def run(options: Namespace) -> int:
     """Run the command with these options. Raises EvaluationError, Stopped, KeyboardInterrupt."""
     from megatron_coca.ablation import cells as files
     from megatron_coca.ablation import declared, grid, reporting, running
-    from megatron_coca.ablation.file import read_ablation
     from megatron_coca.evaluation.options import resolve_device
     from megatron_coca.evaluation.results import EvaluationError
 
-    file = read_ablation(options.file, options.scale, options.output, options.runs)
+    file, notes = _file_of(options)
     files.unpack(file.results)
     if options.pack:
         print(f"wrote {files.pack(file.results)}")
@@ -138,7 +163,7 @@ def run(options: Namespace) -> int:
         part, parts = options.part
         cells = cells[part::parts]
     if absent is not None:
-        print(plain("\n".join([files.overview(cells), *declared.plan(file), *_absent_data(absent)])))
+        print(plain("\n".join([files.overview(cells), *declared.plan(file), *notes, *_absent_data(absent)])))
         return 0
     if options.page is not None:
         template, page = options.page
