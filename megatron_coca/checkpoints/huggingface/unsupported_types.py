@@ -1,4 +1,4 @@
-"""Architectures of transformers that are not supported, each with the reason."""
+"""Architectures that are not supported, each with the reason."""
 
 EXPERTS = "it has mixture-of-experts layers, and no row describes its router and experts"
 INDEXED = "in its attention, another network chooses the keys that a query sees"
@@ -58,6 +58,7 @@ UNSUPPORTED_TYPES = {name: reason for reason, names in _GROUPS.items() for name 
     "gpt_neox_japanese": "of all its projections, only the output projection of the last layer's attention has a bias",
     "hrm_text": "it passes its layers several times",
     "longcat_flash": "its layers have two attentions and two MLPs each, and some of its experts return their input",
+    "phi3small": "its attention skips blocks of keys in most layers",
     "reformer": "its attention is limited to tokens with equal hashes",
     "xlm": "its attention is causal only if causal is set, and it adds embeddings of languages",
     "xlnet": "it predicts tokens in permuted orders, with two streams of attention",

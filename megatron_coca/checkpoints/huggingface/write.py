@@ -93,7 +93,7 @@ def family_exporter(kind: str) -> Exporter:
 EXPORTERS: dict[str, Exporter] = {
     "gpt_neox": gpt_neox.EXPORTER,
     "llama": llama.EXPORTER,
-    **{kind: family_exporter(kind) for kind in FAMILIES},
+    **{kind: family_exporter(kind) for kind, family in FAMILIES.items() if family.architecture},
     OURS: Exporter("CocaDenseForCausalLM", lambda config: dense_rows(config.flat()), _our_keys),
 }
 """`model_type` -> exporter. The first exporter that can represent a model is used; the last supports all other models.

@@ -51,6 +51,7 @@ from megatron_coca.checkpoints.huggingface.families import (
     olmo,
     openai,
     phi,
+    published_code,
     qwen,
 )
 from megatron_coca.checkpoints.huggingface.families.keys import Family
@@ -58,7 +59,7 @@ from megatron_coca.checkpoints.huggingface.families.row_check import check_row
 
 MAKERS = (
     *(bigcode, bloom, cohere, deepseek, fairseq, gemma, gemma4, glm, gpt, granite, llama_like, mistral, mixtures),
-    *(modernbert, olmo, openai, phi, qwen),
+    *(modernbert, olmo, openai, phi, qwen, published_code),
 )
 """The modules with families."""
 ORDER = (

@@ -91,7 +91,8 @@ class Family:
     """One architecture of transformers.
 
     Attributes:
-        architecture: name of the transformers class.
+        architecture: name of the transformers class. If it is empty, the code of published folders computes the model,
+            and the family is not exported.
         rows: our model keys -> the table of weight names.
         fixed: our keys that have the same value in all models of the architecture. The activation "gated" means a gated
             MLP with the activation that config.json selects.

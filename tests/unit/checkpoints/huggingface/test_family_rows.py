@@ -37,8 +37,8 @@ def names(kind: str) -> set[str]:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_row_has_the_names_and_defaults_of_its_class(kind: str) -> None:
     family, known = FAMILIES[kind], keys_of_class(kind)
-    if known is None:  # a model_type of folders with code of their own, which LLaMA's class computes
-        assert family.architecture == "LlamaForCausalLM"
+    if known is None:  # a model_type of folders with code of their own, which LLaMA's class may compute
+        assert family.architecture in ("LlamaForCausalLM", "")
         return
     assert family.architecture in dir(transformers), f"{row_name(kind)}: transformers has no {family.architecture}"
     absent = names(kind) - known.names
