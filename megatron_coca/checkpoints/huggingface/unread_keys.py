@@ -82,7 +82,7 @@ def keys_of_class(kind: str) -> KnownKeys | None:
     names |= set(_literals(file))
     modelling = file.with_name(file.name.replace("configuration_", "modeling_"))
     for path in (modelling, *(root / name for name in SHARED)):
-        names |= set(_read_in(path)) if path.is_file() else set()
+        names |= _read_in(path) if path.is_file() else frozenset()
     return KnownKeys(found.__name__, frozenset(names))
 
 
@@ -93,15 +93,18 @@ def _literals(path: Path) -> Iterator[str]:
             yield node.value
 
 
-def _read_in(path: Path) -> Iterator[str]:
-    """Yield the names that a source file reads from a configuration: `config.NAME` and `getattr(config, "NAME")`."""
+@cache
+def _read_in(path: Path) -> frozenset[str]:
+    """Return the names that a source file reads from a configuration: `config.NAME` and `getattr(config, "NAME")`."""
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and _is_config(node.value):
-            yield node.attr
+            names.add(node.attr)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
-            yield from (
+            names |= {
                 each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)
-            )
+            }
+    return frozenset(names)
 
 
 def _is_config(node: ast.expr) -> bool:
