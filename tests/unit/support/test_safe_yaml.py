@@ -131,3 +131,21 @@ def test_every_key_is_text(tmp_path: Path) -> None:
     assert raised.value.line == 3
     path.write_text("tokenizer_type: CharLevelTokenizer\nsources:\n  no: {paths: [a.txt]}\n  2024: {paths: [b.txt]}\n")
     assert [source.spec.name for source in read_recipe(path).sources] == ["no", "2024"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a: b\tc", "[a?b]", "a: !", "a: b\n\ufeff c: 1", "|-#\n", "a: [", "a: {b: [1, x], c: *d}", "a: 1"]
+)
+def test_both_parsers_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    path = tmp_path / "a.yml"
+    path.write_text(text)
+
+    def read() -> Any:
+        try:
+            return read_yaml(path)
+        except safe_yaml.YamlFault as error:
+            return error.line, error.reason
+
+    found = read()
+    monkeypatch.setattr("yaml.__with_libyaml__", False)
+    assert read() == found
