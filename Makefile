@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart real-model test test-slow test-all test-cuda soak gpu-report gpu-wheels gpu-caches lint docs clean
+.PHONY: quickstart real-model test test-costs test-slow test-all test-cuda soak gpu-report gpu-wheels gpu-caches lint docs clean
 
 # One thread per test process, and three processes on two cores, because many tests wait. Tests that time code or measure
 # memory (marked serial) run afterwards, one at a time. PYTHONDONTWRITEBYTECODE is unset so that processes started by tests
@@ -33,6 +33,10 @@ test-slow: .venv/ready-dev
 test-all: .venv/ready-dev lint
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30 -m "not gpu and not serial"
 	$(PYTEST) -m "serial and not gpu" $(SERIAL)
+
+# Write tests/long_tests.yml: which tests take too long for the fast suite, by their processor time.
+test-costs: .venv/ready-dev
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --costs -m "not slow and not gpu and not serial"
 
 # Two training runs with kills, signals, I/O errors, outages and clock jumps. Their results must be bitwise identical to
 # those of undisturbed runs (tests/soak/README.md). EVENTS=kill,term selects events, EVENTS=-outage excludes one.

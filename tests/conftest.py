@@ -25,11 +25,13 @@ from megatron_coca.data import CorpusSource, Execution, Rules, Shard, SourceSpec
 from megatron_coca.data.shards import MASKED, ShardWriter
 from tests.fast_cases import fast_cases
 from tests.figures import TIMINGS
+from tests.long_tests import processor_time, read, spread, write
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT = patience(300)
 STARTED = time.monotonic()
+BEGAN = pytest.StashKey[float]()
 SLOW_RUN = 60.0
 """Seconds of tests after which a run names its slowest files."""
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMP_")
@@ -38,6 +40,9 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMP_
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=25, help="how often the slow tests of random kills kill a run")
     parser.addoption("--minutes", type=float, help="begin no test after so many minutes")
+    parser.addoption(
+        "--costs", action="store_true", help="measure the processor time of tests, for tests/long_tests.yml"
+    )
     parser.addoption("--order", help="any text, such as a commit's hash, that decides on the order of the files")
 
 
@@ -84,7 +89,9 @@ LONGEST = (
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the cases that tests/fast_cases.py leaves out of tests in tests/parity and tests marked `fewest`."""
+    """Mark as slow the cases that tests/fast_cases.py leaves out of tests in tests/parity and tests marked `fewest`, and
+    those that tests/long_tests.yml leaves out.
+    """
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         chosen = "parity" in item.path.parts or item.get_closest_marker("fewest") is not None
@@ -96,6 +103,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         pairs = [mark.args for mark in cases[0].iter_markers("pairs")]
         for number in {*range(len(cases))}.difference(fast_cases([case.callspec.params for case in cases], pairs)):
             cases[number].add_marker(pytest.mark.slow)
+    if items and not items[0].config.getoption("--costs"):
+        leave_out_long_cases(items)
     if order := items[0].config.getoption("--order") if items else None:
         items.sort(key=lambda item: hashlib.sha256(f"{order} {item.path.name}".encode()).digest())
     else:
@@ -103,21 +112,52 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 
 
+def leave_out_long_cases(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow the cases of long tests that the fast suite does not run."""
+    long, cases = read(), defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if (test := item.nodeid.partition("[")[0]) in long and item.get_closest_marker("slow") is None:
+            cases[test].append(item)
+    for test, found in cases.items():
+        for number in {*range(len(found))} - spread(len(found), long[test]):
+            found[number].add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Report the processor time of the test so far, before its last report is made."""
+    try:
+        return (yield)
+    finally:
+        if item.config.getoption("--costs"):
+            item.user_properties.append(("processor time", processor_time() - item.stash[BEGAN]))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begin no test after `--minutes`."""
+    """Begin no test after `--minutes`, and read the clock of processor time."""
+    item.stash[BEGAN] = processor_time()
     minutes = item.config.getoption("--minutes")
     if minutes is not None and time.monotonic() - STARTED > 60 * minutes:
         pytest.skip("the minutes are over")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """After a long run, name the files that took the longest: the next place to save time."""
+    """After a long run, name the files that took the longest: the next place to save time. With `--costs`, write
+    tests/long_tests.yml.
+    """
     seconds: dict[str, float] = defaultdict(float)
+    costs: dict[str, list[float]] = defaultdict(list)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid.partition("::")[0]] += report.duration
+                if report.when == "teardown" and "always" not in report.keywords:
+                    costs[report.nodeid.partition("[")[0]] += [
+                        value for name, value in report.user_properties if name == "processor time"
+                    ]
+    if terminalreporter.config.getoption("--costs"):
+        write(costs)
     if (total := sum(seconds.values())) > SLOW_RUN:
         slowest = sorted(seconds, key=lambda name: -seconds[name])[:10]
         terminalreporter.write_line(f"slowest files of {total:.0f} s of tests:")

@@ -39,6 +39,7 @@ def arguments(checkpoint: Path, text: Path, *more: object) -> list[str]:
     return [str(argument) for argument in [*base, "--device", "cpu", *more]]
 
 
+@pytest.mark.always
 def test_perplexity_then_report(
     checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

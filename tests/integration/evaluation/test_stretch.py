@@ -238,6 +238,7 @@ def measured(output: Path, *methods: str) -> dict[str, list[float]]:
     return found | {f"facts {key}": [round(case.margin, 3) for case in entry.cases] for key, entry in entries.items()}
 
 
+@pytest.mark.always
 def test_an_interrupted_run_continues_with_the_next_input(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

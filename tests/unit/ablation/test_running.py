@@ -93,6 +93,7 @@ def cell(tmp_path: Path, small: dict[str, Any], method: str, tasks: tuple[str, .
     return Cell(method, 7, name, load_config([], small | keys), 1, 4, DATA, run, results, commands, digests)
 
 
+@pytest.mark.always
 def test_cells_are_run_seed_by_seed(tmp_path: Path, small: dict[str, Any]) -> None:
     """So that models have the same seeds whenever it ends."""
     cells = []

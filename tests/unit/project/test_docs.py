@@ -127,6 +127,7 @@ class _ParsedError(Exception):
     """The arguments were accepted."""
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("command", OURS)
 def test_arguments_are_accepted(command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     stop_after_parsing(monkeypatch)

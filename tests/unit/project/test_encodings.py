@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[3] / "megatron_coca"
 POSITION = {"read_text": 0, "write_text": 1}
 """The methods of a path that read or write text, with the position of their argument `encoding`."""
@@ -20,6 +22,7 @@ def without_encoding(source: str) -> list[int]:
     ]
 
 
+@pytest.mark.always
 def test_text_files_name_their_encoding() -> None:
     assert without_encoding("path.read_text()\npath.write_text('a')\npath.read_text('utf-8')\npath.open()") == [1, 2]
     found = {path.name: lines for path in PACKAGE.rglob("*.py") if (lines := without_encoding(path.read_text()))}

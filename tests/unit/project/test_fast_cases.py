@@ -2,8 +2,14 @@
 
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
+import pytest
+
+from tests import long_tests
 from tests.fast_cases import MANY, fast_cases, values
+
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -53,3 +59,32 @@ def test_names_mappings_and_records_have_the_values_of_their_parts() -> None:
     assert values("n", "coca-yarn, log n") == {("n", "coca"), ("n", "yarn"), ("n", "log n")}
     assert values("n", {"a": {"b": 1}, "c": [2, 3]}) == {("n.a.b", "1"), ("n.c", "2"), ("n.c", "3")}
     assert values("n", Shape(2, 3)) == {("n.heads", "2"), ("n.width", "3")}
+
+
+def test_long_tests_exist_and_the_fast_suite_runs_as_many_cases_as_the_table_says() -> None:
+    for test, cases in long_tests.read().items():
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), (
+            f"{test}: remove it from tests/long_tests.yml"
+        )
+        assert cases >= 0
+
+
+def test_cases_are_spread_from_the_first_to_the_last() -> None:
+    assert long_tests.spread(10, 4) == {0, 3, 6, 9}
+    assert long_tests.spread(3, 5) == {0, 1, 2}
+    assert long_tests.spread(7, 1) == {0}
+    assert long_tests.spread(7, 0) == set()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cases"), [([1.4], 1), ([1.6], 0), ([0.5] * 4, 3), ([2.0] * 4, 0), ([0.1] * 10, 10), ([0.1] * 100, 15)]
+)
+def test_long_tests_are_cut_to_the_limit(seconds: list[float], cases: int) -> None:
+    assert long_tests.most_cases(seconds) == cases
+
+
+def test_the_table_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_tests, "TABLE", tmp_path / "long_tests.yml")
+    long_tests.write({"tests/unit/test_a.py::test_b": [1.0, 1.0], "tests/unit/test_a.py::test_c": [0.1]})
+    assert long_tests.read() == {"tests/unit/test_a.py::test_b": 1}

@@ -159,6 +159,7 @@ def cycles(root: Path) -> list[list[str]]:
     return found
 
 
+@pytest.mark.always
 def test_imports_go_one_way() -> None:
     assert not violations(ROOT)
 
@@ -201,6 +202,7 @@ def test_no_cycles() -> None:
     assert not cycles(ROOT)
 
 
+@pytest.mark.always
 def test_the_tree_is_read() -> None:
     known, found = modules(ROOT), list(imports(ROOT))
     assert {"train", f"{PACKAGE}.training.trainer", f"{PACKAGE}.attention.backends.sdpa", PACKAGE} <= known.keys()

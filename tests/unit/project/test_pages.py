@@ -13,6 +13,7 @@ from megatron_coca.attention.inputs import Needs
 from megatron_coca.config import backends
 
 
+@pytest.mark.always
 def test_generated_pages_and_tables_are_current() -> None:
     pytest.importorskip("triton")
     stale = [str(path) for path, text in generated() if path.read_text(encoding="utf-8") != text]

@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[3] / "megatron_coca"
 STANDALONE = PACKAGE / "checkpoints/huggingface/modeling_coca.py"
 """A file that exports contain: it cannot import, so it repeats the names of the classes that it stands for."""
@@ -30,6 +32,7 @@ def test_the_lines_of_a_body_are_counted() -> None:
     assert isinstance(function, ast.FunctionDef) and body_lines(function) == 2
 
 
+@pytest.mark.always
 def test_no_two_classes_share_a_name() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path, tree in trees():
@@ -40,6 +43,7 @@ def test_no_two_classes_share_a_name() -> None:
     assert len(places) > 300 and not shared, shared
 
 
+@pytest.mark.always
 def test_no_function_is_longer_than_one_thought() -> None:
     long = [
         f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}: {body_lines(node)} lines"

@@ -157,6 +157,7 @@ print(json.dumps([name for name in sys.modules if name.partition(".")[0] == "dee
 """
 
 
+@pytest.mark.always
 def test_a_run_does_not_import_deepspeed(tmp_path: Path) -> None:
     """Also with a validation and a checkpoint."""
     keys = KEYS | {"vocab_size": None, "seq_length": 32, "synthetic": {"task": "recall"}, "train_iters": 2}
