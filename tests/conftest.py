@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 
 from megatron_coca.data import CorpusSource, Execution, Rules, Shard, SourceSpec, load_tokenizer, prepare
 from megatron_coca.data.shards import MASKED, ShardWriter
+from tests import long_tests
 from tests.fast_cases import fast_cases
 from tests.figures import TIMINGS
-from tests.long_tests import processor_time, read, spread, write
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
@@ -89,8 +89,8 @@ LONGEST = (
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the cases that tests/fast_cases.py leaves out of tests in tests/parity and tests marked `fewest`, and
-    those that tests/long_tests.yml leaves out.
+    """Mark as slow the cases that tests/fast_cases.py leaves out of tests in tests/parity and tests marked `fewest`,
+    and those that tests/long_tests.yml leaves out.
     """
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -114,12 +114,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def leave_out_long_cases(items: Sequence[pytest.Item]) -> None:
     """Mark as slow the cases of long tests that the fast suite does not run."""
-    long, cases = read(), defaultdict[str, list[pytest.Item]](list)
+    long, cases = long_tests.read(), defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if (test := item.nodeid.partition("[")[0]) in long and item.get_closest_marker("slow") is None:
             cases[test].append(item)
     for test, found in cases.items():
-        for number in {*range(len(found))} - spread(len(found), long[test]):
+        for number in {*range(len(found))} - long_tests.spread(len(found), long[test]):
             found[number].add_marker(pytest.mark.slow)
 
 
@@ -130,13 +130,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         if item.config.getoption("--costs"):
-            item.user_properties.append(("processor time", processor_time() - item.stash[BEGAN]))
+            item.user_properties.append(("processor time", long_tests.processor_time() - item.stash[BEGAN]))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Begin no test after `--minutes`, and read the clock of processor time."""
-    item.stash[BEGAN] = processor_time()
+    item.stash[BEGAN] = long_tests.processor_time()
     minutes = item.config.getoption("--minutes")
     if minutes is not None and time.monotonic() - STARTED > 60 * minutes:
         pytest.skip("the minutes are over")
@@ -153,11 +153,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid.partition("::")[0]] += report.duration
                 if report.when == "teardown" and "always" not in report.keywords:
-                    costs[report.nodeid.partition("[")[0]] += [
-                        value for name, value in report.user_properties if name == "processor time"
-                    ]
+                    measured = (value for name, value in report.user_properties if name == "processor time")
+                    costs[report.nodeid.partition("[")[0]] += [float(str(value)) for value in measured]
     if terminalreporter.config.getoption("--costs"):
-        write(costs)
+        long_tests.write(costs)
     if (total := sum(seconds.values())) > SLOW_RUN:
         slowest = sorted(seconds, key=lambda name: -seconds[name])[:10]
         terminalreporter.write_line(f"slowest files of {total:.0f} s of tests:")

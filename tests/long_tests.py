@@ -13,7 +13,7 @@ import yaml
 LIMIT = 1.5
 """Seconds of processor time that the fast suite spends on one test with all its cases, if the test can be divided."""
 TABLE = Path(__file__).with_suffix(".yml")
-HEAD = f"""# The tests that take longer than {LIMIT} s of processor time, and how many of their cases the fast suite runs.
+HEAD = f"""# Tests that take longer than {LIMIT} s of processor time, with the number of cases that the fast suite runs.
 # With 0, only the slow suite runs them. `make test-costs` writes this file. A test marked `always` is never in it.
 """
 
@@ -45,10 +45,12 @@ def most_cases(seconds: Sequence[float]) -> int:
 
 
 def write(seconds: Mapping[str, Sequence[float]]) -> None:
-    """Write the table from the processor times of the cases of every test."""
+    """Write the table from the processor times of all cases. Files that were not measured keep their rows."""
+    measured = {test.partition("::")[0] for test in seconds}
+    long = {test: cases for test, cases in read().items() if test.partition("::")[0] not in measured}
+    long |= {test: cases for test, each in seconds.items() if (cases := most_cases(each)) < len(each)}
     table: dict[str, dict[str, int]] = defaultdict(dict)
-    for test in sorted(seconds):
-        if (cases := most_cases(seconds[test])) < len(seconds[test]):
-            file, name = test.removeprefix("tests/").split("::", 1)
-            table[file][name] = cases
+    for test in sorted(long):
+        file, name = test.removeprefix("tests/").split("::", 1)
+        table[file][name] = long[test]
     TABLE.write_text(HEAD + yaml.safe_dump(dict(table), width=200), encoding="utf-8")

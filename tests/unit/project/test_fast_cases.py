@@ -84,7 +84,10 @@ def test_long_tests_are_cut_to_the_limit(seconds: list[float], cases: int) -> No
     assert long_tests.most_cases(seconds) == cases
 
 
-def test_the_table_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_comes_back_and_keeps_the_rows_of_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(long_tests, "TABLE", tmp_path / "long_tests.yml")
+    long_tests.TABLE.write_text("unit/test_a.py: {test_old: 2}\nunit/test_z.py: {test_y: 3}\n")
     long_tests.write({"tests/unit/test_a.py::test_b": [1.0, 1.0], "tests/unit/test_a.py::test_c": [0.1]})
-    assert long_tests.read() == {"tests/unit/test_a.py::test_b": 1}
+    assert long_tests.read() == {"tests/unit/test_a.py::test_b": 1, "tests/unit/test_z.py::test_y": 3}
