@@ -101,6 +101,8 @@ METHODS: Runs = {
         "use_bias_in_output_head": True,
         "no_weight_tying": False,
     },
+    "muP, grouped queries": LLAMA | {"pos_emb": "coca", "use_mup": True, "mup_base_hidden_size": 8},
+    "ZeRO 3, muP": {"zero_stage": 3, "pos_emb": "coca", "use_mup": True, "mup_base_hidden_size": 8},
     "a chunked loss, packed documents": PACKED | {"loss_chunk_size": 5, "pos_emb": "alibi"},
     "learned positions": {"pos_emb": "learned"},
     "a relative map": {"relative_positions": {"type": "rerope", "window": 8}},
@@ -214,7 +216,7 @@ def trained(keys: Mapping[str, Any], folder: Path) -> list[list[float]]:
     place, copies = topology.coordinates(dist.rank()), topology.data
     model = build_model(config)
     randomness.seed_everything(config.seed, topology.random_stream(dist.rank()))
-    optimizer = partial(build_optimizer, config=config.optimizer)
+    optimizer = partial(build_optimizer, config=config.optimizer, width_ratio=config.model.width_ratio)
     engine = build_engine(model.train(), optimizer, config, config.batch.resolve(copies))
     steps = [engine.train_step(batches(config, step, place.data, copies), RATE) for step in range(STEPS)]
     evaluated = engine.mean_loss(batches(config, STEPS, place.data, copies)).mean

@@ -85,6 +85,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "checkpoint_activations": True,
     },
     "latents": {"kv_lora_rank": 12, "q_lora_rank": 10, "pos_emb": "coca", "rotary_pct": 1.0},
+    "muP, tied weights": {"pos_emb": "coca", "use_mup": True, "mup_base_hidden_size": 8, "no_weight_tying": False},
     "bfloat16, tied weights": {"precision": "bfloat16", "no_weight_tying": False},
 }
 OF_FOUR = ("alibi, sgd, no clipping", "a shared bias", "forgetting gates, activation checkpointing")
@@ -109,7 +110,7 @@ class Trained:
         self.sizes = config.batch.resolve(self.topology.data)
         self.packed, self.drawn = config.data.reset_attention_mask, config.training_positions is not None
         randomness.seed_everything(config.seed, dist.rank())
-        optimizer = partial(build_optimizer, config=config.optimizer)
+        optimizer = partial(build_optimizer, config=config.optimizer, width_ratio=config.model.width_ratio)
         self.engine = build_engine(assemble_model(config, "cpu"), optimizer, config, self.sizes, self.place.pipe)
 
     def batches(self, seed: int, samples: int | None = None) -> list[Batch]:
