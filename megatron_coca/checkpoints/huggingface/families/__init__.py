@@ -40,7 +40,6 @@ from megatron_coca.checkpoints.huggingface.families import (
     deepseek,
     fairseq,
     gemma,
-    gemma4,
     glm,
     gpt,
     granite,
@@ -58,7 +57,7 @@ from megatron_coca.checkpoints.huggingface.families.keys import Family
 from megatron_coca.checkpoints.huggingface.families.row_check import check_row
 
 MAKERS = (
-    *(bigcode, bloom, cohere, deepseek, fairseq, gemma, gemma4, glm, gpt, granite, llama_like, mistral, mixtures),
+    *(bigcode, bloom, cohere, deepseek, fairseq, gemma, glm, gpt, granite, llama_like, mistral, mixtures),
     *(modernbert, olmo, openai, phi, qwen, published_code),
 )
 """The modules with families."""
