@@ -75,6 +75,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoeshared": ("GraniteMoeShared", BLOCK | GRANITE | SMALL_EXPERTS | {"shared_intermediate_size": 176}),
     "granitemoe_swa": ("GraniteMoeSWA", BLOCK | WINDOW | GRANITE | SMALL_EXPERTS),
     "glm4_moe": ("Glm4Moe", BLOCK | ROUTED | {"head_dim": 64}),
+    "llama4_text": ("Llama4Text", BLOCK | SMALL_EXPERTS | HEADS | {"intermediate_size_mlp": 1408}),
     "afmoe": ("Afmoe", BLOCK | EXPERTS | WINDOW | HEADS),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",

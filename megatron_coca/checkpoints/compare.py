@@ -32,12 +32,13 @@ FIXED_BY_WEIGHTS = frozenset(
     *("attention_output_gate", "final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
     *("residual_scale", "clip_qkv", "use_bias_in_output_head", "sinusoidal_base", "embedding_width"),
     *("use_output_transform", "skip_first_norm"),
-    *("head_shapes", "values_from_keys", "value_norm", "layer_scale"),
+    *("head_shapes", "values_from_keys", "value_norm", "layer_scale", "unweighted_qk_norm"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon"),
     *("mlp_config", "moe_num_experts", "moe_expert_interval", "moe_intermediate_size", "moe_shared_intermediate_size"),
     *("moe_top_k", "moe_shared_gate", "moe_router_scores", "moe_router_bias", "moe_norm_topk_prob"),
     *(
         "moe_routed_scaling_factor",
+        "moe_weights_on_input",
         "moe_num_groups",
         "moe_top_k_groups",
         "moe_group_scores",
@@ -62,7 +63,7 @@ COMPARED = (
     *("hidden_dropout", "attention_dropout", "embedding_dropout", "residual_scale", "attention_output_gate"),
     *("clip_qkv", "qk_norm_after_rotation", "use_bias_in_output_head", "embedding_width"),
     *("use_output_transform", "skip_first_norm"),
-    *("value_norm", "layer_scale"),
+    *("value_norm", "layer_scale", "unweighted_qk_norm"),
 )
 """Keys that two models which compute the same function have in common."""
 PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
@@ -176,8 +177,8 @@ def _learned_difference(key: str, before: PositionConfig, after: PositionConfig,
 def epsilons(model: ModelConfig) -> set[str]:
     """Return the keys of the epsilons that the norms of a model read."""
     of_qk = {"layernorm": "layernorm", "layernorm_by_head": "layernorm"}.get(model.qk_norm or "", "rmsnorm")
-    of_values = {NORM_EPSILONS["rmsnorm"]} if model.value_norm else set()
-    return {NORM_EPSILONS[model.norm]} | ({NORM_EPSILONS[of_qk]} if model.qk_norm is not None else set()) | of_values
+    unweighted = {NORM_EPSILONS["rmsnorm"]} if model.value_norm or model.unweighted_qk_norm else set()
+    return {NORM_EPSILONS[model.norm]} | ({NORM_EPSILONS[of_qk]} if model.qk_norm is not None else set()) | unweighted
 
 
 def comparable(config: Config) -> dict[str, Any]:
@@ -245,7 +246,7 @@ def _comparable_mlps(model: ModelConfig) -> dict[str, Any]:
         "experts": (model.moe_num_experts, model.moe_top_k, model.expert_width, *groups, clamped),
         "shared": (model.moe_shared_intermediate_size, model.moe_shared_gate),
         "router": (model.moe_router_scores, model.moe_router_bias, model.moe_correction_bias),
-        "weights": (model.moe_norm_topk_prob, model.moe_routed_scaling_factor),
+        "weights": (model.moe_norm_topk_prob, model.moe_routed_scaling_factor, model.moe_weights_on_input),
     }
 
 

@@ -169,6 +169,9 @@ class ModelConfig(ConfigGroup):
         "Divide the weights of a token's experts by their sum, as in Mixtral. Without it, the weights are the scores,"
         " as in GPT-NeoX.",
     )
+    moe_weights_on_input: bool = key(
+        False, "Multiply the input of each expert by its weight, instead of its output, as in Llama 4."
+    )
     moe_routed_scaling_factor: Positive = key(1.0, "Factor on the weights of the experts, as in DeepSeek.")
     moe_correction_bias: bool = key(
         False,
@@ -269,6 +272,11 @@ class ModelConfig(ConfigGroup):
     )
     qk_norm_after_rotation: bool = key(
         False, "Apply qk_norm to the rotated queries and keys, as in Hunyuan. Only with pos_emb rotary."
+    )
+    unweighted_qk_norm: bool = key(
+        False,
+        "RMSNorm without weights on the queries and keys of every head before rotation, in layers that rotate, as in"
+        " Llama 4. Only with pos_emb rotary, or none in some layers.",
     )
     clip_qkv: Positive | None = key(
         None, "Limit the features of queries, keys and values to this absolute value, as in OLMo 1."

@@ -574,7 +574,7 @@ def _not_kept(config: Config, name: str) -> int:
     values. A rotation saves neither; polar forms save what they compute magnitudes from.
     """
     model, position = config.model.with_heads(name), config.layer_types[name]
-    normed = model.use_qk_layernorm or model.qk_norm is not None
+    normed = model.use_qk_layernorm or model.qk_norm is not None or model.unweighted_qk_norm
     if normed or not position.embedding.rotary or build_method(position, model).form.by_magnitudes:
         return 0
     return model.attention_width + (0 if position.pos_emb in COEFFICIENTS else model.num_kv_heads * model.head_dim)

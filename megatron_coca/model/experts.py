@@ -144,7 +144,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Returned(torch.autograd.Function):
-    """Reorder rows [T k, width] of experts by token and choice."""
+    """Reorder rows [T k, width] of experts by token and choice, or the reverse with `order` and `places` exchanged."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -159,6 +159,7 @@ class _Returned(torch.autograd.Function):
 
 class ExpertMixture(FeedForward):
     """sum_i w_i MLP_i(x) over the experts i that the router chooses for a token, plus an MLP for all tokens, if any.
+    With `moe_weights_on_input`, the terms of the sum are MLP_i(w_i x).
 
     Input and output are hidden states [..., hidden_size].
 
@@ -175,6 +176,7 @@ class ExpertMixture(FeedForward):
         shared = model.moe_shared_intermediate_size
         self.shared = MLP(model, shared) if shared is not None else None
         self.shared_gate = nn.Linear(model.hidden_size, 1, bias=False) if model.moe_shared_gate else None
+        self.weighs_inputs = model.moe_weights_on_input
         self.routing: Routing | None = None
         self.records = False
 
@@ -186,11 +188,13 @@ class ExpertMixture(FeedForward):
         k = routing.experts.shape[1]
         sorted_experts, order = routing.experts.flatten().sort(stable=True)
         places = order.argsort()
-        rows = _Sent.apply(tokens, order, places, k)
+        rows, weights = _Sent.apply(tokens, order, places, k), routing.weights.to(tokens.dtype)
+        if self.weighs_inputs:
+            rows = rows * _Returned.apply(weights.reshape(-1, 1), places, order)
         inner = self.inner(self.linear1(rows, sorted_experts, routing.load))
         rows = self.linear2(inner, sorted_experts, routing.load)
         results = _Returned.apply(rows, order, places).unflatten(0, (-1, k))
-        out = (results * routing.weights.to(results.dtype)[..., None]).sum(1)
+        out = (results if self.weighs_inputs else results * weights[..., None]).sum(1)
         if self.shared is not None:
             every = self.shared(tokens)
             out = out + (every if self.shared_gate is None else every * self.shared_gate(tokens).sigmoid())

@@ -259,6 +259,16 @@ def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
     return {}
 
 
+def unweighted_qk_norms(model: ModelConfig, method: PositionMethod) -> dict[str, nn.Module]:
+    """Build the norms of queries and keys without weights, which only layers that rotate have, by their names in
+    SelfAttention.
+    """
+    if not (model.unweighted_qk_norm and method.form.rotary):
+        return {}
+    names = ("query_layernorm", "key_layernorm")
+    return {name: nn.RMSNorm(model.head_dim, model.rms_norm_epsilon, elementwise_affine=False) for name in names}
+
+
 def value_norms(model: ModelConfig) -> dict[str, nn.Module]:
     """Build the norm of values [..., heads, head_dim], which has no weights, by its name in SelfAttention."""
     norm = nn.RMSNorm(model.head_dim, model.rms_norm_epsilon, elementwise_affine=False)
@@ -426,7 +436,7 @@ def build_attention(
         bias,
         model.attention_dropout,
         qkv_bias=model.use_bias_in_qkv,
-        norms=qk_norms(model) | value_norms(model),
+        norms=qk_norms(model) | unweighted_qk_norms(model, method) | value_norms(model),
         clip=model.clip_qkv,
         norms_rotated=model.qk_norm_after_rotation,
         output_gates=model.output_gates,

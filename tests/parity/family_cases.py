@@ -429,6 +429,26 @@ MIXTURES |= {
         | {"hidden_act": "gelu", "head_dim": 12, "rope_parameters": LINEAR},
     ),
 }
+MIXTURES |= {
+    "llama4_text": (
+        "Llama4Text",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size_mlp": 50, "head_dim": 10}
+        | {"num_hidden_layers": 5, "interleave_moe_layer_step": 2, "attention_chunk_size": 13, "floor_scale": 60}
+        | {"attn_scale": 0.5, "rope_parameters": LLAMA3},
+    ),
+    "llama4_text tied, no norms": (
+        "Llama4Text",
+        {"num_local_experts": 4, "intermediate_size_mlp": 20, "use_qk_norm": False, "tie_word_embeddings": True}
+        | {"no_rope_layers": [0, 1, 1], "attn_temperature_tuning": False, "head_dim": 6, "attention_chunk_size": 9},
+    ),
+    "llama4_text, listed layers, biases": (
+        "Llama4Text",
+        {"num_local_experts": 3, "num_experts_per_tok": 3, "intermediate_size_mlp": 30, "attention_bias": True}
+        | {"moe_layers": [0, 2], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 11, "floor_scale": 60}
+        | {"layer_types": ["full_attention", "chunked_attention", "chunked_attention"], "hidden_act": "gelu"}
+        | {"head_dim": 12, "rope_parameters": LINEAR},
+    ),
+}
 GROUPS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 12}
 MIXTURES |= {
     "glm4_moe": (

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -57,6 +58,13 @@ CASES: dict[str, tuple[type, str, dict[str, Any], dict[str, Any]]] = {
         {"moe_num_experts": 9, "moe_top_k": 4, "moe_num_groups": 3, "moe_top_k_groups": 2, "moe_group_scores": "max"}
         | {"moe_routed_scaling_factor": 1.7, "moe_shared_intermediate_size": INNER},
     ),
+    "llama4_text": (
+        Llama4TextMoe,
+        "Llama4Text",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": INNER},
+        {"moe_num_experts": 5, "moe_top_k": 2, "moe_router_scores": "sigmoid", "moe_weights_on_input": True}
+        | {"moe_shared_intermediate_size": INNER},
+    ),
     "gpt_oss": (
         GptOssMLP,
         "GptOss",
@@ -102,8 +110,11 @@ def translated(name: str, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
             "router.weight": theirs["router.weight"],
             "router.bias": theirs["router.bias"],
         }
-    found = {"linear1.weight": turned(theirs["experts.gate_up_proj"]), "linear2.weight": theirs["experts.down_proj"]}
-    found["router.weight"] = theirs["gate.weight"]
+    first, second = theirs["experts.gate_up_proj"], theirs["experts.down_proj"]
+    if name == "llama4_text":
+        first, second = first.mT, second.mT
+    found = {"linear1.weight": turned(first), "linear2.weight": second}
+    found["router.weight"] = theirs["router.weight" if name == "llama4_text" else "gate.weight"]
     if "gate.e_score_correction_bias" in theirs:
         found["router.correction_bias"] = theirs["gate.e_score_correction_bias"]
     for shared in ("shared_expert", "shared_experts"):
@@ -124,7 +135,7 @@ def test_values_and_gradients_are_those_of_transformers(name: str) -> None:
     with in_float64():
         reference, found = build(name)
         expected = reference(given)
-        expected = expected[0] if isinstance(expected, tuple) else expected
+        expected = (expected[0] if isinstance(expected, tuple) else expected).view(x.shape)
         expected.backward(seed)
     result = found(own)
     result.backward(seed)

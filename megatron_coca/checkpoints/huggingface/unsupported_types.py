@@ -23,7 +23,7 @@ _GROUPS = {
             "inkling_text",
             "jetmoe",
         ),
-        *("kolibri1", "laguna", "llama4", "llama4_text", "mimo_v2_flash", "minimax", "minimax_m3_vl_text", "phimoe"),
+        *("kolibri1", "laguna", "mimo_v2_flash", "minimax", "minimax_m3_vl_text", "phimoe"),
         "zaya",
     ),
     INDEXED: ("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),

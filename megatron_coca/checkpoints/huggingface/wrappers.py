@@ -58,6 +58,7 @@ TEXT_TYPES: dict[str, TextType] = {
     "gemma4_unified_text": TextType("gemma4_unified_text", _sizes(262144, 2304, 9216, 30, 8, 4, 262144)),
     "cohere2": TextType("cohere2", _sizes(256000, 8192, 22528, 40, 64, 64, 8192)),
     "cohere_compass_text": TextType("cohere_compass_text", _sizes(256000, 8192, 22528, 40, 64, 64, 8192)),
+    "llama4_text": TextType("llama4_text", _sizes(202048, 5120, 8192, 48, 40, 8, 131072)),
     "emu3_text_model": TextType(
         "llama",
         _sizes(184622, 4096, 14336, 32, 32, 8, 9216) | {"rms_norm_eps": 1e-5, "attention_dropout": 0.1},
@@ -101,6 +102,7 @@ WRAPPERS: dict[str, str] = {
     "idefics2": "mistral",
     "idefics3": "llama",
     "internvl": "qwen2",
+    "llama4": "llama4_text",
     "llava": "llama",
     "llava_next": "llama",
     "llava_next_video": "llama",

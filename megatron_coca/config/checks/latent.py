@@ -39,6 +39,7 @@ def _latent(settings: Settings) -> str | None:
         "head_shapes": (model.head_shapes, "all layers have the same heads"),
         "use_qk_layernorm": (model.use_qk_layernorm, per_head),
         "qk_norm": (model.qk_norm, per_head),
+        "unweighted_qk_norm": (model.unweighted_qk_norm, per_head),
         "clip_qkv": (model.clip_qkv, "a cache keeps latents, of which clipped features are not linear maps"),
         "values_from_keys": (model.values_from_keys, "keys and values have maps of their own"),
         "value_norm": (model.value_norm, "a cache keeps latents, of which normalised values are not linear maps"),

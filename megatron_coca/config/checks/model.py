@@ -107,6 +107,16 @@ def _norm_after_rotation(settings: Settings) -> str | None:
     return None
 
 
+def _unweighted_norm(settings: Settings) -> str | None:
+    if not settings.model.unweighted_qk_norm:
+        return None
+    if settings.model.qk_norm is not None or settings.model.use_qk_layernorm:
+        return "contradicts qk_norm and use_qk_layernorm; set only one of the three"
+    others = (kind.pos_emb for kind in types_of(settings).values() if kind.pos_emb not in ("rotary", "none"))
+    found = next(others, None)
+    return f"not supported with pos_emb {found}; set pos_emb=rotary, or unweighted_qk_norm=false" if found else None
+
+
 def _xielu(settings: Settings) -> str | None:
     split = settings.model.activation == "xielu" and settings.parallel.model_parallel_size > 1
     return "xielu is not supported with model_parallel_size; set model_parallel_size=1" if split else None
@@ -176,6 +186,7 @@ def _gau(settings: Settings) -> str | None:
         ("forgetting_gate", position.gate, one_head),
         ("use_qk_layernorm", model.use_qk_layernorm, "they have a scale and an offset for each feature instead"),
         ("qk_norm", model.qk_norm, "they have a scale and an offset for each feature instead"),
+        ("unweighted_qk_norm", model.unweighted_qk_norm, "they have a scale and an offset for each feature instead"),
         ("value_norm", model.value_norm, "they have no norms of values"),
         ("values_from_keys", model.values_from_keys, "one projection computes queries and keys"),
         ("clip_qkv", model.clip_qkv, "their features are products with an activation"),
@@ -205,6 +216,7 @@ CHECKS = (
     Check("use_output_transform", _output_transform),
     Check("zero_centered_norms", _zero_centered),
     Check("qk_norm_after_rotation", _norm_after_rotation),
+    Check("unweighted_qk_norm", _unweighted_norm),
     Check("activation", _xielu),
     Check("use_bias_in_output_head", _head_bias),
     Check("final_logit_softcapping", _softcapping),

@@ -33,7 +33,7 @@ FAST = (
     *("codegen", "gpt_neo", "opt", "opt, norms of sums, a narrow embedding", "openai-gpt"),
     *("ctrl", "modernbert-decoder", "xglm", "gemma4_text"),
     *("mixtral", "olmoe", "qwen2_moe, some dense layers, windows", "qwen3_moe, some dense layers, a window"),
-    *("glm4_moe", "dots1", "gpt_oss", "granitemoe_swa", "afmoe", "ernie4_5_moe"),
+    *("glm4_moe", "dots1", "gpt_oss", "granitemoe_swa", "afmoe", "ernie4_5_moe", "llama4_text"),
     *("minicpm3", "deepseek_v2", "deepseek_v3, biases, two dense layers", "glm4_moe_lite tied, listed experts"),
 )
 """Cases that together use every switch and every packing of these families."""

@@ -47,6 +47,12 @@ COHERE = {"model_type": "cohere2", "sliding_window": 9, "num_hidden_layers": 5}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (GEMMA, SIGLIP),
+    "llama4": (
+        {"model_type": "llama4_text", "num_local_experts": 3, "intermediate_size_mlp": 20, "head_dim": 10}
+        | {"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "attention_chunk_size": 13, "floor_scale": 11},
+        {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"image_size": 28, "patch_size": 14},
+    ),
     "gemma4": (
         GEMMA4 | {"hidden_size_per_layer_input": 0},
         {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -220,8 +226,8 @@ def test_other_spellings_are_the_same_network(case: str, tmp_path: Path) -> None
     ("kind", "text", "message"),
     [
         ("paligemma", "gemma", "'paligemma' is not supported; .* aya_vision, .*, vipllava"),
-        ("llama4", "llama4_text", "'llama4' is not supported; it has mixture-of-experts layers"),
-        ("internvl", "llama4_text", "'llama4_text' is not supported; it has mixture-of-experts layers"),
+        ("git", "aria_text", "'git' is not supported; it is a vision-language model"),
+        ("internvl", "aria_text", "'aria_text' is not supported; it has mixture-of-experts layers"),
     ],
 )
 def test_a_wrapper_that_is_not_supported_is_named(kind: str, text: str, message: str, tmp_path: Path) -> None:

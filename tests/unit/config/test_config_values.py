@@ -50,6 +50,7 @@ OURS = {
     *("alibi_slope_scale", "attn_logit_softcapping", "embedding_scale", "final_logit_scale", "final_logit_softcapping"),
     *("kv_channels", "norm_position", "qk_norm", "softmax_scale", "use_bias_in_qkv", "use_embedding_norm"),
     *("attention_output_gate", "zero_centered_norms", "head_shapes", "values_from_keys", "value_norm", "layer_scale"),
+    *("unweighted_qk_norm", "moe_weights_on_input"),
     *("qk_norm_after_rotation", "clip_qkv", "residual_scale", "use_bias_in_output_head", "embedding_dropout"),
     *("embedding_width", "use_output_transform", "skip_first_norm"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon"),

@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "norms of sums, a narrow embedding": {"norm_position": "residual", "embedding_width": 10},
     "parallel": {"norm_position": "sandwich", "gpt_j_residual": True},
     "heads": {"qk_norm": "head", "zero_centered_norms": True},
+    "heads, no weights": {"unweighted_qk_norm": True},
     "heads after rotation": {"qk_norm": "head", "qk_norm_after_rotation": True},
     "heads with weights of their own": {"qk_norm": "layernorm_by_head"},
     "clipped projections": {"clip_qkv": 0.5},
@@ -184,6 +185,8 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
         if keys.qk_norm == "layernorm_by_head":
             of_query, of_key = (weights[f"{own}attention.{n}_layernorm.weight"] for n in ("query", "key"))
             q, k = F.layer_norm(q, [width]) * of_query, F.layer_norm(k, [width]) * of_key
+        if keys.unweighted_qk_norm:
+            q, k = norm(q, torch.ones(()), config), norm(k, torch.ones(()), config)
         if keys.qk_norm_after_rotation:
             q, k = rotated(q, config), rotated(k, config)
         if keys.qk_norm == "head":

@@ -1,6 +1,7 @@
 """Architectures of transformers, one file for each maker. Each is a row of `FAMILIES` (see `keys.Family`).
 
-Folders of GPT-NeoX and LLaMA can also hold CoCA models. `gpt_neox.py` and `llama.py` read and write these themselves.
+Folders of GPT-NeoX and LLaMA can also hold CoCA models. `gpt_neox.py` and `llama.py` read and write these themselves;
+`llama.py` has a row for Llama 4.
 
 These helpers are for rows:
 
@@ -43,6 +44,7 @@ from megatron_coca.checkpoints.huggingface.families import (
     glm,
     gpt,
     granite,
+    llama,
     llama_like,
     mistral,
     mixtures,
@@ -57,7 +59,7 @@ from megatron_coca.checkpoints.huggingface.families.keys import Family
 from megatron_coca.checkpoints.huggingface.families.row_check import check_row
 
 MAKERS = (
-    *(bigcode, bloom, cohere, deepseek, fairseq, gemma, glm, gpt, granite, llama_like, mistral, mixtures),
+    *(bigcode, bloom, cohere, deepseek, fairseq, gemma, glm, gpt, granite, llama, llama_like, mistral, mixtures),
     *(modernbert, olmo, openai, phi, qwen, published_code),
 )
 """The modules with families."""

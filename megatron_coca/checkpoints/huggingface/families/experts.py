@@ -46,6 +46,8 @@ class ExpertNames:
         mlp: name of the MLP in layers with a mixture. `{i}` is the number of the layer.
         router: the router's linear map.
         parts: the up, gate and down projections of an expert.
+        whole: (name, packing) of the tensor with the first layers of all experts, and of that with their second layers,
+            instead of the parts; None if every expert has its own tensors.
         shared: the shared MLP, or None.
         shared_gate: the gate of the shared MLP.
         correction: the numbers that change only the choice.
@@ -55,6 +57,7 @@ class ExpertNames:
     mlp: str = "model.layers.{i}.mlp"
     router: str = "gate"
     parts: tuple[str, str, str] = ("up_proj", "gate_proj", "down_proj")
+    whole: tuple[tuple[str, WeightPacking], tuple[str, WeightPacking]] | None = None
     shared: str | None = None
     shared_gate: str = "shared_expert_gate"
     correction: str = "gate.e_score_correction_bias"
@@ -83,9 +86,13 @@ def _of_layer(row: Row, number: int) -> Row:
 
 
 def _mixture(model: ModelConfig, names: ExpertNames, rows: Rows) -> Iterator[Row]:
+    for number, (name, packing) in enumerate(names.whole or (), start=1):
+        yield Row(f"blocks.{{i}}.mlp.linear{number}.weight", (f"{names.mlp}.{name}",), packing)
     up, gate, down = names.parts
-    experts = [f"{names.mlp}.experts.{number}" for number in range(model.moe_num_experts)]
-    for kind in ("weight", "bias") if model.use_bias_in_mlp else ("weight",):
+    experts = (
+        [] if names.whole is not None else [f"{names.mlp}.experts.{number}" for number in range(model.moe_num_experts)]
+    )
+    for kind in (("weight", "bias") if model.use_bias_in_mlp else ("weight",)) if experts else ():
         both = tuple(f"{expert}.{part}.{kind}" for expert in experts for part in (up, gate))
         yield Row(f"blocks.{{i}}.mlp.linear1.{kind}", both, of_experts(2))
         yield Row(f"blocks.{{i}}.mlp.linear2.{kind}", tuple(f"{name}.{down}.{kind}" for name in experts), of_experts(1))
@@ -96,7 +103,7 @@ def _mixture(model: ModelConfig, names: ExpertNames, rows: Rows) -> Iterator[Row
         yield Row("blocks.{i}.mlp.router.correction_bias", (f"{names.mlp}.{names.correction}",), names.corrections)
     if names.shared is not None and model.moe_shared_intermediate_size is not None:
         for row in (row for row in rows if row.ours.startswith("blocks.{i}.mlp.linear")):
-            theirs = tuple(f"{names.mlp}.{names.shared}.{name.partition('.mlp.')[2]}" for name in row.theirs)
+            theirs = tuple(f"{names.mlp}.{names.shared}.{'.'.join(name.split('.')[-2:])}" for name in row.theirs)
             yield replace(row, ours=row.ours.replace(".mlp.", ".mlp.shared."), theirs=theirs)
         if model.moe_shared_gate:
             yield Row("blocks.{i}.mlp.shared_gate.weight", (f"{names.mlp}.{names.shared_gate}.weight",))
