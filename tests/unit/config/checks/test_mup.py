@@ -1,11 +1,13 @@
 """Keys of the maximal update parametrization: what belongs together, and what it excludes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_coca.config import ConfigError, load_config
 
+ROOT = Path(__file__).parents[4]
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 16}
 SHAPE |= {"pos_emb": "rotary"}
 MUP: dict[str, Any] = {"use_mup": True, "mup_base_hidden_size": 32}
@@ -67,6 +69,21 @@ def test_errors(keys: dict[str, Any], message: str) -> None:
 def test_an_error_about_the_output_head_follows_from_use_mup() -> None:
     """With an invalid value of use_mup, nothing is known about the factor on logits."""
     assert "use_bias_in_output_head" not in error_of(MUP | {"use_mup": 1, "use_bias_in_output_head": True})
+
+
+def test_a_configuration_of_gpt_neox(tmp_path: Path) -> None:
+    """Its file of shapes is an error that names our key, with which the same file works."""
+    (tmp_path / "mup.yml").write_text(
+        '{"use-mup": true, "save-base-shapes": false, "coord-check": false, "base-shapes-file": "base-shapes",'
+        ' "mup-init-scale": 2.0, "mup-attn-temp": 1.0, "mup-output-temp": 1.0, "mup-embedding-mult": 10.0,'
+        ' "mup-rp-embedding-mult": 1.0, "mup-width-scale": 2}'
+    )
+    files = [ROOT / "configs/350M/roformer.yml", tmp_path / "mup.yml"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(files)
+    assert [problem.split(": ")[1] for problem in caught.value.problems] == ["base_shapes_file", "mup_base_hidden_size"]
+    model = load_config(files, ["base_shapes_file=null", "mup_base_hidden_size=256"]).model
+    assert (model.width_ratio, model.embedding_scale, model.mup_init_scale, model.softmax_scale) == (4, 10, 2, 1 / 64)
 
 
 def test_values_that_use_mup_sets_itself_are_accepted() -> None:

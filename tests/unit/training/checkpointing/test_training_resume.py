@@ -190,6 +190,10 @@ def test_a_rate_that_changes_is_logged(
         ({"optimizer.type": "sgd"}, ("optimizer.type (saved 'Adam', now 'sgd')",)),
         ({"hidden_dropout": 0.0}, ("hidden_dropout (saved 0.1, now 0.0)",)),
         ({"weight_decay": 0.0}, ("weight_decay (saved 0.1, now 0.0)",)),
+        (
+            {"use_mup": True, "mup_base_hidden_size": 16},
+            ("use_mup (saved False, now True)", "final_logit_scale (saved 1.0, now 0.5)"),
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ("rope_scaling (saved None, now ",)),
     ],
 )
