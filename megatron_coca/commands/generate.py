@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_coca.commands import command_parser
-from megatron_coca.commands.continuations import printed, written_to
+from megatron_coca.commands.prompts.continuations import printed, written_to
 from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.config.source import Layer, named_checkpoint, readable_layer
 from megatron_coca.data.errors import DataError
@@ -285,7 +285,7 @@ def run(args: Namespace, prompts: Mapping[str, str] | None) -> int:
     """
     from megatron_coca.attention.positions import PositionRangeError
     from megatron_coca.checkpoints.weights import DTYPES
-    from megatron_coca.commands.typed_prompts import answer_typed
+    from megatron_coca.commands.prompts.typed_prompts import answer_typed
     from megatron_coca.model import DecodingError
     from megatron_coca.text_generation import load_generator
 

@@ -1,0 +1,1 @@
+"""Prompts of `generate` and `chat`: typed at a terminal, and their continuations."""
