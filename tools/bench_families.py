@@ -76,6 +76,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe_swa": ("GraniteMoeSWA", BLOCK | WINDOW | GRANITE | SMALL_EXPERTS),
     "glm4_moe": ("Glm4Moe", BLOCK | ROUTED | {"head_dim": 64}),
     "llama4_text": ("Llama4Text", BLOCK | SMALL_EXPERTS | HEADS | {"intermediate_size_mlp": 1408}),
+    "aria_text": ("AriaText", BLOCK | {"moe_num_experts": 4, "intermediate_size": 352}),
+    "flint": ("Flint", BLOCK | EXPERTS | WINDOW | HEADS | {"shared_expert_intermediate_size": 352}),
     "afmoe": ("Afmoe", BLOCK | EXPERTS | WINDOW | HEADS),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",

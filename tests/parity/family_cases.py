@@ -449,6 +449,37 @@ MIXTURES |= {
         | {"head_dim": 12, "rope_parameters": LINEAR},
     ),
 }
+MIXTURES |= {
+    "aria_text": ("AriaText", {"moe_num_experts": 5, "moe_topk": 2, "head_dim": 10, "rope_parameters": YARN}),
+    "aria_text tied, one of three": (
+        "AriaText",
+        {"moe_num_experts": 3, "moe_topk": 1, "moe_num_shared_experts": 1, "tie_word_embeddings": True},
+    ),
+    "aria_text, biases": (
+        "AriaText",
+        {"moe_num_experts": 4, "moe_topk": 3, "moe_num_shared_experts": 3, "attention_bias": True}
+        | {"rope_parameters": LINEAR},
+    ),
+    "flint": (
+        "Flint",
+        EVEN
+        | {"shared_expert_intermediate_size": 18, "head_dim": 10, "num_hidden_layers": 7, "sliding_window": 9}
+        | {"rope_parameters": YARN},
+    ),
+    "flint tied, experts in every other layer": (
+        "Flint",
+        FEW
+        | {"shared_expert_intermediate_size": 7, "head_dim": 6, "mlp_only_layers": [], "decoder_sparse_step": 2}
+        | {"norm_topk_prob": False, "sliding_window": 7},
+    ),
+    "flint, listed windows, biases": (
+        "Flint",
+        EVEN
+        | {"shared_expert_intermediate_size": 12, "head_dim": 12, "mlp_only_layers": [1], "attention_bias": True}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 11}
+        | {"hidden_act": "gelu", "rope_parameters": LINEAR},
+    ),
+}
 GROUPS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 12}
 MIXTURES |= {
     "glm4_moe": (

@@ -226,8 +226,8 @@ def test_other_spellings_are_the_same_network(case: str, tmp_path: Path) -> None
     ("kind", "text", "message"),
     [
         ("paligemma", "gemma", "'paligemma' is not supported; .* aya_vision, .*, vipllava"),
-        ("git", "aria_text", "'git' is not supported; it is a vision-language model"),
-        ("internvl", "aria_text", "'aria_text' is not supported; it has mixture-of-experts layers"),
+        ("git", "zaya", "'git' is not supported; it is a vision-language model"),
+        ("internvl", "zaya", "'zaya' is not supported; it has mixture-of-experts layers"),
     ],
 )
 def test_a_wrapper_that_is_not_supported_is_named(kind: str, text: str, message: str, tmp_path: Path) -> None:

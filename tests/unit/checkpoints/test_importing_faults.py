@@ -160,8 +160,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "model_type: 'mamba' is not supported; it has recurrent or state-space",
     ),
     "mixture of experts": (
-        config(model_type="jetmoe"),
-        "model_type: 'jetmoe' is not supported; it has mixture-of-experts",
+        config(model_type="zaya"),
+        "model_type: 'zaya' is not supported; it has mixture-of-experts",
     ),
     "no size": (config(hidden_size=None), "config.json: 'hidden_size' is missing"),
     "size of another kind": (config(num_attention_heads="four"), "config.json: has an invalid value"),

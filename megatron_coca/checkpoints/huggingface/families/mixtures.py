@@ -23,17 +23,21 @@ from megatron_coca.checkpoints.huggingface.families.experts import (
     experts_only,
     listed_experts,
     shared_experts,
+    sparse_steps,
     with_experts,
     written_deepseek_experts,
     written_listed_experts,
+    written_steps,
 )
 from megatron_coca.checkpoints.huggingface.families.keys import (
     FROM_LAST,
     NO_LAYERS,
     WITH_WINDOW,
     Family,
+    Windows,
     every,
 )
+from megatron_coca.checkpoints.huggingface.families.llama import COLUMNS, GATES_FIRST
 from megatron_coca.checkpoints.huggingface.families.llama_like import (
     AFTER,
     HUNYUAN_NORMS,
@@ -47,6 +51,7 @@ from megatron_coca.checkpoints.huggingface.weight_map import (
     QK_HEAD,
     QK_PROJECTION,
     SINGLE,
+    Row,
     WeightPacking,
     layer_rows,
     like_llama,
@@ -98,6 +103,29 @@ def _written_afmoe(config: Config) -> dict[str, Any]:
     }
 
 
+# Aria -----------------------------------------------------------------------------------------------------------------
+
+ARIA = with_experts(
+    like_llama(PRE),
+    ExpertNames(
+        router="router",
+        whole=(("experts.fc1.weight", GATES_FIRST), ("experts.fc2.weight", COLUMNS)),
+        shared="shared_experts",
+    ),
+)
+
+
+def _aria(config: Json, keys: Json) -> dict[str, Any]:
+    at_least_two(config, "moe_num_experts", 8)
+    beside = config.get("moe_num_shared_experts", 2) * config["intermediate_size"]
+    return {"moe_norm_topk_prob": True, "moe_shared_intermediate_size": beside}
+
+
+def _written_aria(config: Config) -> dict[str, Any]:
+    beside = (config.model.moe_shared_intermediate_size or 0) // config.model.expert_width
+    return experts_only(config) | {"moe_num_shared_experts": beside}
+
+
 # ERNIE 4.5 ------------------------------------------------------------------------------------------------------------
 
 ONE_ROW = WeightPacking(lambda parts, heads: parts[0].flatten(), lambda packed, heads, count: [packed[None]])
@@ -131,6 +159,31 @@ def _written_ernie(config: Config) -> dict[str, Any]:
         "moe_layer_end_index": mixed[-1],
         "moe_layer_interval": gap,
     }
+
+
+# Flint ----------------------------------------------------------------------------------------------------------------
+
+FLINT = with_experts(
+    (
+        *like_llama(PRE | QK_HEAD),
+        Row("blocks.{i}.attention.position_sinks.weight", ("model.layers.{i}.self_attn.softmax_offset",)),
+    ),
+    ExpertNames(shared="shared_expert"),
+)
+
+
+def _flint_windows(config: Json, count: int) -> list[bool]:
+    """Read which layers have the window: by default not the first two, every fourth layer, and the last."""
+    if config.get("layer_types") is not None:
+        return NO_LAYERS.read(config, count)
+    return [i >= 2 and i % 4 != 1 and i != count - 1 for i in range(count)]
+
+
+def _flint(config: Json, keys: Json) -> dict[str, Any]:
+    at_least_two(config, "num_experts", 256)
+    listed, step = config.get("mlp_only_layers"), config.get("decoder_sparse_step", 1)
+    steps = {"mlp_only_layers": [0, 1] if listed is None else listed, "decoder_sparse_step": step}
+    return sparse_steps(steps | {"num_hidden_layers": config["num_hidden_layers"]}, keys)
 
 
 # Hunyuan --------------------------------------------------------------------------------------------------------------
@@ -221,6 +274,16 @@ FAMILIES: dict[str, Family] = {
         write=_written_afmoe,
         harmless=frozenset({"output_router_logits", "n_group"}),
     ),
+    "aria_text": Family(
+        "AriaTextForCausalLM",
+        ARIA,
+        MODERN,
+        RMS | BIASES | {"moe_num_experts": ("moe_num_experts", 8), "moe_topk": ("moe_top_k", 2)},
+        {"mlp_bias": False, "hidden_act": "silu"},  # its experts have this function whatever the key says
+        activation=(None, "silu"),
+        read=_aria,
+        write=_written_aria,
+    ),
     "dots1": Family(
         "Dots1ForCausalLM",
         with_experts(like_llama(PRE | QK_HEAD), ExpertNames(shared="shared_experts")),
@@ -267,6 +330,24 @@ FAMILIES: dict[str, Family] = {
         write=lambda config: written_listed_experts(config, "num_shared_experts"),
         harmless=FURTHER | {"first_k_dense_replace", "sliding_window_pattern"},
         later_layers=True,
+    ),
+    "flint": Family(
+        "FlintForCausalLM",
+        FLINT,
+        MODERN | {"qk_norm": "head", "sink_logits": True, "moe_router_scores": "sigmoid"},
+        RMS
+        | BIASES
+        | _counted(256, 6, 512)
+        | {"norm_topk_prob": ("moe_norm_topk_prob", True)}
+        | {"shared_expert_intermediate_size": ("moe_shared_intermediate_size", 1024)},
+        head_dim=128,
+        windows=Windows(_flint_windows),
+        window=513,
+        rotating=WITH_WINDOW,
+        in_older=False,
+        read=_flint,
+        write=written_steps,
+        harmless=ROUTER_LOSS,
     ),
     "hunyuan_v1_moe": Family(
         "HunYuanMoEV1ForCausalLM",
