@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,48 @@ def test_a_published_configuration_has_the_parameters_of_its_class(name: str) ->
     saved = theirs.state_dict()
     kept = (buffer for key, buffer in theirs.named_buffers() if key in saved)
     assert parameter_count(found).total == sum(tensor.numel() for tensor in (*theirs.parameters(), *kept))
+
+
+def changed(value: Any) -> Any:
+    """Another valid value of a key in config.json; None for lists, sections and names without one."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value + 1
+        case float():
+            return 1.5 * value + 0.25
+        case "silu":
+            return "relu"
+    return None
+
+
+KINDS = {kind: name for name, (kind, _) in reversed(family_cases.MIXTURES.items())}
+"""A class with mixtures -> its first case."""
+IDS = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_every_key_has_its_effect_or_is_an_error(kind: str, tmp_path: Path) -> None:
+    """Each key of config.json is changed by itself, and the logits are those of the class or the import stops."""
+    build(KINDS[kind]).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    same, errors = set[str](), set[str]()
+    for key, value in values.items():
+        if key in IDS or (other := changed(value)) is None:
+            continue
+        (tmp_path / "config.json").write_text(json.dumps(values | {key: other}))
+        try:
+            found = load_model(tmp_path)(tokens(50))
+        except CheckpointError:
+            errors.add(key)
+            continue
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+        torch.testing.assert_close(found, theirs(tokens(50)).logits, rtol=1e-4, atol=1e-4, msg=key)
+        same.add(key)
+    assert len(same) >= 6 and "rms_norm_eps" in same and "num_attention_heads" in errors
 
 
 UNREAD = {

@@ -371,7 +371,7 @@ def test_the_rotation_in_the_spelling_of_transformers_4(name: str, tmp_path: Pat
         assert (written[section][option] if option else written.get(key)) == value, key
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "ernie4_5_moe", "llama4_text"])
 def test_a_folder_is_read_one_matrix_at_a_time(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the weight that was read last, at most the two others that are packed with it, of however many experts."""
     build(name).save_pretrained(tmp_path / "source")
