@@ -48,7 +48,6 @@ from megatron_coca.checkpoints.huggingface.families import (
     llama_like,
     mistral,
     mixtures,
-    modernbert,
     olmo,
     openai,
     phi,
@@ -60,7 +59,7 @@ from megatron_coca.checkpoints.huggingface.families.row_check import check_row
 
 MAKERS = (
     *(bigcode, bloom, cohere, deepseek, fairseq, gemma, glm, gpt, granite, llama, llama_like, mistral, mixtures),
-    *(modernbert, olmo, openai, phi, qwen, published_code),
+    *(olmo, openai, phi, qwen, published_code),
 )
 """The modules with families."""
 ORDER = (

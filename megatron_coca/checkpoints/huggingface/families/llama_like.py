@@ -23,7 +23,10 @@ from megatron_coca.checkpoints.huggingface.families.defaults import (
     rows_of,
 )
 from megatron_coca.checkpoints.huggingface.families.keys import (
+    FIRST_OF_PERIOD,
     FIRST_WITHOUT,
+    FULL,
+    GATED,
     PERIOD_OR_NONE,
     ROPE_INTERVAL,
     WITH_WINDOW_IF_ANY,
@@ -31,14 +34,18 @@ from megatron_coca.checkpoints.huggingface.families.keys import (
     Family,
 )
 from megatron_coca.checkpoints.huggingface.families.tables import (
+    EMBEDDING,
+    HEAD,
     ONE_NORM,
     QK_LAYERNORM,
     Rows,
     renamed,
+    separate,
     ungated,
     with_norm_bias,
 )
 from megatron_coca.checkpoints.huggingface.weight_map import (
+    GATE_FIRST,
     NEIGHBOURS,
     POST,
     PRE,
@@ -53,7 +60,7 @@ from megatron_coca.checkpoints.huggingface.weight_map import (
     shapes_by_head,
     split_heads,
 )
-from megatron_coca.config import ModelConfig
+from megatron_coca.config import Config, ModelConfig
 
 EACH_HEAD = WeightPacking(
     lambda parts, heads: torch.stack(list(parts)),
@@ -164,6 +171,53 @@ def _apertus(config: Json, keys: Json) -> dict[str, Any]:
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         raise NotSupported("rope_parameters: missing, so the class uses an extension of its own; add the section")
     return {}
+
+
+_MODERNBERT = {
+    EMBEDDING: "model.embeddings.tok_embeddings",
+    "embedding.embedding_layernorm": "model.embeddings.norm",
+    "norm": "model.final_norm",
+    "output_transform.dense": "lm_head.dense",
+    "output_transform.norm": "lm_head.norm",
+    HEAD: "decoder",
+}
+
+MODERNBERT = (
+    *separate(
+        "model.layers",
+        "attn",
+        {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
+        | {"attention.dense": "attn.Wo", "mlp.linear2": "mlp.Wo"},
+        _MODERNBERT,
+    ),
+    *layer_rows("model.layers.{i}", {"mlp.linear1": ("mlp.Wi", GATE_FIRST)}),
+    Row("final_bias", ("decoder.bias",)),
+)
+
+
+def _modernbert(config: Json, keys: Json) -> dict[str, Any]:
+    """Read the older name of the rotary base of layers without a window. The head must be like the MLP."""
+    for head, block, default in (("bias", "mlp_bias", False), ("activation", "hidden_activation", "gelu")):
+        if config.get(f"classifier_{head}", default) != config.get(block, default):
+            raise NotSupported(f"classifier_{head}: differs from {block}, which is not supported")
+    if config.get("rope_scaling") is not None:
+        raise NotSupported("rope_scaling: is not supported; move it to the sections of rope_parameters")
+    if not config.get("local_attention", 128):
+        raise NotSupported(
+            "local_attention: null is not supported; set the window, and list full layers in layer_types"
+        )
+    section = (config.get("rope_parameters") or {}).get(FULL) or {}
+    base, slides = config.get("global_rope_theta"), "sliding_window_width" in keys  # in all layers
+    return {} if slides or base is None or "rope_theta" in section else {"rotary_emb_base": float(base)}
+
+
+def _to_modernbert(config: Config) -> dict[str, Any]:
+    named = (theirs for theirs, ours in GATED.items() if ours == config.model.activation)
+    return {
+        "classifier_bias": config.model.use_bias_in_mlp,
+        "classifier_activation": next(named, None),
+        "rope_scaling": None,  # the class would use it for all layers
+    }
 
 
 HUNYUAN_NORMS = {f"attention.{name}_layernorm": f"self_attn.{name}_layernorm" for name in ("query", "key")}
@@ -331,6 +385,31 @@ FAMILIES: dict[str, Family] = {
         LLAMA_KEYS,
         {"clip_qkv": None, "use_sliding_window": False},
         head_dim=128,
+    ),
+    "modernbert-decoder": Family(
+        "ModernBertDecoderForCausalLM",
+        rows_of(MODERNBERT),
+        MODERN
+        | {"norm": "layernorm", "use_embedding_norm": True, "skip_first_norm": True, "use_output_transform": True},
+        {
+            "norm_eps": ("layernorm_epsilon", 1e-5),
+            "norm_bias": ("use_bias_in_norms", False),
+            "decoder_bias": ("use_bias_in_output_head", True),
+            "embedding_dropout": ("embedding_dropout", 0.0),
+        }
+        | BIASES
+        | MLP_BIAS,
+        {"attention_dropout": 0.0, "mlp_dropout": 0.0},
+        {"sliding_window": "local_attention", "head_dim": None, "num_key_value_heads": None},
+        activation=("hidden_activation", "gelu"),
+        tied=True,
+        rope=160000.0,
+        windows=FIRST_OF_PERIOD,
+        window=128,
+        by_type=("local_rope_theta", 10000.0),
+        read=_modernbert,
+        write=_to_modernbert,
+        harmless=frozenset({"sliding_window", "initializer_cutoff_factor", "cls_token_id", "classifier_pooling"}),
     ),
 }
 """`model_type` -> family."""
