@@ -194,6 +194,11 @@ UNREAD = {
     ),
     "pad_token_id": ("xglm", {"pad_token_id": 5}, "pad_token_id: 5 is not supported, .*; set it to 1, as in"),
     "classifier_bias": ("modernbert-decoder", {"classifier_bias": True}, "classifier_bias: differs from mlp_bias"),
+    "sliding_window": (
+        "modernbert-decoder",
+        {"sliding_window": 3},
+        "sliding_window: differs from half of local_attention; correct one of the two$",
+    ),
     "attention_types": ("gpt_neo", {"attention_types": [[["global"], 2]]}, "must name each layer"),
     "rope_parameters": ("apertus", {"rope_parameters": None}, "rope_parameters: missing, .*; add the section$"),
     "rope_parameters of gpt_oss": (
