@@ -311,6 +311,32 @@ def llama_keys(config: Config) -> dict[str, Any]:
     }
 
 
+def mixtral_keys(config: Config) -> dict[str, Any]:
+    """Return the arguments of MixtralConfig for a model of this shape.
+
+    Raises:
+        ConfigError: transformers' Mixtral does not support the model.
+    """
+    model, optimizer = config.model, config.optimizer
+    if model.mixtures < model.num_layers:
+        raise ConfigError("mlp_config: Mixtral has a mixture of experts in every layer; set moe_num_experts alone")
+    plain = {
+        "moe_router_scores": "softmax",
+        "moe_router_bias": False,
+        "moe_correction_bias": False,
+        "moe_num_groups": 1,
+    }
+    plain |= {"moe_shared_intermediate_size": None, "moe_routed_scaling_factor": 1.0, "moe_z_loss_coeff": 0.0}
+    _unsupported(config, plain, "Mixtral")
+    return llama_keys(config) | {
+        "intermediate_size": model.expert_width,
+        "num_local_experts": model.moe_num_experts,
+        "num_experts_per_tok": model.moe_top_k,
+        "output_router_logits": optimizer.moe_loss_coeff > 0,
+        "router_aux_loss_coef": optimizer.moe_loss_coeff,
+    }
+
+
 def _gpt_neox(config: Config) -> torch.nn.Module:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM  # a development requirement
 
@@ -325,6 +351,13 @@ def _llama(config: Config) -> torch.nn.Module:
     return model
 
 
+def _mixtral(config: Config) -> torch.nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model: torch.nn.Module = MixtralForCausalLM(MixtralConfig(**mixtral_keys(config)))
+    return model
+
+
 class Peer(NamedTuple):
     """A class of transformers: how it is built, its arguments, and the keys of a config that describes such a model."""
 
@@ -336,8 +369,12 @@ class Peer(NamedTuple):
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_norms": False, "use_bias_in_attn_linear": False}
 LLAMA |= {"use_bias_in_mlp": False, "expansion_factor": 8}  # as many parameters as a plain MLP of width 4 h
 LLAMA |= {"mlp_multiple_of": 8}  # otherwise the rows of its matrices would not be aligned
-PEERS = {"transformers": Peer(_gpt_neox, peer_keys, {}), "llama": Peer(_llama, llama_keys, LLAMA)}
-"""Values of --peer. The LLaMA has about as many parameters as the GPT-NeoX."""
+PEERS = {
+    "transformers": Peer(_gpt_neox, peer_keys, {}),
+    "llama": Peer(_llama, llama_keys, LLAMA),
+    "mixtral": Peer(_mixtral, mixtral_keys, LLAMA | {"moe_norm_topk_prob": True}),
+}
+"""Values of --peer. The LLaMA has about as many parameters as the GPT-NeoX; Mixtral is a LLaMA with mixtures."""
 
 
 def race(entrants: list[Contestant], options: argparse.Namespace) -> Iterator[dict[str, Any]]:

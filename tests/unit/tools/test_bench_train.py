@@ -113,6 +113,32 @@ def test_the_peer_trains_as_many_numbers_with_peft() -> None:
             transformers_step(other, "cpu", kind=kind)
 
 
+EXPERTS = {"moe_num_experts": 4, "moe_top_k": 2, "moe_intermediate_size": 24, "moe_norm_topk_prob": True}
+
+
+@pytest.mark.parametrize("balance", [0.0, 0.01])
+def test_mixtral_has_our_shape_and_trains(balance: float) -> None:
+    config = load_config([], SHAPE | LLAMA | EXPERTS | {"moe_loss_coeff": balance})
+    model = PEERS["mixtral"].build(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameter_count(config).total
+    step, batches = transformers_step(config, "cpu", kind="mixtral"), draw(config, torch.Generator().manual_seed(0))
+    losses = [step(batches) for _ in range(10)]
+    assert losses[0] == pytest.approx(4.5, abs=0.3) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"moe_expert_interval": 2}, "Mixtral has a mixture of experts in every layer"),
+        ({"mlp_config": ["dense", "experts"]}, "Mixtral has a mixture of experts in every layer"),
+        ({"moe_router_scores": "sigmoid"}, "moe_router_scores=sigmoid: not supported by transformers' Mixtral"),
+    ],
+)
+def test_a_mixture_that_mixtral_lacks_is_an_error(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PEERS["mixtral"].arguments(load_config([], SHAPE | LLAMA | EXPERTS | keys))
+
+
 @pytest.mark.slow
 def test_the_peer_has_a_process_of_its_own() -> None:
     pytest.importorskip("transformers")
