@@ -13,8 +13,8 @@ from typing import Any, get_args
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import families, quantized, weight_map
 from megatron_coca.checkpoints.huggingface.families import gpt_neox, llama
-from megatron_coca.checkpoints.huggingface.families.defaults import NotSupported
-from megatron_coca.checkpoints.huggingface.families.keys import ConfigReader, read_keys
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import NotSupported
+from megatron_coca.checkpoints.huggingface.families.parts.keys import ConfigReader, read_keys
 from megatron_coca.checkpoints.huggingface.rope import (
     MAXIMUM,
     TRAINING_LENGTH,

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_coca.checkpoints.huggingface.config_json import OURS
 from megatron_coca.checkpoints.huggingface.families import FAMILIES
-from megatron_coca.checkpoints.huggingface.families.keys import readable_by_older
+from megatron_coca.checkpoints.huggingface.families.parts.keys import readable_by_older
 from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config

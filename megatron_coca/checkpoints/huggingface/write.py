@@ -33,7 +33,7 @@ from megatron_coca.checkpoints.huggingface.config_json import (
     read_config,
 )
 from megatron_coca.checkpoints.huggingface.families import FAMILIES, gpt_neox, llama
-from megatron_coca.checkpoints.huggingface.families.keys import Exporter, write_keys
+from megatron_coca.checkpoints.huggingface.families.parts.keys import Exporter, write_keys
 from megatron_coca.checkpoints.huggingface.model_card import CARD, CardNotes, model_card
 from megatron_coca.checkpoints.huggingface.model_source import TEMPLATE, NotCarriedError, modelling_file
 from megatron_coca.checkpoints.huggingface.read import GENERATION, SINGLE, open_folder

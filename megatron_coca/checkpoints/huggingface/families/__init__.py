@@ -1,4 +1,4 @@
-"""Architectures of transformers, one file for each maker. Each is a row of `FAMILIES` (see `keys.Family`).
+"""Architectures of transformers, one file for each maker. Each is a row of `FAMILIES` (see `parts.keys.Family`).
 
 Folders of GPT-NeoX and LLaMA can also hold CoCA models. `gpt_neox.py` and `llama.py` read and write these themselves;
 `llama.py` has a row for Llama 4.
@@ -8,30 +8,30 @@ These helpers are for rows:
 | part of a row | helpers | file |
 |---|---|---|
 | `rows`, LLaMA's names | `like_llama`, `PRE`, `POST`, `SANDWICH`, `QK_HEAD`, `QK_PROJECTION` | `weight_map.py` |
-| other norms | `ONE_NORM`, `QK_LAYERNORM` | `families/tables.py` |
-| its changes | `renamed`, `ungated`, `with_norm_bias`, `with_head_bias`, `norms_of_sums` | `families/tables.py` |
+| other norms | `ONE_NORM`, `QK_LAYERNORM` | `parts/tables.py` |
+| its changes | `renamed`, `ungated`, `with_norm_bias`, `with_head_bias`, `norms_of_sums` | `parts/tables.py` |
 | `rows`, other names | `transformer`, `modules_of`, `layer_rows`, `Row` | `weight_map.py` |
-| | `separate`, with `EMBEDDING`, `POSITIONS`, `HEAD` | `families/tables.py` |
+| | `separate`, with `EMBEDDING`, `POSITIONS`, `HEAD` | `parts/tables.py` |
 | how weights are packed | `SINGLE`, `STACKED`, `BY_HEAD`, `NEIGHBOURS`, `FUSED` | `weight_map.py` |
 | | `TURNED`, `FUSED_TURNED`, `GATE_FIRST` | `weight_map.py` |
-| a table as a function of the model | `rows_of` | `families/defaults.py` |
-| `fixed` | `MODERN` (LLaMA's block), `PLAIN_MLP` (without a gate), `LAYERNORM` (GPT-2's) | `families/defaults.py` |
-| a table with mixtures of experts | `with_experts`, `ExpertNames` | `families/experts.py` |
-| their `keys`, `read` and `write` | `TOP_K`, `ROUTER_LOSS`, `at_least_two`, `expert_layers` | `families/experts.py` |
-| | `counted_experts` | `families/experts.py` |
-| | `sparse_steps`, `written_steps`, `experts_only` | `families/experts.py` |
-| | `listed_experts`, `written_listed_experts`, `shared_experts` | `families/experts.py` |
-| | `deepseek_keys`, `deepseek_experts`, `written_deepseek_experts` | `families/experts.py` |
+| a table as a function of the model | `rows_of` | `parts/defaults.py` |
+| `fixed` | `MODERN` (LLaMA's block), `PLAIN_MLP` (without a gate), `LAYERNORM` (GPT-2's) | `parts/defaults.py` |
+| a table with mixtures of experts | `with_experts`, `ExpertNames` | `parts/experts.py` |
+| their `keys`, `read` and `write` | `TOP_K`, `ROUTER_LOSS`, `at_least_two`, `expert_layers` | `parts/experts.py` |
+| | `counted_experts` | `parts/experts.py` |
+| | `sparse_steps`, `written_steps`, `experts_only` | `parts/experts.py` |
+| | `listed_experts`, `written_listed_experts`, `shared_experts` | `parts/experts.py` |
+| | `deepseek_keys`, `deepseek_experts`, `written_deepseek_experts` | `parts/experts.py` |
 | a table with latent attention | `with_latents` | `families/deepseek.py` |
 | its `keys`, and other fields | `latent_keys`, `OWN` | `families/deepseek.py` |
-| `keys`, norms | `RMS`, `RMS_5`, `EPS`, `EPSILON` | `families/defaults.py` |
-| `keys`, biases | `BIASES`, `QKV_BIAS`, `MLP_BIAS` | `families/defaults.py` |
-| `read` and `write` | `one_bias`, `has_qk_layernorm`, `NotSupported` | `families/defaults.py` |
-| `names`, `harmless` of GPT-2 | `GPT_NAMES`, `SUMMARY` | `families/defaults.py` |
-| `windows` | `every`, `ALL_LAYERS`, `NO_LAYERS`, `LISTED`, `FROM_LAYER`, `SWITCHED` | `families/keys.py` |
-| | `FROM_LAST`, `FIRST_OF_TWO`, `FIRST_WITHOUT`, `FIRST_OF_PERIOD` | `families/keys.py` |
-| | `PERIOD_OR_NONE`, `WITHOUT_ROTATION` | `families/keys.py` |
-| `rotating` | `ROPE_INTERVAL`, `WITH_WINDOW`, `WITH_WINDOW_IF_ANY`, `WITH_BASE`, `WITH_SECTION` | `families/keys.py` |
+| `keys`, norms | `RMS`, `RMS_5`, `EPS`, `EPSILON` | `parts/defaults.py` |
+| `keys`, biases | `BIASES`, `QKV_BIAS`, `MLP_BIAS` | `parts/defaults.py` |
+| `read` and `write` | `one_bias`, `has_qk_layernorm`, `NotSupported` | `parts/defaults.py` |
+| `names`, `harmless` of GPT-2 | `GPT_NAMES`, `SUMMARY` | `parts/defaults.py` |
+| `windows` | `every`, `ALL_LAYERS`, `NO_LAYERS`, `LISTED`, `FROM_LAYER`, `SWITCHED` | `parts/keys.py` |
+| | `FROM_LAST`, `FIRST_OF_TWO`, `FIRST_WITHOUT`, `FIRST_OF_PERIOD` | `parts/keys.py` |
+| | `PERIOD_OR_NONE`, `WITHOUT_ROTATION` | `parts/keys.py` |
+| `rotating` | `ROPE_INTERVAL`, `WITH_WINDOW`, `WITH_WINDOW_IF_ANY`, `WITH_BASE`, `WITH_SECTION` | `parts/keys.py` |
 """
 
 from megatron_coca.checkpoints.huggingface.families import (
@@ -54,8 +54,8 @@ from megatron_coca.checkpoints.huggingface.families import (
     published_code,
     qwen,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import Family
-from megatron_coca.checkpoints.huggingface.families.row_check import check_row
+from megatron_coca.checkpoints.huggingface.families.parts.keys import Family
+from megatron_coca.checkpoints.huggingface.families.parts.row_check import check_row
 
 MAKERS = (
     *(bigcode, bloom, cohere, deepseek, fairseq, gemma, glm, gpt, granite, llama, llama_like, mistral, mixtures),

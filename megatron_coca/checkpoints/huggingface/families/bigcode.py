@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_coca.checkpoints.huggingface.families.defaults import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import (
     EPSILON,
     GPT_NAMES,
     LAYERNORM,
@@ -11,8 +11,8 @@ from megatron_coca.checkpoints.huggingface.families.defaults import (
     one_bias,
     rows_of,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import ALL_LAYERS, Family
-from megatron_coca.checkpoints.huggingface.families.tables import renamed, ungated, with_norm_bias
+from megatron_coca.checkpoints.huggingface.families.parts.keys import ALL_LAYERS, Family
+from megatron_coca.checkpoints.huggingface.families.parts.tables import renamed, ungated, with_norm_bias
 from megatron_coca.checkpoints.huggingface.rope import MAXIMUM
 from megatron_coca.checkpoints.huggingface.weight_map import PRE, like_llama, modules_of, transformer
 from megatron_coca.config import Config

@@ -6,8 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints.huggingface.families.defaults import EPSILON, LAYERNORM, Json, NotSupported, rows_of
-from megatron_coca.checkpoints.huggingface.families.keys import Family
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import (
+    EPSILON,
+    LAYERNORM,
+    Json,
+    NotSupported,
+    rows_of,
+)
+from megatron_coca.checkpoints.huggingface.families.parts.keys import Family
 from megatron_coca.checkpoints.huggingface.weight_map import (
     FUSED,
     SINGLE,

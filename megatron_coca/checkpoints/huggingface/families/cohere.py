@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_coca.checkpoints.huggingface.families.defaults import BIASES, EPS, MODERN, Json, rows_of
-from megatron_coca.checkpoints.huggingface.families.keys import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import BIASES, EPS, MODERN, Json, rows_of
+from megatron_coca.checkpoints.huggingface.families.parts.keys import (
     FULL,
     NO_LAYERS,
     SLIDING,
@@ -14,7 +14,7 @@ from megatron_coca.checkpoints.huggingface.families.keys import (
     Family,
     every,
 )
-from megatron_coca.checkpoints.huggingface.families.tables import ONE_NORM
+from megatron_coca.checkpoints.huggingface.families.parts.tables import ONE_NORM
 from megatron_coca.checkpoints.huggingface.rope import rope_parameters, without_axes
 from megatron_coca.checkpoints.huggingface.weight_map import (
     NEIGHBOURS,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints.huggingface.families.defaults import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import (
     BIASES,
     MLP_BIAS,
     MODERN,
@@ -17,7 +17,7 @@ from megatron_coca.checkpoints.huggingface.families.defaults import (
     NotSupported,
     rows_of,
 )
-from megatron_coca.checkpoints.huggingface.families.experts import (
+from megatron_coca.checkpoints.huggingface.families.parts.experts import (
     DEEPSEEK_3,
     ExpertNames,
     at_least_two,
@@ -29,8 +29,8 @@ from megatron_coca.checkpoints.huggingface.families.experts import (
     written_deepseek_experts,
     written_listed_experts,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import Family
-from megatron_coca.checkpoints.huggingface.families.tables import Rows
+from megatron_coca.checkpoints.huggingface.families.parts.keys import Family
+from megatron_coca.checkpoints.huggingface.families.parts.tables import Rows
 from megatron_coca.checkpoints.huggingface.weight_map import (
     PRE,
     SINGLE,

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from megatron_coca.checkpoints.huggingface.families.defaults import LAYERNORM, Json, NotSupported, rows_of
-from megatron_coca.checkpoints.huggingface.families.keys import Family
-from megatron_coca.checkpoints.huggingface.families.tables import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import LAYERNORM, Json, NotSupported, rows_of
+from megatron_coca.checkpoints.huggingface.families.parts.keys import Family
+from megatron_coca.checkpoints.huggingface.families.parts.tables import (
     EMBEDDING,
     HEAD,
     POSITIONS,

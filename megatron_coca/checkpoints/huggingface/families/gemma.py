@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints.huggingface.families.defaults import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import (
     BIASES,
     MODERN,
     RMS,
@@ -14,7 +14,7 @@ from megatron_coca.checkpoints.huggingface.families.defaults import (
     NotSupported,
     rows_of,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import FULL, SLIDING, Family, Windows, every
+from megatron_coca.checkpoints.huggingface.families.parts.keys import FULL, SLIDING, Family, Windows, every
 from megatron_coca.checkpoints.huggingface.rope import rope_parameters
 from megatron_coca.checkpoints.huggingface.unsupported_types import EXPERTS
 from megatron_coca.checkpoints.huggingface.weight_map import (

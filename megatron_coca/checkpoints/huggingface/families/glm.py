@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from megatron_coca.checkpoints.huggingface.families.defaults import MODERN, QKV_BIAS, RMS_5, Json, rows_of
-from megatron_coca.checkpoints.huggingface.families.experts import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import MODERN, QKV_BIAS, RMS_5, Json, rows_of
+from megatron_coca.checkpoints.huggingface.families.parts.experts import (
     ExpertNames,
     deepseek_experts,
     deepseek_keys,
     with_experts,
     written_deepseek_experts,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import Family
-from megatron_coca.checkpoints.huggingface.families.tables import Rows
+from megatron_coca.checkpoints.huggingface.families.parts.keys import Family
+from megatron_coca.checkpoints.huggingface.families.parts.tables import Rows
 from megatron_coca.checkpoints.huggingface.weight_map import (
     GATE_FIRST,
     NEIGHBOURS,

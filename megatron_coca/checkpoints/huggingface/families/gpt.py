@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints.huggingface.families.defaults import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import (
     EPSILON,
     GPT_NAMES,
     LAYERNORM,
@@ -15,8 +15,8 @@ from megatron_coca.checkpoints.huggingface.families.defaults import (
     NotSupported,
     rows_of,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import Family
-from megatron_coca.checkpoints.huggingface.families.tables import (
+from megatron_coca.checkpoints.huggingface.families.parts.keys import Family
+from megatron_coca.checkpoints.huggingface.families.parts.tables import (
     EMBEDDING,
     HEAD,
     POSITIONS,

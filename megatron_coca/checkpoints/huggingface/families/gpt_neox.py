@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface.families.keys import ConfigReader, Exporter, Json
+from megatron_coca.checkpoints.huggingface.families.parts.keys import ConfigReader, Exporter, Json
 from megatron_coca.checkpoints.huggingface.rope import (
     check_spellings,
     older_keys,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints.huggingface.families.defaults import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import (
     BIASES,
     MLP_BIAS,
     MODERN,
@@ -16,12 +16,12 @@ from megatron_coca.checkpoints.huggingface.families.defaults import (
     NotSupported,
     rows_of,
 )
-from megatron_coca.checkpoints.huggingface.families.experts import (
+from megatron_coca.checkpoints.huggingface.families.parts.experts import (
     ROUTER_LOSS,
     counted_experts,
     experts_only,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import FIRST_WITHOUT, WITH_BASE, Family
+from megatron_coca.checkpoints.huggingface.families.parts.keys import FIRST_WITHOUT, WITH_BASE, Family
 from megatron_coca.checkpoints.huggingface.unsupported_types import EXPERTS, RECURRENT
 from megatron_coca.checkpoints.huggingface.weight_map import (
     GATE_FIRST,

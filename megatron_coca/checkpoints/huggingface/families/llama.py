@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface.families.defaults import BIASES, MODERN, RMS_5, NotSupported
-from megatron_coca.checkpoints.huggingface.families.experts import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import BIASES, MODERN, RMS_5, NotSupported
+from megatron_coca.checkpoints.huggingface.families.parts.experts import (
     ROUTER_LOSS,
     ExpertNames,
     at_least_two,
     expert_layers,
     with_experts,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import FULL, ConfigReader, Exporter, Family, Json
-from megatron_coca.checkpoints.huggingface.families.tables import renamed
+from megatron_coca.checkpoints.huggingface.families.parts.keys import FULL, ConfigReader, Exporter, Family, Json
+from megatron_coca.checkpoints.huggingface.families.parts.tables import renamed
 from megatron_coca.checkpoints.huggingface.rope import (
     check_spellings,
     older_keys,

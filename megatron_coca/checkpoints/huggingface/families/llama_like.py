@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints.huggingface.families.defaults import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import (
     BIASES,
     EPS,
     LAYERNORM,
@@ -22,7 +22,7 @@ from megatron_coca.checkpoints.huggingface.families.defaults import (
     one_bias,
     rows_of,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import (
+from megatron_coca.checkpoints.huggingface.families.parts.keys import (
     FIRST_OF_PERIOD,
     FIRST_WITHOUT,
     FULL,
@@ -33,7 +33,7 @@ from megatron_coca.checkpoints.huggingface.families.keys import (
     WITHOUT_ROTATION,
     Family,
 )
-from megatron_coca.checkpoints.huggingface.families.tables import (
+from megatron_coca.checkpoints.huggingface.families.parts.tables import (
     EMBEDDING,
     HEAD,
     ONE_NORM,

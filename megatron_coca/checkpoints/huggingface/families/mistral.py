@@ -1,14 +1,14 @@
 """Families of Mistral AI. Each is a row (see `keys.Family`)."""
 
-from megatron_coca.checkpoints.huggingface.families.defaults import MODERN, RMS, RMS_5, rows_of
-from megatron_coca.checkpoints.huggingface.families.experts import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import MODERN, RMS, RMS_5, rows_of
+from megatron_coca.checkpoints.huggingface.families.parts.experts import (
     ROUTER_LOSS,
     ExpertNames,
     counted_experts,
     experts_only,
     with_experts,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import ALL_LAYERS, LISTED, Family
+from megatron_coca.checkpoints.huggingface.families.parts.keys import ALL_LAYERS, LISTED, Family
 from megatron_coca.checkpoints.huggingface.weight_map import PRE, like_llama
 
 MIXTRAL = ExpertNames("model.layers.{i}.block_sparse_moe", parts=("w3", "w1", "w2"))

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from megatron_coca.checkpoints.huggingface.families.defaults import (
+from megatron_coca.checkpoints.huggingface.families.llama import COLUMNS, GATES_FIRST
+from megatron_coca.checkpoints.huggingface.families.llama_like import (
+    AFTER,
+    HUNYUAN_NORMS,
+    hunyuan_base,
+    hunyuan_section,
+)
+from megatron_coca.checkpoints.huggingface.families.mistral import MIXTRAL
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import (
     BIASES,
     MODERN,
     QKV_BIAS,
@@ -11,7 +19,7 @@ from megatron_coca.checkpoints.huggingface.families.defaults import (
     Json,
     NotSupported,
 )
-from megatron_coca.checkpoints.huggingface.families.experts import (
+from megatron_coca.checkpoints.huggingface.families.parts.experts import (
     DEEPSEEK_3,
     ROUTER_LOSS,
     ExpertNames,
@@ -29,7 +37,7 @@ from megatron_coca.checkpoints.huggingface.families.experts import (
     written_listed_experts,
     written_steps,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import (
+from megatron_coca.checkpoints.huggingface.families.parts.keys import (
     FROM_LAST,
     NO_LAYERS,
     WITH_WINDOW,
@@ -37,14 +45,6 @@ from megatron_coca.checkpoints.huggingface.families.keys import (
     Windows,
     every,
 )
-from megatron_coca.checkpoints.huggingface.families.llama import COLUMNS, GATES_FIRST
-from megatron_coca.checkpoints.huggingface.families.llama_like import (
-    AFTER,
-    HUNYUAN_NORMS,
-    hunyuan_base,
-    hunyuan_section,
-)
-from megatron_coca.checkpoints.huggingface.families.mistral import MIXTRAL
 from megatron_coca.checkpoints.huggingface.weight_map import (
     NEIGHBOURS,
     PRE,

@@ -1,14 +1,14 @@
 """Families of OLMo. Each is a row (see `keys.Family`)."""
 
-from megatron_coca.checkpoints.huggingface.families.defaults import BIASES, MODERN, RMS, RMS_5, Json, rows_of
-from megatron_coca.checkpoints.huggingface.families.experts import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import BIASES, MODERN, RMS, RMS_5, Json, rows_of
+from megatron_coca.checkpoints.huggingface.families.parts.experts import (
     ROUTER_LOSS,
     TOP_K,
     counted_experts,
     experts_only,
     with_experts,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import Family, every
+from megatron_coca.checkpoints.huggingface.families.parts.keys import Family, every
 from megatron_coca.checkpoints.huggingface.weight_map import POST, PRE, QK_PROJECTION, like_llama
 
 OLMO = RMS_5 | BIASES

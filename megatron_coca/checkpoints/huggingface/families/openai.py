@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints.huggingface.families.defaults import MODERN, RMS_5, Json, NotSupported
-from megatron_coca.checkpoints.huggingface.families.experts import ROUTER_LOSS, at_least_two, experts_only
-from megatron_coca.checkpoints.huggingface.families.keys import FIRST_OF_TWO, Family
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import MODERN, RMS_5, Json, NotSupported
+from megatron_coca.checkpoints.huggingface.families.parts.experts import ROUTER_LOSS, at_least_two, experts_only
+from megatron_coca.checkpoints.huggingface.families.parts.keys import FIRST_OF_TWO, Family
 from megatron_coca.checkpoints.huggingface.weight_map import PRE, SINGLE, Heads, Row, WeightPacking, like_llama
 from megatron_coca.config import ModelConfig
 

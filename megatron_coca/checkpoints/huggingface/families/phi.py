@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_coca.checkpoints.huggingface.families.defaults import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import (
     EPS,
     LAYERNORM,
     MODERN,
@@ -10,8 +10,8 @@ from megatron_coca.checkpoints.huggingface.families.defaults import (
     has_qk_layernorm,
     rows_of,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import ALL_LAYERS, Family
-from megatron_coca.checkpoints.huggingface.families.tables import (
+from megatron_coca.checkpoints.huggingface.families.parts.keys import ALL_LAYERS, Family
+from megatron_coca.checkpoints.huggingface.families.parts.tables import (
     ONE_NORM,
     QK_LAYERNORM,
     renamed,

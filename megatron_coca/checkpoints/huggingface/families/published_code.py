@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_coca.checkpoints.huggingface.families.bloom import GROUPED
-from megatron_coca.checkpoints.huggingface.families.defaults import MODERN, RMS, Json, NotSupported, rows_of
-from megatron_coca.checkpoints.huggingface.families.keys import Family
-from megatron_coca.checkpoints.huggingface.families.tables import EMBEDDING, HEAD, Rows, renamed, separate
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import MODERN, RMS, Json, NotSupported, rows_of
+from megatron_coca.checkpoints.huggingface.families.parts.keys import Family
+from megatron_coca.checkpoints.huggingface.families.parts.tables import EMBEDDING, HEAD, Rows, renamed, separate
 from megatron_coca.checkpoints.huggingface.weight_map import (
     FUSED,
     GATE_FIRST,

@@ -1,7 +1,7 @@
 """Families of Qwen. Each is a row (see `keys.Family`)."""
 
-from megatron_coca.checkpoints.huggingface.families.defaults import BIASES, MODERN, RMS, rows_of
-from megatron_coca.checkpoints.huggingface.families.experts import (
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import BIASES, MODERN, RMS, rows_of
+from megatron_coca.checkpoints.huggingface.families.parts.experts import (
     ROUTER_LOSS,
     TOP_K,
     ExpertNames,
@@ -10,7 +10,7 @@ from megatron_coca.checkpoints.huggingface.families.experts import (
     with_experts,
     written_steps,
 )
-from megatron_coca.checkpoints.huggingface.families.keys import FROM_LAYER, SWITCHED, Family
+from megatron_coca.checkpoints.huggingface.families.parts.keys import FROM_LAYER, SWITCHED, Family
 from megatron_coca.checkpoints.huggingface.weight_map import PRE, QK_HEAD, like_llama
 
 EXPERTS_2 = {

@@ -16,8 +16,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.huggingface import families, weight_map
-from megatron_coca.checkpoints.huggingface.families import FAMILIES, defaults, keys, llama_like, row_name, tables
-from megatron_coca.checkpoints.huggingface.families.row_check import check_row
+from megatron_coca.checkpoints.huggingface.families import FAMILIES, llama_like, row_name
+from megatron_coca.checkpoints.huggingface.families.parts import defaults, keys, tables
+from megatron_coca.checkpoints.huggingface.families.parts.row_check import check_row
 from megatron_coca.checkpoints.huggingface.unread_keys import keys_of_class
 from tests.unit.checkpoints.huggingface.test_new_family import SHAPE, row_of_the_guide
 

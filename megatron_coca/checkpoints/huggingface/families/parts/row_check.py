@@ -7,7 +7,7 @@ folder.
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_coca.checkpoints.huggingface.families.keys import GATED, PLAIN, Family
+from megatron_coca.checkpoints.huggingface.families.parts.keys import GATED, PLAIN, Family
 from megatron_coca.config.base import nearest
 from megatron_coca.config.schema import KEYS
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_coca.checkpoints.huggingface.families.defaults import Json, NotSupported, rows_of
-from megatron_coca.checkpoints.huggingface.families.tables import Rows
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import Json, NotSupported, rows_of
+from megatron_coca.checkpoints.huggingface.families.parts.tables import Rows
 from megatron_coca.checkpoints.huggingface.weight_map import SINGLE, Heads, Row, WeightPacking
 from megatron_coca.config import Config, ModelConfig
 from megatron_coca.config.model import DENSE, EXPERTS

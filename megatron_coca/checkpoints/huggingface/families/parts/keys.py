@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface.families.defaults import NotSupported
+from megatron_coca.checkpoints.huggingface.families.parts.defaults import NotSupported
 from megatron_coca.checkpoints.huggingface.rope import (
     MAXIMUM,
     check_consistent,
