@@ -31,7 +31,6 @@ from tests.patience import patience
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT = patience(300)
 STARTED = time.monotonic()
-BEGAN = pytest.StashKey[float]()
 SLOW_RUN = 60.0
 """Seconds of tests after which a run names its slowest files."""
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMP_")
@@ -116,27 +115,29 @@ def leave_out_long_cases(items: Sequence[pytest.Item]) -> None:
     """Mark as slow the cases of long tests that the fast suite does not run."""
     long, cases = long_tests.read(), defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if (test := item.nodeid.partition("[")[0]) in long and item.get_closest_marker("slow") is None:
+        marked = item.get_closest_marker("slow") or item.get_closest_marker("always")
+        if (test := item.nodeid.partition("[")[0]) in long and marked is None:
             cases[test].append(item)
     for test, found in cases.items():
-        for number in {*range(len(found))} - long_tests.spread(len(found), long[test]):
+        parameters = [item.callspec.params if hasattr(item, "callspec") else {} for item in found]
+        for number in {*range(len(found))} - long_tests.telling(parameters, long[test]):
             found[number].add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Report the processor time of the test so far, before its last report is made."""
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Report the processor time of the test itself."""
+    began = long_tests.processor_time()
     try:
         return (yield)
     finally:
         if item.config.getoption("--costs"):
-            item.user_properties.append(("processor time", long_tests.processor_time() - item.stash[BEGAN]))
+            item.user_properties.append(("processor time", long_tests.processor_time() - began))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begin no test after `--minutes`, and read the clock of processor time."""
-    item.stash[BEGAN] = long_tests.processor_time()
+    """Begin no test after `--minutes`."""
     minutes = item.config.getoption("--minutes")
     if minutes is not None and time.monotonic() - STARTED > 60 * minutes:
         pytest.skip("the minutes are over")
@@ -152,7 +153,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid.partition("::")[0]] += report.duration
-                if report.when == "teardown" and "always" not in report.keywords:
+                if report.when == "call" and "always" not in report.keywords:
                     measured = (value for name, value in report.user_properties if name == "processor time")
                     costs[report.nodeid.partition("[")[0]] += [float(str(value)) for value in measured]
     if terminalreporter.config.getoption("--costs"):

@@ -1,5 +1,7 @@
 """Choose the cases of a test that the fast suite runs: the fewest in which every value of every parameter occurs.
 
+tests/long_tests.py then leaves out more of those that take long.
+
 A name such as "coca-yarn" or "dense, rmsnorm" has several values, its parts. A mapping and a dataclass have the values
 of their fields. `@pytest.mark.pairs("name", "length")` above a test also asks for every pair of values of these
 parameters that some case has. The same parameter twice means all pairs of parts of one name.
@@ -41,7 +43,7 @@ def wanted(case: Mapping[str, Any], pairs: Sequence[tuple[str, str]]) -> frozens
 
 
 def fewest(cases: Sequence[frozenset[Value]]) -> list[int]:
-    """Numbers of cases that together show all that any case shows: the one that adds most goes first.
+    """Numbers of cases that together show all that any case shows, in this order: the one that adds most goes first.
 
     Not the smallest number possible, which takes long to find, but within a few of it.
     """
@@ -50,9 +52,9 @@ def fewest(cases: Sequence[frozenset[Value]]) -> list[int]:
         best = max(range(len(cases)), key=lambda number: (len(cases[number] & missing), -number))
         missing -= cases[best]
         chosen.append(best)
-    return sorted(chosen)
+    return chosen
 
 
 def fast_cases(cases: Sequence[Mapping[str, Any]], pairs: Sequence[tuple[str, str]] = ()) -> list[int]:
     """Numbers of the cases, each a value of every parameter by its name, that the fast suite runs."""
-    return [*range(len(cases))] if len(cases) < MANY else fewest([wanted(case, pairs) for case in cases])
+    return [*range(len(cases))] if len(cases) < MANY else sorted(fewest([wanted(case, pairs) for case in cases]))

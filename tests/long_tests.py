@@ -1,14 +1,19 @@
-"""The fast suite runs only some cases of tests that take long. The slow suite runs all others.
+"""The fast suite runs only some cases of tests that take long: those with the most values. The slow suite runs all.
 
-`make test-costs` measures the processor time of every test of the fast suite and writes the file.
+`make test-costs` measures the processor time of every test of the fast suite, and writes into tests/long_tests.yml how
+many cases of it run. A test that is not in that file runs all its cases. Fixtures are not counted, because tests share
+them.
 """
 
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
+
+from tests.fast_cases import fewest, wanted
 
 LIMIT = 1.5
 """Seconds of processor time that the fast suite spends on one test with all its cases, if the test can be divided."""
@@ -24,10 +29,10 @@ def read() -> dict[str, int]:
     return {f"tests/{file}::{test}": cases for file, tests in table.items() for test, cases in tests.items()}
 
 
-def spread(cases: int, wanted: int) -> set[int]:
-    """Return `wanted` numbers below `cases`, at equal distances from the first to the last."""
-    wanted = min(wanted, cases)
-    return {round(each * (cases - 1) / max(wanted - 1, 1)) for each in range(wanted)}
+def telling(cases: Sequence[Mapping[str, Any]], number: int) -> set[int]:
+    """Return the indices of `number` cases, each given by its parameters: those that together show the most values."""
+    first = fewest([wanted(case, ()) for case in cases])
+    return {*[*first, *(each for each in range(len(cases)) if each not in first)][:number]}
 
 
 def processor_time() -> float:
@@ -45,9 +50,8 @@ def most_cases(seconds: Sequence[float]) -> int:
 
 
 def write(seconds: Mapping[str, Sequence[float]]) -> None:
-    """Write the table from the processor times of all cases. Files that were not measured keep their rows."""
-    measured = {test.partition("::")[0] for test in seconds}
-    long = {test: cases for test, cases in read().items() if test.partition("::")[0] not in measured}
+    """Write the table from the processor times of all cases. Tests that were not measured keep their rows."""
+    long = {test: cases for test, cases in read().items() if test not in seconds}
     long |= {test: cases for test, each in seconds.items() if (cases := most_cases(each)) < len(each)}
     table: dict[str, dict[str, int]] = defaultdict(dict)
     for test in sorted(long):

@@ -82,6 +82,7 @@ def read(method: str) -> list[float]:
     return [float(line) for line in (LOSSES / f"{method}.txt").read_text().splitlines()]
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_are_those_written_down(method: str) -> None:
     expected = read(method)
