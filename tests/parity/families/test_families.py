@@ -383,6 +383,27 @@ def test_a_folder_is_read_one_matrix_at_a_time(name: str, tmp_path: Path, monkey
         assert len(load_file(tmp_path / "source" / "model.safetensors")) > 30 and 0 < CountedFile.most <= 3
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("deepseek_v3", "kv_lora_rank", 7),
+        ("deepseek_v3", "qk_nope_head_dim", 5),
+        ("deepseek_v2", "qk_rope_head_dim", 10),
+        ("codegen", "n_head", 5),
+        ("bloom", "n_head", 5),
+        ("cohere2", "num_attention_heads", 5),
+        ("granitemoe", "num_attention_heads", 5),
+        ("gpt_oss", "head_dim", 6),
+    ],
+)
+def test_weights_that_do_not_fit_config_json_are_an_error(name: str, key: str, value: int, tmp_path: Path) -> None:
+    build(name).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises((CheckpointError, ConfigError), match="shape|divi|head_dim|must be"):
+        load_model(tmp_path)
+
+
 COCA = "configs/finetune/coca.yml"
 
 

@@ -45,9 +45,9 @@ from megatron_coca.config import Config, ModelConfig
 Table = Callable[[ModelConfig], Rows]
 
 
-def last_in_pairs(heads: int, before: int) -> WeightPacking:
-    """Return the packing of a matrix or bias whose rows are `heads` heads: `before` rows, then rows that rotate in
-    pairs of neighbours. Our pairs are (i, i + width / 2).
+def last_in_pairs(heads: int, before: int, rotated: int) -> WeightPacking:
+    """Return the packing of a matrix or bias whose rows are `heads` heads: `before` rows, then `rotated` rows in
+    rotary pairs of neighbours. Our pairs are (i, i + rotated / 2).
     """
 
     def turned(x: Tensor, change: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -56,14 +56,16 @@ def last_in_pairs(heads: int, before: int) -> WeightPacking:
         return torch.cat((each[:, :before], change(pairs.flatten(0, 1), heads).view(pairs.shape)), 1).reshape(x.shape)
 
     return WeightPacking(
-        lambda parts, sizes: turned(parts[0], in_halves), lambda packed, sizes, count: [turned(packed, in_pairs)]
+        lambda parts, sizes: turned(parts[0], in_halves),
+        lambda packed, sizes, count: [turned(packed, in_pairs)],
+        lambda shapes, sizes: [(heads * (before + rotated), *shapes[0][1:])],
     )
 
 
 def latent_rows(model: ModelConfig, neighbours: bool) -> Rows:
     """Return the rows of latent attention, `neighbours` is whether the class rotates pairs of neighbouring features."""
-    queries = last_in_pairs(model.num_attention_heads, model.unrotated_dim) if neighbours else SINGLE
-    down = last_in_pairs(1, model.kv_lora_rank or 0) if neighbours else SINGLE
+    queries = last_in_pairs(model.num_attention_heads, model.unrotated_dim, model.head_dim) if neighbours else SINGLE
+    down = last_in_pairs(1, model.kv_lora_rank or 0, model.head_dim) if neighbours else SINGLE
     modules = {
         "key_value_down": ("kv_a_proj_with_mqa", down),
         "key_value_down_layernorm": ("kv_a_layernorm", SINGLE),
