@@ -17,6 +17,8 @@ def test_no_default_is_typed_by_hand() -> None:
     for parser in (each for command in commands for each in parsers(command)):
         for action in parser._actions:
             found = re.search(r"default:? ([^\s;),]+)", action.help or "")
+            if found and isinstance(action.default, list):
+                assert found[1] == ",".join(map(str, action.default)), f"{parser.prog} {action.option_strings[0]}"
             if found and isinstance(action.default, str | int | float):
                 told += 1
                 if not found[1].startswith("%(default"):

@@ -24,7 +24,14 @@ from megatron_coca.evaluation.documents import test_data
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cost, EvaluationError, Show, measured
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
-from megatron_coca.evaluation.tasks.recall.task import TRAINED, HeadScores, RecallEntry, RecallProtocol, RecallResult
+from megatron_coca.evaluation.tasks.recall.task import (
+    MULTIPLES,
+    TRAINED,
+    HeadScores,
+    RecallEntry,
+    RecallProtocol,
+    RecallResult,
+)
 from megatron_coca.evaluation.tasks.retrieval import cases as tasks
 from megatron_coca.evaluation.tasks.retrieval.measure import noting_errors
 from megatron_coca.evaluation.tasks.retrieval.task import Tally, tally, tally_fields
@@ -46,8 +53,6 @@ ORDERED_PROTOCOL = (
     "told k facts before (back), drawn uniformly; right if the likeliest of all tokens is the value; a model that does "
     "not see the order can only choose among the values of the key; inside, beyond, shifts and scores as in recall"
 )
-MULTIPLES = (1, 2, 4, 8, 16)
-"""Default lengths, as multiples of the training length."""
 PROTOCOLS = {"recall": PROTOCOL, ORDERED: ORDERED_PROTOCOL}
 """By the synthetic task of the model's training."""
 

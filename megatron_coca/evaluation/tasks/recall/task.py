@@ -57,6 +57,12 @@ class RecallProtocol(Record):
     text_sha256: str | None = None  # hash of samples of the filler shards; earlier files contain neither hash
 
 
+MULTIPLES = (1, 2, 4, 8, 16)
+"""The default lengths, in training lengths L."""
+SHIFTS = (0, 16, 64, 192, 960)
+"""The default offsets."""
+
+
 class RecallResult(Result):
     task: Literal["recall"] = "recall"
     protocol: RecallProtocol
@@ -70,9 +76,11 @@ def seed_or_trained(text: str) -> int | str:
 def add_recall_options(parser: ArgumentParser) -> None:
     add_subject_options(parser)
     add = parser.add_argument
-    add("--lengths", type=length_list, metavar="N,N,...", help="input lengths in tokens; default: 1L,2L,4L,8L,16L")
-    shifts = "offsets added to all positions of an input of the training length; default: 0,16,64,192,960"
-    add("--shifts", type=shift_list, default=[0, 16, 64, 192, 960], metavar="N,N,...", help=shifts)
+    multiples = ",".join(f"{multiple}L" for multiple in MULTIPLES)
+    add("--lengths", type=length_list, metavar="N,N,...", help=f"input lengths in tokens; default: {multiples}")
+    shifts = "offsets added to all positions of an input of the training length; default: "
+    shifts += ",".join(map(str, SHIFTS))
+    add("--shifts", type=shift_list, default=[*SHIFTS], metavar="N,N,...", help=shifts)
     add(
         "--cases",
         type=positive_int,
