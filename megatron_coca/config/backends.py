@@ -31,7 +31,7 @@ BACKENDS: dict[str, DeclaredBackend] = {
     ),
     "merge": DeclaredBackend(
         "merge.MergeBackend",
-        "several PyTorch flash calls, merged by log-sum-exp; in half precision, on the CPU in any precision",
+        "several calls of PyTorch's flash kernels, merged by log-sum-exp; in half precision on a GPU, in any on a CPU",
         sinks=True,  # it computes the log-sum-exp of every row
         rings=True,
     ),

@@ -37,7 +37,7 @@ FAST = (
     *("glm4_moe", "dots1", "gpt_oss", "granitemoe_swa", "afmoe", "ernie4_5_moe", "llama4_text"),
     *("minicpm3", "deepseek_v2", "deepseek_v3, biases, two dense layers", "glm4_moe_lite tied, listed experts"),
 )
-"""Cases that together use every switch and every packing of these families."""
+"""Cases that together use every switch and every packing of these families. tests/long_tests.yml may leave out some."""
 
 
 @pytest.mark.parametrize(
