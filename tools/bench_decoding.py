@@ -112,9 +112,9 @@ def measured(model: GPT, options: Any, cached: int, segments: int) -> Iterator[d
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and append the records; return the exit status."""
     parser = benchmark_parser(__doc__, "decoding.jsonl", rounds=6)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["coca"], help="default: coca")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["coca"], help="default: %(default)s")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 4096, 8192], help="default: 512 4096 8192")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 4096, 8192], help="default: %(default)s")
     parser.add_argument("--layers", type=int, default=24, help="layers of the model (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=4, help="tokens of a call (default: %(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")

@@ -178,7 +178,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print and append the records; return the exit status."""
     parser = benchmark_parser(__doc__, "evaluation.jsonl", rounds=3)
     parser.add_argument("model", help="a GGUF file, a folder with one, or a Hugging Face folder")
-    parser.add_argument("--lengths", nargs="+", default=["1L", "2L"], help="in tokens, or such as 2L; default: 1L 2L")
+    parser.add_argument(
+        "--lengths", nargs="+", default=["1L", "2L"], help="in tokens, or such as 2L; default: %(default)s"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=AGREEMENT, default=list(AGREEMENT), help="default: both")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="implementations; default: all")
     parser.add_argument("--layers", type=int, help="keep only this many layers of both models")

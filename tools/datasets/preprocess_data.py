@@ -27,14 +27,20 @@ def parser() -> ArgumentParser:
     described = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     add = described.add_argument
     add("--input", required=True, metavar="FILE,FILE,...", help="JSONL files, archives or folders")
-    add("--jsonl-keys", nargs="+", default=["text"], metavar="KEY", help="record field with the text; default: text")
+    add(
+        "--jsonl-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="record fields with the text; default: %(default)s",
+    )
     add("--output-prefix", required=True, metavar="PREFIX", help="the shard is PREFIX_KEY_document.bin and .idx")
     add("--tokenizer-type", required=True, choices=list(TOKENIZERS))
     add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary or model file of the tokenizer")
     add("--merge-file", metavar="FILE", help="merges file of the tokenizer, if there is one")
     add("--append-eod", action="store_true", help="required: documents always end with the end-of-document token")
     add("--dataset-impl", default="mmap", choices=("mmap", "lazy", "cached"), help="only mmap is supported")
-    add("--workers", type=int, default=1, metavar="N", help="number of worker processes; default: 1")
+    add("--workers", type=int, default=1, metavar="N", help="number of worker processes; default: %(default)s")
     add("--ftfy", action="store_true", help="not supported")
     add("--num-docs", type=int, metavar="N", help="no effect: the progress bar counts bytes")
     add("--log-interval", type=int, metavar="N", help="no effect")

@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backends", action="store_true", help="compare backends")
     parser.add_argument("--packed", action="store_true", help="compare kernels for packed documents")
     parser.add_argument("--graphs", action="store_true", help="compare decoding with fixed shapes and a growing cache")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048], help="tokens (default: 512 2048)")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048], help="tokens (default: %(default)s)")
     parser.add_argument("--methods", nargs="+", choices=[*{**METHODS, **CANDIDATES}], help="default: all")
     parser.add_argument("--rounds", type=int, default=10, help="counted measurements (default: %(default)s)")
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
