@@ -70,7 +70,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", BLOCK | SMALL_EXPERTS),
     "gpt_oss": ("GptOss", BLOCK | WINDOW | SMALL_EXPERTS | {"rope_parameters": YARN}),
     "olmoe": ("Olmoe", BLOCK | {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 176}),
-    "flex_olmo": ("FlexOlmo", BLOCK | {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 176}),
+    "flex_olmo": (
+        "FlexOlmo",
+        BLOCK | {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 176, "pad_token_id": 0},
+    ),
     "granitemoe": ("GraniteMoe", BLOCK | GRANITE | SMALL_EXPERTS),
     "granitemoeshared": ("GraniteMoeShared", BLOCK | GRANITE | SMALL_EXPERTS | {"shared_intermediate_size": 176}),
     "granitemoe_swa": ("GraniteMoeSWA", BLOCK | WINDOW | GRANITE | SMALL_EXPERTS),

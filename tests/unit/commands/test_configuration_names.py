@@ -36,7 +36,7 @@ def test_commands_that_read_configurations_take_their_folder() -> None:
     commands = (train.parser(), estimate.parser(), inspect.parser(), generate.parser(), evaluate_parser())
     everything = [each for command in commands for each in parsers(command)]
     reading = [each for each in everything if {action.dest for action in each._actions} & {*READS}]
-    assert len(reading) == 16, [each.prog for each in reading]
+    assert len(reading) == 17, [each.prog for each in reading]
     assert all("-d" in each.format_help() and "--conf_dir" in each.format_help() for each in reading)
 
 
