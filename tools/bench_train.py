@@ -319,14 +319,12 @@ def mixtral_keys(config: Config) -> dict[str, Any]:
     """
     model, optimizer = config.model, config.optimizer
     if model.mixtures < model.num_layers:
-        raise ConfigError("mlp_config: Mixtral has a mixture of experts in every layer; set moe_num_experts alone")
-    plain = {
-        "moe_router_scores": "softmax",
-        "moe_router_bias": False,
-        "moe_correction_bias": False,
-        "moe_num_groups": 1,
-    }
-    plain |= {"moe_shared_intermediate_size": None, "moe_routed_scaling_factor": 1.0, "moe_z_loss_coeff": 0.0}
+        raise ConfigError(
+            "mlp_config: Mixtral has a mixture of experts in every layer; remove mlp_config and moe_expert_interval"
+        )
+    plain = {"moe_router_scores": "softmax", "moe_router_bias": False, "moe_correction_bias": False}
+    plain |= {"moe_num_groups": 1, "moe_shared_intermediate_size": None, "moe_routed_scaling_factor": 1.0}
+    plain |= {"moe_norm_topk_prob": True, "moe_weights_on_input": False, "moe_z_loss_coeff": 0.0}
     _unsupported(config, plain, "Mixtral")
     return llama_keys(config) | {
         "intermediate_size": model.expert_width,
@@ -337,42 +335,29 @@ def mixtral_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _gpt_neox(config: Config) -> torch.nn.Module:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM  # a development requirement
-
-    model: torch.nn.Module = GPTNeoXForCausalLM(GPTNeoXConfig(**peer_keys(config)))
-    return model
-
-
-def _llama(config: Config) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**llama_keys(config)))
-    return model
-
-
-def _mixtral(config: Config) -> torch.nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    model: torch.nn.Module = MixtralForCausalLM(MixtralConfig(**mixtral_keys(config)))
-    return model
-
-
 class Peer(NamedTuple):
-    """A class of transformers: how it is built, its arguments, and the keys of a config that describes such a model."""
+    """A class of transformers: its name, its arguments, and the keys of a config that describes such a model."""
 
-    build: Callable[[Config], torch.nn.Module]
+    name: str
     arguments: Callable[[Config], dict[str, Any]]
     keys: dict[str, Any]
+
+    def build(self, config: Config) -> torch.nn.Module:
+        """Return the model with random weights. Raises ConfigError if the class does not support it."""
+        import transformers  # a development requirement
+
+        settings = getattr(transformers, f"{self.name}Config")(**self.arguments(config))
+        model: torch.nn.Module = getattr(transformers, f"{self.name}ForCausalLM")(settings)
+        return model
 
 
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_norms": False, "use_bias_in_attn_linear": False}
 LLAMA |= {"use_bias_in_mlp": False, "expansion_factor": 8}  # as many parameters as a plain MLP of width 4 h
 LLAMA |= {"mlp_multiple_of": 8}  # otherwise the rows of its matrices would not be aligned
 PEERS = {
-    "transformers": Peer(_gpt_neox, peer_keys, {}),
-    "llama": Peer(_llama, llama_keys, LLAMA),
-    "mixtral": Peer(_mixtral, mixtral_keys, LLAMA | {"moe_norm_topk_prob": True}),
+    "transformers": Peer("GPTNeoX", peer_keys, {}),
+    "llama": Peer("Llama", llama_keys, LLAMA),
+    "mixtral": Peer("Mixtral", mixtral_keys, LLAMA | {"moe_norm_topk_prob": True}),
 }
 """Values of --peer. The LLaMA has about as many parameters as the GPT-NeoX; Mixtral is a LLaMA with mixtures."""
 

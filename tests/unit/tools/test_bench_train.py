@@ -131,6 +131,7 @@ def test_mixtral_has_our_shape_and_trains(balance: float) -> None:
     [
         ({"moe_expert_interval": 2}, "Mixtral has a mixture of experts in every layer"),
         ({"mlp_config": ["dense", "experts"]}, "Mixtral has a mixture of experts in every layer"),
+        ({"moe_weights_on_input": True}, "moe_weights_on_input=True: not supported by transformers' Mixtral"),
         ({"moe_router_scores": "sigmoid"}, "moe_router_scores=sigmoid: not supported by transformers' Mixtral"),
     ],
 )
