@@ -44,9 +44,7 @@ def most_cases(seconds: Sequence[float]) -> int:
     """Return how many cases the fast suite runs of a test, from the processor time of each case."""
     if sum(seconds) <= LIMIT:
         return len(seconds)
-    if len(seconds) == 1 or sum(seconds) / len(seconds) > LIMIT:
-        return 0
-    return min(len(seconds), max(1, int(LIMIT * len(seconds) / sum(seconds))))
+    return int(LIMIT * len(seconds) / sum(seconds))
 
 
 def write(seconds: Mapping[str, Sequence[float]]) -> None:
