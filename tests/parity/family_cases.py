@@ -615,3 +615,17 @@ OWN_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("Persimmon", "ModernBertDecoder"), ("num_key_value_heads",)),
 }
 """Names that a class does not have."""
+
+
+def changed(value: Any) -> Any:
+    """Another valid value of a key in config.json; None for lists, sections and names without one."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value + 1
+        case float():
+            return 1.5 * value + 0.25
+        case "silu":
+            return "relu"
+    return None

@@ -338,21 +338,21 @@ def our_weights(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
     for row in rows:
         parts = [theirs.entries[name] for name in row.theirs]
         shapes = [part.shape for part in parts]
-        listed = ", ".join(f"{name} {list(shape)}" for name, shape in zip(row.theirs, shapes, strict=True))
         for name, shape, wanted in zip(row.theirs, shapes, row.packing.wanted(shapes, heads), strict=True):
             if shape != wanted:
-                raise CheckpointError(
-                    f"{theirs.source}: the shapes of {listed} do not match, {name} must have shape {list(wanted)}; "
-                    "download the folder again"
-                )
+                problem = f"do not match, {name} must have shape {list(wanted)}"
+                raise CheckpointError(_misfit(theirs, row, shapes, problem))
         try:
             whole = row.packing.join([part.stand_in() for part in parts], heads)
         except (RuntimeError, ValueError, IndexError) as error:  # a packing that does not know the shapes it needs
-            raise CheckpointError(
-                f"{theirs.source}: the shapes of {listed} do not fit config.json; download the folder again"
-            ) from error
+            raise CheckpointError(_misfit(theirs, row, shapes, "do not fit config.json")) from error
         entries[row.ours] = WeightEntry(whole.dtype, tuple(whole.shape))
     return Weights(entries, read, theirs.source, {row.ours: " with ".join(row.theirs) for row in rows})
+
+
+def _misfit(theirs: Weights, row: Row, shapes: Sequence[Shape], problem: str) -> str:
+    listed = ", ".join(f"{name} {list(shape)}" for name, shape in zip(row.theirs, shapes, strict=True))
+    return f"{theirs.source}: the shapes of {listed} {problem}; download the folder again"
 
 
 def to_foreign_weights(ours: Weights, rows: Sequence[Row], heads: Heads) -> Weights:

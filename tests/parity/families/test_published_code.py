@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_coca.checkpoints import CheckpointError, load_model
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.load import open_checkpoint
+from tests.parity import family_cases
 from tests.parity.families.test_families import CountedFile, tokens, weights
 
 TRAINED, LONG = 40, 100
@@ -444,19 +445,6 @@ def test_an_export_has_a_class_that_computes_the_same(name: str, tmp_path: Path)
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
 
 
-def changed(value: Any) -> Any:
-    match value:
-        case bool():
-            return not value
-        case int():
-            return value + 1
-        case float():
-            return 1.5 * value + 0.25
-        case "silu":
-            return "relu"
-    return None
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["internlm2", "xverse", "exaone", "qwen", "chatglm", "baichuan 7B", "baichuan 13B"])
 @torch.no_grad()
@@ -465,7 +453,7 @@ def test_every_key_has_its_effect_or_is_an_error(name: str, tmp_path: Path) -> N
     config, named = write(name, tmp_path)
     errors, same = set[str](), set[str]()
     for key, value in config.items():
-        other = changed(value)
+        other = family_cases.changed(value)
         if other is None:
             continue
         (tmp_path / "config.json").write_text(json.dumps(config | {key: other}))

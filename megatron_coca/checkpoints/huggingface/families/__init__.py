@@ -20,7 +20,7 @@ These helpers are for rows:
 | their `keys`, `read` and `write` | `TOP_K`, `ROUTER_LOSS`, `at_least_two`, `expert_layers` | `parts/experts.py` |
 | | `counted_experts` | `parts/experts.py` |
 | | `sparse_steps`, `written_steps`, `experts_only` | `parts/experts.py` |
-| | `listed_experts`, `written_listed_experts`, `shared_experts` | `parts/experts.py` |
+| | `listed_experts`, `written_listed_experts`, `shared_experts`, `shared_count` | `parts/experts.py` |
 | | `deepseek_keys`, `deepseek_experts`, `written_deepseek_experts` | `parts/experts.py` |
 | a table with latent attention | `with_latents` | `families/deepseek.py` |
 | its `keys`, and other fields | `latent_keys`, `OWN` | `families/deepseek.py` |

@@ -30,6 +30,7 @@ from megatron_coca.checkpoints.huggingface.families.parts.experts import (
     expert_layers,
     experts_only,
     listed_experts,
+    shared_count,
     shared_experts,
     sparse_steps,
     with_experts,
@@ -94,13 +95,8 @@ def _afmoe(config: Json, keys: Json) -> dict[str, Any]:
 
 
 def _written_afmoe(config: Config) -> dict[str, Any]:
-    model = config.model
-    return {
-        "moe_intermediate_size": model.expert_width,
-        "num_shared_experts": (model.moe_shared_intermediate_size or 0) // model.expert_width,
-        "num_dense_layers": [*model.mlp_names, EXPERTS].index(EXPERTS),
-        "mup_enabled": model.embedding_scale != 1.0,
-    }
+    experts = written_deepseek_experts(config, "num_shared_experts", "num_dense_layers")
+    return experts | {"mup_enabled": config.model.embedding_scale != 1.0}
 
 
 # Aria -----------------------------------------------------------------------------------------------------------------
@@ -122,7 +118,7 @@ def _aria(config: Json, keys: Json) -> dict[str, Any]:
 
 
 def _written_aria(config: Config) -> dict[str, Any]:
-    beside = (config.model.moe_shared_intermediate_size or 0) // config.model.expert_width
+    beside = shared_count(config.model)
     return experts_only(config) | {"moe_num_shared_experts": beside}
 
 
@@ -154,7 +150,7 @@ def _written_ernie(config: Config) -> dict[str, Any]:
     gap = mixed[1] - mixed[0] if len(mixed) > 1 else 1
     return {
         "moe_intermediate_size": model.expert_width,
-        "moe_num_shared_experts": (model.moe_shared_intermediate_size or 0) // model.expert_width,
+        "moe_num_shared_experts": shared_count(model),
         "moe_layer_start_index": mixed[0],
         "moe_layer_end_index": mixed[-1],
         "moe_layer_interval": gap,
@@ -244,7 +240,7 @@ def _solar(config: Json, keys: Json) -> dict[str, Any]:
 
 def _written_solar(config: Config) -> dict[str, Any]:
     model = config.model
-    beside = (model.moe_shared_intermediate_size or 0) // model.expert_width
+    beside = shared_count(model)
     return {"moe_intermediate_size": model.expert_width, "n_shared_experts": beside}
 
 

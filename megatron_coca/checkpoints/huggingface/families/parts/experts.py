@@ -224,21 +224,30 @@ def listed_experts(config: Json, dense: int) -> dict[str, Any]:
     return expert_layers([kind == "sparse" for kind in kinds])
 
 
+def shared_count(model: ModelConfig) -> int:
+    """Return the inner width of the shared MLP in widths of an expert; 0 without a shared MLP."""
+    return (model.moe_shared_intermediate_size or 0) // model.expert_width
+
+
 def written_listed_experts(config: Config, shared: str | None = None) -> dict[str, Any]:
     """Return the list that `listed_experts` reads, and the inner width of the experts. `shared` is the key that counts
     the shared MLP in experts.
     """
     model = config.model
-    beside = {} if shared is None else {shared: (model.moe_shared_intermediate_size or 0) // model.expert_width}
+    beside = {} if shared is None else {shared: shared_count(model)}
     kinds = ["sparse" if kind == EXPERTS else "dense" for kind in model.mlp_names]
     return {"mlp_layer_types": kinds, "moe_intermediate_size": model.expert_width} | beside
 
 
-def written_deepseek_experts(config: Config) -> dict[str, Any]:
-    """Return the keys that `deepseek_experts` reads, and the inner width of the experts."""
+def written_deepseek_experts(
+    config: Config, shared: str = "n_shared_experts", dense: str = "first_k_dense_replace"
+) -> dict[str, Any]:
+    """Return the keys that `deepseek_experts` reads, and the inner width of the experts. `shared` is the key that
+    counts the shared MLP in experts, and `dense` the key of the number of dense layers, which are the first ones.
+    """
     model = config.model
     return {
         "moe_intermediate_size": model.expert_width,
-        "n_shared_experts": (model.moe_shared_intermediate_size or 0) // model.expert_width,
-        "first_k_dense_replace": [*model.mlp_names, EXPERTS].index(EXPERTS),
+        shared: shared_count(model),
+        dense: [*model.mlp_names, EXPERTS].index(EXPERTS),
     }
