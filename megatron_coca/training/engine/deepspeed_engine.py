@@ -34,7 +34,14 @@ from megatron_coca.model import GPT
 from megatron_coca.model.pipeline import PipelineStage, StageInput, layer_weights
 from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.engine import state
-from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, own_group, world_size
+from megatron_coca.training.engine.group import (
+    everyone_succeeded,
+    gather_floats,
+    local_device,
+    mean_over_ranks,
+    own_group,
+    world_size,
+)
 from megatron_coca.training.engine.inputs import module_inputs
 from megatron_coca.training.engine.label_weights import HeldOutLoss, StepLabels, step_labels
 from megatron_coca.training.engine.protocol import StepResult
@@ -420,6 +427,8 @@ class PipelineEngine(DeepSpeedEngine):
                 len(stage.spans),
             )
         super().__init__(_pipeline_module(stage), optimizer, config, sizes, stage.names)
+        groups = gather_floats([len(self._engine.optimizer.param_groups)])
+        internals.pair_norms(self._engine.optimizer, int(max(groups)[0]))
 
     def train_step(
         self, micro_batches: Sequence[Batch], learning_rate: float, limits: Limits | None = None

@@ -154,6 +154,31 @@ def _group_norm(
     return total.where(total.isfinite(), -1.0)
 
 
+def pair_norms(optimizer: Any, groups: int) -> None:
+    """Let ZeRO 1 and 2 compute a gradient norm from `groups` parameter groups, the number that the pipeline stage with
+    the most of them has. Other optimizers are not changed.
+
+    DeepSpeed adds the squares of each group over the stages, so a stage with fewer groups than another would wait
+    forever. Missing groups are empty here. A stage has fewer groups if, for example, it has no embedding and the
+    embedding has its own learning rate (muP).
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        optimizer.scaled_global_norm = partial(_norm_of_groups, optimizer, groups)
+
+
+def _norm_of_groups(optimizer: DeepSpeedZeroOptimizer, groups: int) -> Tensor:
+    """Return the global gradient norm or infinity if it is not finite, like `scaled_global_norm`."""
+    own = len(optimizer.bit16_groups)
+    parameters = [optimizer.params_in_partition[index] for index in range(own)] + [[]] * (groups - own)
+    if optimizer.cpu_offload:
+        norms = [optimizer.complete_grad_norm_calculation_for_cpu_offload(each) for each in parameters]
+    else:
+        gradients = [optimizer.averaged_gradients[index] for index in range(own)] + [[]] * (groups - own)
+        norms = [optimizer.get_grad_norm_direct(*each) for each in zip(gradients, parameters, strict=True)]
+    each = torch.stack(norms)
+    return torch.linalg.vector_norm(each).where((each >= 0).all() & each.isfinite().all(), torch.inf)
+
+
 def _clip(limit: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
     """Clip flat gradients in place to the global norm `limit` (0: no limit), like `unscale_and_clip_grads`."""
     if limit > 0:

@@ -86,6 +86,10 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "latents": {"kv_lora_rank": 12, "q_lora_rank": 10, "pos_emb": "coca", "rotary_pct": 1.0},
     "muP, tied weights": {"pos_emb": "coca", "use_mup": True, "mup_base_hidden_size": 8, "no_weight_tying": False},
+    "embedding and norms only, CPU offload": {
+        "trainable": ["embedding", "norms"],
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    },
     "bfloat16, tied weights": {"precision": "bfloat16", "no_weight_tying": False},
 }
 OF_FOUR = ("alibi, sgd, no clipping", "a shared bias", "forgetting gates, activation checkpointing")
