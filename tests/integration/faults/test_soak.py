@@ -131,7 +131,8 @@ def hooked(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "found"),
-    [(Hook("backward", "spike", [2]), "undisturbed"), (Hook("step", "raise", [2]), "a traceback")],
+    # Some of the first passes have no labels, and a loss of 0 does not change.
+    [(Hook("backward", "spike", list(range(2, 20))), "undisturbed"), (Hook("step", "raise", [2]), "a traceback")],
 )
 def test_a_deviation_is_found(hook: Hook, found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hooked(monkeypatch, hook)
