@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.gpu.plans import FIRST, PLANS, STAND_IN, Part
+from tools.gpu.plans import FIRST, PLANS, STAND_IN, PlanPart
 
 NEEDED = ("torch", "triton", "pydantic")
 """Packages without which no part runs."""
@@ -72,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def run(plan: Mapping[str, Part], whole: Mapping[str, Part], options: argparse.Namespace, deadline: float) -> int:
+def run(
+    plan: Mapping[str, PlanPart], whole: Mapping[str, PlanPart], options: argparse.Namespace, deadline: float
+) -> int:
     """Run the parts of `plan` that are missing, and write the page of the `whole` plan; return the exit status."""
     from megatron_coca.support.atomic_write import write_file
     from tools.gpu.page import page
@@ -134,7 +136,7 @@ def positive(text: str) -> float:
     return number
 
 
-def selected(plan: Mapping[str, Part], options: argparse.Namespace) -> dict[str, Part]:
+def selected(plan: Mapping[str, PlanPart], options: argparse.Namespace) -> dict[str, PlanPart]:
     """Return the parts and runs that the options select, those of --only in its order.
 
     Exits with status 2 and a message if the options name a part of another plan, if no run is left, or if a limit is
@@ -148,7 +150,7 @@ def selected(plan: Mapping[str, Part], options: argparse.Namespace) -> dict[str,
         parser().error(f"--only, --skip: {names}: not in the plan {chosen_plan}; its parts are {parts}")
     skipped = {title for name in options.skip for title in known[name]}
     wanted = [title for name in (options.only or plan) for title in known[name] if title not in skipped]
-    chosen: dict[str, Part] = {}
+    chosen: dict[str, PlanPart] = {}
     for title in wanted:
         name, _, run = title.partition(".")
         runs = chosen[name].runs if name in chosen else {}
@@ -161,7 +163,7 @@ def selected(plan: Mapping[str, Part], options: argparse.Namespace) -> dict[str,
     return chosen
 
 
-def _launched(part: Part, options: argparse.Namespace) -> Part:
+def _launched(part: PlanPart, options: argparse.Namespace) -> PlanPart:
     """Apply --limits and --stand-in to the runs of a part."""
     runs = {}
     for name, run in part.runs.items():
@@ -174,7 +176,7 @@ def _launched(part: Part, options: argparse.Namespace) -> Part:
     return part._replace(runs=runs)
 
 
-def print_plan(plan: Mapping[str, Part]) -> None:
+def print_plan(plan: Mapping[str, PlanPart]) -> None:
     """Print the parts, their limits and commands."""
     start = 0.0
     for name, part in plan.items():

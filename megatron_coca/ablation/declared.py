@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from megatron_coca.ablation.file import AblationFile, DeclaredContrast
 from megatron_coca.evaluation.contrasts import (
     LEVEL,
+    ContrastVerdict,
     Declared,
     Differences,
     Step,
-    Verdict,
     in_sequence,
     level_text,
     p_text,
@@ -97,7 +97,7 @@ def claim(
     return f"{_place(first)}, {_statement(first, difference, level)}; {verdict}{shown}."
 
 
-VERDICTS: dict[Verdict, str] = {
+VERDICTS: dict[ContrastVerdict, str] = {
     "holds": "this difference is significant",
     "holds in the opposite direction": "this difference is significant, but opposite to the expected one",
     "does not hold": "no significant difference is shown",

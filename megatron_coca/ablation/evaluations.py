@@ -27,7 +27,7 @@ from megatron_coca.evaluation.suite import (
 from megatron_coca.support.plain_text import masked
 from megatron_coca.support.remote_files import is_url
 
-Plan = Callable[[Mapping[str, dict[str, Any] | None], Path, Path], list[Command]]
+PlanEvaluation = Callable[[Mapping[str, dict[str, Any] | None], Path, Path], list[Command]]
 """A function that returns a model's evaluation commands for given tasks, a run folder and a results folder."""
 
 RESULTS = Path("results")
@@ -50,7 +50,7 @@ def check_tasks(
     entry: ModelEntry,
     config: Config,
     dtype: str,
-    plan: Plan,
+    plan: PlanEvaluation,
     inputs: InputDigests | None,
     absent: list[str] | None,
 ) -> tuple[Measurements, list[str]]:

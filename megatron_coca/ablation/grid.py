@@ -10,7 +10,14 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from megatron_coca.ablation.evaluations import RESULTS, Measurements, Plan, changed_config, check_tasks, commands_of
+from megatron_coca.ablation.evaluations import (
+    RESULTS,
+    Measurements,
+    PlanEvaluation,
+    changed_config,
+    check_tasks,
+    commands_of,
+)
 from megatron_coca.ablation.file import AblationFile, ModelEntry, unknown_names
 from megatron_coca.ablation.inputs import InputDigests
 from megatron_coca.ablation.prompt_lengths import PromptLengths
@@ -298,7 +305,7 @@ def _cell(
     config: Config,
     seed: int,
     data: DataRecord,
-    plan: Plan,
+    plan: PlanEvaluation,
     measured: Measurements,
     weights: str | None,
     start: Cell | None,

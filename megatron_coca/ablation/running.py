@@ -63,7 +63,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Share:
+class JobShare:
     """The threads and GPUs for one of several cells that run at the same time."""
 
     threads: int
@@ -74,13 +74,13 @@ class Share:
         return {"OMP_NUM_THREADS": str(max(1, self.threads // ranks)), "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
 
 
-def divide(machine: Machine, jobs: int) -> list[Share]:
+def divide(machine: Machine, jobs: int) -> list[JobShare]:
     """Divide a machine into `jobs` equal shares. Raises EvaluationError if there are fewer GPUs than jobs."""
     each = len(machine.gpus) // jobs
     if machine.gpus and not each:
         raise EvaluationError(f"--jobs {jobs}: this machine has {len(machine.gpus)} GPUs; use at most this many jobs")
     threads = max(1, machine.cores // jobs)
-    return [Share(threads, machine.gpus[number * each : (number + 1) * each]) for number in range(jobs)]
+    return [JobShare(threads, machine.gpus[number * each : (number + 1) * each]) for number in range(jobs)]
 
 
 class Job:
@@ -90,7 +90,7 @@ class Job:
         failures: why the cell failed, one entry for the training or for each failed task.
     """
 
-    def __init__(self, cell: Cell, share: Share, device: str) -> None:
+    def __init__(self, cell: Cell, share: JobShare, device: str) -> None:
         self.cell, self.share, self._device = cell, share, device
         self.failures: list[Failure] = []
         self._record = files.read_cell(cell)

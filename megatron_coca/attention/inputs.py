@@ -18,7 +18,7 @@ from megatron_coca.attention.positions.distance_maps import Band as Band
 from megatron_coca.attention.positions.forms import RotaryTables, expand
 from megatron_coca.support.errors import InputError
 
-Made = TypeVar("Made")
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def attend_padded(attend: Callable[[AttentionInputs], Tensor], inputs: Attention
     return attend(inputs.replace(value=F.pad(inputs.value, (0, missing))))[..., :width]
 
 
-def made_once(function: Callable[..., Made], evaluated: int) -> Callable[..., Made]:
+def made_once(function: Callable[..., Built], evaluated: int) -> Callable[..., Built]:
     """Cache the results of `function`, which computes tensors on a device from hashable arguments.
 
     All results from training stay in the cache, because training uses few lengths. Evaluation uses many lengths, so

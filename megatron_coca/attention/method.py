@@ -37,7 +37,7 @@ from megatron_coca.attention.positions.distance_maps import UNMAPPED, Band
 from megatron_coca.attention.positions.forms import ScoreForm, magnitude_tables
 from megatron_coca.attention.positions.frequencies import Rotary
 from megatron_coca.attention.positions.gates import HeadGates
-from megatron_coca.attention.positions.logit_scalings import LogitScaling
+from megatron_coca.attention.positions.logit_scalings import LogitFactors
 from megatron_coca.attention.positions.offsets import HeadOffsets
 from megatron_coca.kernels import missing_triton
 
@@ -200,7 +200,7 @@ class PositionMethod:
     clex: Callable[[], Clex] | None = None
     bands: tuple[Band, ...] = UNMAPPED
     trained_bands: tuple[Band, ...] = UNMAPPED
-    logit_scaling: LogitScaling | None = None
+    logit_scaling: LogitFactors | None = None
     scales_training: bool = True
     operands: OperandMaker = with_torch
     softmax_scale: float | None = None

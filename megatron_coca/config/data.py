@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_serializer
 from megatron_coca.config.base import MAX_COUNT, ConfigGroup, Count, NotNegative, PathName, Positive, key
 
 Paths = Annotated[list[PathName], Field(min_length=1)]
-Weights = Annotated[list[Positive], Field(min_length=1)]
+SourceWeights = Annotated[list[Positive], Field(min_length=1)]
 Labels = list[PathName | None]
 TokenizerType = Literal[
     "GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"
@@ -74,9 +74,9 @@ class DataConfig(ConfigGroup):
     train_data_paths: Paths | None = key(None, "Prefixes of the training shards.")
     valid_data_paths: list[PathName] | None = key(None, "Prefixes of the validation shards; `[]` for none.")
     test_data_paths: list[PathName] | None = key(None, "Prefixes of the test shards; `[]` for none.")
-    train_data_weights: Weights | None = key(None, "Weights of the training shards; null: equal weights.")
-    valid_data_weights: Weights | None = key(None, "Weights of the validation shards; null: equal weights.")
-    test_data_weights: Weights | None = key(None, "Weights of the test shards; null: equal weights.")
+    train_data_weights: SourceWeights | None = key(None, "Weights of the training shards; null: equal weights.")
+    valid_data_weights: SourceWeights | None = key(None, "Weights of the validation shards; null: equal weights.")
+    test_data_weights: SourceWeights | None = key(None, "Weights of the test shards; null: equal weights.")
     train_label_data_paths: Labels | None = key(
         None, "Prefixes of the labels, one for each training shard; null for a shard without labels."
     )

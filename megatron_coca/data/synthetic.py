@@ -97,7 +97,7 @@ class Draws:
         return np.argsort(self.uniform(of), axis=1)[:, :count]
 
 
-Made = tuple[np.ndarray, np.ndarray]
+Generated = tuple[np.ndarray, np.ndarray]
 """Tokens, int64 [samples, length + 1], and a mask of the inputs that are followed by an answer, bool [samples, length].
 """
 
@@ -108,7 +108,7 @@ def _answers(shape: tuple[int, int], rows: np.ndarray, inputs: np.ndarray) -> np
     return mask
 
 
-def recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
+def recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Generated:
     """Generate facts at random positions, and one question for each fact after it: a key token, then the value.
 
     The `facts` facts (one token each) and the same number of questions (two tokens each) occupy random slots between
@@ -152,7 +152,7 @@ QUESTIONS = ("latest", "first", "back")
 """Kinds of questions of `ordered_recall`, drawn with the same probability."""
 
 
-def ordered_recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
+def ordered_recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Generated:
     """Generate facts that give keys new values, and questions about their order, both in random places.
 
     Every key of a sample gets `updates` different values, one after the other. A question comes after at least one
@@ -234,7 +234,7 @@ def _order_questions(
     return asking, np.choose(kinds, [latest, first, before - distance]), kinds
 
 
-def multi_query(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
+def multi_query(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Generated:
     """Generate between 1 and `facts` facts at random positions, and questions on all of them at the end, in random
     order.
 
@@ -255,7 +255,7 @@ def multi_query(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Mad
     return tokens, mask
 
 
-def _copied(settings: TaskSettings, filler: np.ndarray, draws: Draws, step: int) -> Made:
+def _copied(settings: TaskSettings, filler: np.ndarray, draws: Draws, step: int) -> Generated:
     half = (filler.shape[1] - 1) // 2
     tokens = filler.copy()
     tokens[:, half] = settings.filler_tokens
@@ -263,17 +263,17 @@ def _copied(settings: TaskSettings, filler: np.ndarray, draws: Draws, step: int)
     return tokens, _answers(tokens.shape, np.arange(len(tokens))[:, None], np.arange(half, 2 * half)[None])
 
 
-def copy(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
+def copy(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Generated:
     """Generate random tokens, a separator, and the same tokens again."""
     return _copied(settings, filler, draws, 1)
 
 
-def reverse(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
+def reverse(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Generated:
     """Generate random tokens, a separator, and the same tokens in reverse order."""
     return _copied(settings, filler, draws, -1)
 
 
-def ngram(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
+def ngram(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Generated:
     """Generate random tokens that end with a repeated n-gram. The last token of the n-gram is the answer."""
     samples, width = filler.shape
     size = settings.ngram
@@ -283,7 +283,7 @@ def ngram(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
     return tokens, _answers(tokens.shape, rows, np.full((samples, 1), width - 2))
 
 
-TASKS: dict[str, Callable[[TaskSettings, np.ndarray, Draws], Made]] = {
+TASKS: dict[str, Callable[[TaskSettings, np.ndarray, Draws], Generated]] = {
     "recall": recall,
     "ordered_recall": ordered_recall,
     "multi_query": multi_query,

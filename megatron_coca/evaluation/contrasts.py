@@ -20,7 +20,7 @@ LEVEL = 0.05
 Differences = Sequence[float]
 """Differences of one contrast, paired by seed, fact or document."""
 
-Verdict = Literal["holds", "holds in the opposite direction", "does not hold", "cannot be tested", "not tested"]
+ContrastVerdict = Literal["holds", "holds in the opposite direction", "does not hold", "cannot be tested", "not tested"]
 """The result of a contrast in a sequence."""
 
 
@@ -184,7 +184,7 @@ class Step(NamedTuple, Generic[ContrastType]):
     contrast: ContrastType
     difference: Estimate
     p: float
-    verdict: Verdict
+    verdict: ContrastVerdict
 
 
 def in_sequence(
@@ -207,7 +207,7 @@ def in_sequence(
     return steps
 
 
-def verdict_of(expected: float | None, difference: Estimate, p: float) -> Verdict:
+def verdict_of(expected: float | None, difference: Estimate, p: float) -> ContrastVerdict:
     """Return the verdict on a tested difference; `expected` is the expected one, if its direction counts."""
     if math.isnan(p):
         return "cannot be tested"

@@ -32,7 +32,7 @@ OPTION = "--context-parallel-size"
 END, LOAD, SCORE = range(3)
 LONGEST_WAIT = timedelta(hours=6)
 """For a process that still loads or computes. A process that ended is noticed at once with gloo."""
-Score = Callable[[GPT, Tensor, Tensor, Tensor], Tensor]
+ScoreSequence = Callable[[GPT, Tensor, Tensor, Tensor], Tensor]
 """(model, rows [n, length + 1] int64, indices [m] of this rank's tokens, bounds [n, 2]) -> float64 sums of this rank.
 
 The model reads the first `length` tokens of a row. A row scores the tokens from its first bound to before its second.
@@ -45,7 +45,7 @@ class SequenceRing:
     Results of `score` are sums over the tokens of all ranks, in the order of the ranks' reduction, which is fixed.
     """
 
-    def __init__(self, args: Namespace, task: str, score: Score) -> None:
+    def __init__(self, args: Namespace, task: str, score: ScoreSequence) -> None:
         """`score` is a function at module level, which the processes import."""
         self._args, self._task, self._score, self._ranks = args, task, score, int(args.context_parallel_size)
         self._processes: list[BaseProcess] = []
@@ -143,7 +143,7 @@ class _Member:
         """Make this rank's part of a model's inputs its own."""
         assign_shard(model, RingShard(ring=self.ring))
 
-    def scored(self, model: GPT, rows: Tensor, bounds: Tensor, score: Score) -> Tensor:
+    def scored(self, model: GPT, rows: Tensor, bounds: Tensor, score: ScoreSequence) -> Tensor:
         """Return the sums over all ranks; only rank 0 knows the rows and bounds before."""
         for tensor in (rows, bounds):
             dist.broadcast(tensor, 0, group=self._hosts)
@@ -155,7 +155,7 @@ class _Member:
 
 
 @torch.inference_mode()
-def _serve(args: Namespace, task: str, score: Score, place: str, rank: int) -> None:
+def _serve(args: Namespace, task: str, score: ScoreSequence, place: str, rank: int) -> None:
     """Run rank `rank` until rank 0 ends the ring."""
     begin_worker()
     member = _Member(place, rank, args.context_parallel_size, resolve_device(args.device))

@@ -191,14 +191,14 @@ def store_halves(y1, y2, y, start, length, LAYOUT: tl.constexpr):
     store_tile(y2, (y[0] + LAYOUT.half, y[1]), start, length, LAYOUT.half)
 
 
-Form = Literal["rotary", "coca", "coca_strict"]
+KernelForm = Literal["rotary", "coca", "coca_strict"]
 FORMS = ("rotary", "coca", "coca_strict")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ELEMENTS = 4096
 """Numbers per operand that a program processes; divided by the width of a head, this is the number of rows."""
 
 
-def fused_operands(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: Form) -> list[Tensor]:
+def fused_operands(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: KernelForm) -> list[Tensor]:
     """Compute Q' and K' of all segments, in order. They have the shapes and dtype of q and k, and a token's heads are
     adjacent in memory.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
-Kind = Literal["count", "whole", "positive", "share", "factor", "flag", "choice", "positives", "angle"]
+OptionKind = Literal["count", "whole", "positive", "share", "factor", "flag", "choice", "positives", "angle"]
 """Type and range of an option. count: an integer of at least 1; whole: an integer of at least 0; positive: a number
 above 0; share: a number above 0 and at most 1; factor: a number of at least 1; flag: true or false; choice: one of
 `choices`; positives: a list of numbers above 0; angle: radians from -pi to pi, or `random`.
@@ -30,7 +30,7 @@ class Option:
     """
 
     name: str
-    kind: Kind
+    kind: OptionKind
     meaning: str
     default: Any = None
     required: bool = False
@@ -64,7 +64,7 @@ class Use:
     others: Mapping[str, str]
 
 
-Check = Callable[[Use], str | None]
+UseCheck = Callable[[Use], str | None]
 """A function that returns the reason why a choice cannot be used in a model, or None."""
 
 
@@ -99,7 +99,7 @@ class Choice:
     options: tuple[Option, ...] = ()
     trained: bool = False
     length_dependent: bool = False
-    checks: tuple[Check, ...] = ()
+    checks: tuple[UseCheck, ...] = ()
     huggingface: str = "file"
     neox: str = "plugin"
     compute: Any = field(default=None, compare=False, repr=False)

@@ -58,10 +58,10 @@ CONTEXTS: dict[str, Recomputing] = {
 
 Contexts = Mapping[str, PositionContext]
 """Position contexts by layer type."""
-Step = Callable[[Tensor, Contexts], Tensor]
+BlockStep = Callable[[Tensor, Contexts], Tensor]
 
 
-def trained_steps(blocks: nn.ModuleList, model: ModelConfig, draws: bool) -> Iterator[Step]:
+def trained_steps(blocks: nn.ModuleList, model: ModelConfig, draws: bool) -> Iterator[BlockStep]:
     """Yield the functions that a training forward pass calls in turn: one per block or, with activation checkpointing,
     one per group of `checkpoint_num_layers` blocks. The results with and without activation checkpointing are
     bit-identical, because recomputation restores the random state. `draws`: whether the blocks draw random numbers.

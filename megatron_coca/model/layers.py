@@ -275,7 +275,7 @@ def value_norms(model: ModelConfig) -> dict[str, nn.Module]:
     return {"value_layernorm": norm} if model.value_norm else {}
 
 
-Activation = Callable[[Tensor], Tensor]
+ActivationFunction = Callable[[Tensor], Tensor]
 
 
 class XIELU(nn.Module):
@@ -303,7 +303,7 @@ def scaled_silu(x: Tensor, alpha: float) -> Tensor:
     return x * torch.sigmoid(alpha * x)
 
 
-UNGATED: dict[str, Activation] = {
+UNGATED: dict[str, ActivationFunction] = {
     "gelu": F.gelu,
     "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
@@ -312,7 +312,7 @@ UNGATED: dict[str, Activation] = {
     "mish": F.mish,
     "softsign": F.softsign,
 }
-GATED: dict[str, Activation] = {
+GATED: dict[str, ActivationFunction] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
     "geglu_tanh": partial(F.gelu, approximate="tanh"),
@@ -376,7 +376,7 @@ class MLP(FeedForward):
         return self.linear2(self.inner(self.linear1(x)))
 
 
-def build_activation(model: ModelConfig) -> Activation:
+def build_activation(model: ModelConfig) -> ActivationFunction:
     """Return the configured activation function. For a gated activation, this is the activation of the gate."""
     if model.activation in LEARNED:
         return LEARNED[model.activation]()

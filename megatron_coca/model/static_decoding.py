@@ -22,7 +22,7 @@ from megatron_coca.attention.static_cache import StaticLayer, TokenStep
 from megatron_coca.kernels import missing_triton
 from megatron_coca.model.gpt import GPT
 
-Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+ChooseTokens = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits [batch, vocabulary], their input tokens [batch, 1], number of the generated token [1]) -> the next tokens,
 int64 [batch, 1], and whether the logits are finite, bool [batch, 1]. It must not wait for the device."""
 
@@ -70,7 +70,7 @@ class StaticDecoder:
         cache: Cache,
         batch: int,
         total: int,
-        choose: Choose,
+        choose: ChooseTokens,
         rule: Hashable | None = None,
         past: int = 0,
     ) -> None:

@@ -97,10 +97,10 @@ class MetricSink:
 
 SINKS: dict[str, type[MetricSink]] = {}
 """Sinks that a configuration can select, by name. The console and metrics.jsonl are always used."""
-Declared = TypeVar("Declared", bound=type[MetricSink])
+SinkClass = TypeVar("SinkClass", bound=type[MetricSink])
 
 
-def register_sink(sink: Declared) -> Declared:
+def register_sink(sink: SinkClass) -> SinkClass:
     """Declare a sink; a decorator for its class. A sink replaces a user's sink that has the same name.
 
     Raises:

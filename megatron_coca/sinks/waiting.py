@@ -6,17 +6,17 @@ from typing import TypeVar
 
 SECONDS = 30
 """Seconds to wait for a service at the start of a run, and for the remaining data to be sent at the end."""
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 
-def within(seconds: float, name: str, action: Callable[[], Result]) -> Result:
+def within(seconds: float, name: str, action: Callable[[], Returned]) -> Returned:
     """Return the result of `action`, which a thread with this name runs.
 
     Raises:
         TimeoutError: the action takes longer; its thread continues until the process ends.
         Exception: the error of the action.
     """
-    results: list[Result] = []
+    results: list[Returned] = []
     errors: list[Exception] = []
 
     def run() -> None:

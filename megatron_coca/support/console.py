@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # rich takes 0.1 s to import, and only a terminal needs it
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.live import Live
 
-Item = TypeVar("Item")
+Element = TypeVar("Element")
 
 TIME = "%Y-%m-%d %H:%M:%S"
 FIRST_GAP, LONGEST_GAP = 10.0, 300.0
@@ -210,7 +210,7 @@ class Progress:
         yield Text(" ", no_wrap=True, overflow="crop").join(parts)
 
 
-def track(items: Iterable[Item], title: str, total: int, unit: str, show: bool = True) -> Iterator[Item]:
+def track(items: Iterable[Element], title: str, total: int, unit: str, show: bool = True) -> Iterator[Element]:
     """Yield items and show progress. An item counts as finished when the next one is requested."""
     with Progress(title, total, unit, show=show) as progress:
         for item in items:

@@ -47,7 +47,7 @@ BUILTIN_WEIGHTS = {"text": 0.75, "code": 0.25}
 """Token shares of the paper's data mixture."""
 PACKING_KEYS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
 """Keys that change how document ends within a sample are handled."""
-Layout = tuple[int, int, int, int]
+CorpusLayout = tuple[int, int, int, int]
 """Global batch size, micro-batch size, data-parallel rank, number of data-parallel ranks."""
 
 
@@ -267,7 +267,7 @@ def open_split(config: Config, split: str) -> Blend | None:
 
 
 def open_loader(
-    corpus: Corpus, blend: Samples | None = None, layout: Layout | None = None, length: int | None = None
+    corpus: Corpus, blend: Samples | None = None, layout: CorpusLayout | None = None, length: int | None = None
 ) -> Loader:
     """Open a loader for samples of the corpus, by default for the training samples in a single process. With `length`,
     the loader returns only the last `length` inputs of each sample.

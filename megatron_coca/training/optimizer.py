@@ -94,7 +94,7 @@ def trainable_share(config: Config) -> TrainableShare:
     return TrainableShare(trained.total, parameter_count(config).total + trained.adapters)
 
 
-Groups = list[dict[str, Any]]
+ParameterGroups = list[dict[str, Any]]
 
 
 def _next_step(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Lion(torch.optim.Optimizer):
     m = beta2 m + (1 - beta2) g.
     """
 
-    def __init__(self, groups: Groups, lr: float, betas: tuple[float, float]) -> None:
+    def __init__(self, groups: ParameterGroups, lr: float, betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -137,7 +137,9 @@ class Muon(torch.optim.AdamW):
     among ranks. m is `exp_avg` in the state.
     """
 
-    def __init__(self, groups: Groups, lr: float, momentum: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self, groups: ParameterGroups, lr: float, momentum: float, betas: tuple[float, float], eps: float
+    ) -> None:
         groups = [{"orthogonal": False, "stacked": 1, "momentum": momentum} | group for group in groups]
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
@@ -224,7 +226,7 @@ def build_optimizer(
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def set_rates(groups: Groups, learning_rate: float) -> None:
+def set_rates(groups: ParameterGroups, learning_rate: float) -> None:
     """Set the learning rates of an optimizer's groups for a step: `learning_rate` times the factor of each group."""
     for group in groups:
         group["lr"] = learning_rate * group.get("rate_factor", 1.0)
@@ -236,7 +238,7 @@ def parameter_groups(
     separate_norms: bool = False,
     orthogonal: bool = False,
     width_ratio: float = 1.0,
-) -> Groups:
+) -> ParameterGroups:
     """Group the parameters that require gradients: weight decay applies to matrices and embeddings but not to biases
     and norms, as in GPT-NeoX, and not to angles.
 
@@ -253,7 +255,10 @@ def parameter_groups(
     muon = {name for name in matrices if orthogonal and ORTHOGONAL.search(name)}
     decayed = [parameter for name, parameter in trainable.items() if name in matrices - muon]
     undecayed = [parameter for name, parameter in trainable.items() if name not in matrices | added]
-    groups: Groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
+    groups: ParameterGroups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
     groups.append({"params": [trainable[name] for name in trainable if name in added], "weight_decay": 0.0})
     if orthogonal:
         gated = [name for name, each in model.named_modules() if isinstance(each, FeedForward) and each.gated]
@@ -265,7 +270,9 @@ def parameter_groups(
     return groups if width_ratio == 1.0 else _divided_by_rate(groups, trainable, width_ratio)
 
 
-def _divided_by_rate(groups: Groups, trainable: dict[str, nn.Parameter], width_ratio: float) -> Groups:
+def _divided_by_rate(
+    groups: ParameterGroups, trainable: dict[str, nn.Parameter], width_ratio: float
+) -> ParameterGroups:
     """Divide each group into groups with one factor on the learning rate each, in the order of the parameters."""
     names, divided = {id(parameter): name for name, parameter in trainable.items()}, []
     for group in groups:

@@ -14,7 +14,7 @@ from megatron_coca.config.data import window_tokens
 from megatron_coca.data import Batch, Blend, DataError, Samples
 from megatron_coca.data.mixture import source_names
 from megatron_coca.training.checkpointing.saving import DTYPES
-from megatron_coca.training.corpus import Corpus, Layout, open_loader
+from megatron_coca.training.corpus import Corpus, CorpusLayout, open_loader
 from megatron_coca.training.engine import HeldOutLoss, label_weights
 from megatron_coca.training.engine import group as dist
 
@@ -47,7 +47,7 @@ def check_validation(corpus: Corpus) -> None:
             raise ConfigError(f"eval_windows: {error}") from error
 
 
-def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
+def validate(corpus: Corpus, mean_loss: MeanLoss, layout: CorpusLayout) -> dict[str, float]:
     """Return mean losses, in nats per token, on the first batches of the validation data, which are always the same.
     A loss is the mean over all labels of its batches. Without labels, it is omitted with a warning.
 
@@ -76,7 +76,7 @@ def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, f
     return losses | window_perplexities(corpus, valid, mean_loss, layout)
 
 
-def window_perplexities(corpus: Corpus, valid: Samples, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
+def window_perplexities(corpus: Corpus, valid: Samples, mean_loss: MeanLoss, layout: CorpusLayout) -> dict[str, float]:
     """Return `validation_perplexity_W` for every window W of `eval_windows`.
 
     Every sample has the length of the longest window. For each window, the last S tokens of a sample are scored, where

@@ -13,7 +13,7 @@ from megatron_coca.support.safe_yaml import YamlFault, read_yaml
 EngineName = Literal["local", "slurm", "ray"]
 NAMES: tuple[str, ...] = get_args(EngineName)
 MOST_TASKS = 1 << 20
-Number = Annotated[int, Field(ge=1, le=MOST_TASKS)]
+TaskCount = Annotated[int, Field(ge=1, le=MOST_TASKS)]
 
 SUPPORTED: dict[str, tuple[str, ...]] = {
     "local": ("tasks", "workers", "cpus"),
@@ -45,9 +45,9 @@ class EngineSettings(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     engine: EngineName
-    tasks: Number | None = None
-    workers: Number | None = None
-    cpus: Number = 1
+    tasks: TaskCount | None = None
+    workers: TaskCount | None = None
+    cpus: TaskCount = 1
     gpus: Annotated[int, Field(ge=0, le=1024)] = 0
     time: str | None = None
     partition: str | None = None

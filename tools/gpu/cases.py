@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-Case = Callable[[], Mapping[str, Any] | None]
+GpuCase = Callable[[], Mapping[str, Any] | None]
 """A function that checks or measures something. It returns its figures, and raises an error if a check fails."""
 MOST = 8
 """Maximum number of processes that share the cases of a script."""
@@ -43,7 +43,7 @@ def write_line(file: Path, **values: Any) -> None:
         output.write("\n" * cut + json.dumps(values) + "\n")
 
 
-def run_cases(cases: Mapping[str, Case], file: Path) -> int:
+def run_cases(cases: Mapping[str, GpuCase], file: Path) -> int:
     """Run the cases that `file` does not contain yet. Return 1 if a case failed in this run or an earlier one, else 0.
 
     After an error of CUDA no kernel can run in this process, so the script starts again for the other cases.
@@ -89,7 +89,7 @@ def _run_to_the_end(commands: list[list[str]], file: Path) -> None:
         commands = [command for command, status in zip(commands, statuses, strict=True) if status < 0]
 
 
-def run_in_parallel(cases: Mapping[str, Case], file: Path, share: str | None) -> int:
+def run_in_parallel(cases: Mapping[str, GpuCase], file: Path, share: str | None) -> int:
     """Run the cases as `run_cases` does, but in several processes, because most of their time is compilation.
 
     `share` is the value of --share, "INDEX/COUNT" in the processes that this function starts: each is the same command

@@ -9,19 +9,19 @@ from itertools import groupby
 from typing import Any
 
 from tools.gpu.cases import read_lines
-from tools.gpu.plans import Part
-from tools.gpu.runner import DONE, MISSING, RUNNING, Item, Record, identity, read_record
+from tools.gpu.plans import PlanPart
+from tools.gpu.runner import DONE, MISSING, RUNNING, Item, ItemRecord, identity, read_record
 
 SHOWN = 15
 """Number of lines that the page shows from the end of the output of a failed run."""
 LEFT_OUT = {"case", "versions", "nvidia-smi", "python", "threads", "shape", "gpu", "device", "benchmark", "seconds"}
 """Keys of results that the tables leave out."""
-Line = dict[str, Any]
-Results = Mapping[str, Sequence[Line]]
+ResultLine = dict[str, Any]
+Results = Mapping[str, Sequence[ResultLine]]
 """The finished lines of a part's runs, by the name of the run."""
 
 
-def results_of(item: Item) -> list[Line]:
+def results_of(item: Item) -> list[ResultLine]:
     """Return the finished lines of a run. For pytest's report, these are the numbers of tests by outcome."""
     if item.results.is_file() and item.results.read_bytes()[:1] == b"<":
         with contextlib.suppress(ElementTree.ParseError):  # a kill cut it off
@@ -31,17 +31,17 @@ def results_of(item: Item) -> list[Line]:
     return lines or _tests_in_log(item)
 
 
-def _junit(cases: Sequence[ElementTree.Element]) -> Line:
+def _junit(cases: Sequence[ElementTree.Element]) -> ResultLine:
     outcomes = Counter(next((child.tag for child in case if child.tag in _OUTCOMES), "passed") for case in cases)
     failed = [str(case.get("name")) for case in cases if any(child.tag in ("failure", "error") for child in case)]
-    figures: Line = {"case": "tests", "status": "failed" if failed else "ok"}
+    figures: ResultLine = {"case": "tests", "status": "failed" if failed else "ok"}
     return figures | dict(outcomes) | ({"error": ", ".join(failed)} if failed else {})
 
 
 _OUTCOMES = ("failure", "error", "skipped")
 
 
-def _tests_in_log(item: Item) -> list[Line]:
+def _tests_in_log(item: Item) -> list[ResultLine]:
     """Count the tests in pytest's output, which has a line for each test even if pytest was killed."""
     if "pytest" not in item.run.command or not item.log.is_file():
         return []
@@ -131,7 +131,7 @@ ANSWERS: dict[str, Callable[[Results], str]] = {
 # Page
 
 
-def page(plan: Mapping[str, Part], found: Sequence[Item], machine: Mapping[str, Any]) -> str:
+def page(plan: Mapping[str, PlanPart], found: Sequence[Item], machine: Mapping[str, Any]) -> str:
     """Return the page in Markdown, from the records and results that exist at present."""
     records = {item.title: read_record(item) for item in found}
     boards = [", ".join(f"{key} {value}" for key, value in board.items()) for board in machine.get("nvidia-smi", [])]
@@ -157,7 +157,7 @@ def page(plan: Mapping[str, Part], found: Sequence[Item], machine: Mapping[str, 
     return "\n".join(lines) + "\n"
 
 
-def _state(records: Mapping[str, Record], group: Sequence[Item]) -> str:
+def _state(records: Mapping[str, ItemRecord], group: Sequence[Item]) -> str:
     missing = sorted({name for item in group for name in records[item.title].get("missing", [])})
     if missing:
         return f"not run: {', '.join(missing)} is not installed"
@@ -165,7 +165,7 @@ def _state(records: Mapping[str, Record], group: Sequence[Item]) -> str:
     return "no result" if tried else "not run yet"
 
 
-def outdated(item: Item, record: Record, machine: Mapping[str, Any]) -> str:
+def outdated(item: Item, record: ItemRecord, machine: Mapping[str, Any]) -> str:
     """Return how the GPU, the libraries and the code of a record differ from the present ones; empty if they do not."""
     then, now = record.get("identity"), identity(item, machine)
     if then is None:
@@ -174,7 +174,7 @@ def outdated(item: Item, record: Record, machine: Mapping[str, Any]) -> str:
     return " and ".join(text for key, text in texts.items() if then.get(key) != now[key])
 
 
-def _row(item: Item, record: Record, machine: Mapping[str, Any]) -> str:
+def _row(item: Item, record: ItemRecord, machine: Mapping[str, Any]) -> str:
     status = record.get("status", "not run yet")
     if status == RUNNING:
         status = "running, or interrupted"
@@ -186,7 +186,7 @@ def _row(item: Item, record: Record, machine: Mapping[str, Any]) -> str:
     return f"| {item.title} | {status} | {seconds} | {item.run.seconds} |"
 
 
-def _section(part: Part, group: Sequence[Item], records: Mapping[str, Record]) -> list[str]:
+def _section(part: PlanPart, group: Sequence[Item], records: Mapping[str, ItemRecord]) -> list[str]:
     lines = ["", f"## {part.title}"]
     for item in group:
         results, record = results_of(item), records[item.title]

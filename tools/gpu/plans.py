@@ -34,7 +34,7 @@ class Run(NamedTuple):
     needs: tuple[str, ...] = COMPUTES
 
 
-class Part(NamedTuple):
+class PlanPart(NamedTuple):
     """A question, and the runs that answer it, by name."""
 
     title: str
@@ -66,19 +66,19 @@ MODELS = {
 
 BOTH_ENGINES = "--methods coca --engines deepspeed native graphs"
 
-ONE_GPU: dict[str, Part] = {
-    "smoke": Part(
+ONE_GPU: dict[str, PlanPart] = {
+    "smoke": PlanPart(
         "Does every kernel run, forward and backward, in bfloat16?",
         {"kernels": Run("tools/gpu/smoke.py --output FILE", 120)},
     ),
-    "parity": Part(
+    "parity": PlanPart(
         "Are the loss and the gradients of all default paths those of the CPU?",
         {
             "eager": Run("tools/gpu/parity.py --output FILE", 80),
             "compiled": Run("tools/gpu/parity.py --compile --output FILE", 100),
         },
     ),
-    "step": Part(
+    "step": PlanPart(
         "How fast is a training step of the 350M models, beside transformers' classes of the same size?",
         {
             **{f"{name}_16": _step(model, 16, small) for name, (model, small, _) in MODELS.items()},
@@ -86,7 +86,7 @@ ONE_GPU: dict[str, Part] = {
             "engines_16": _step(BOTH_ENGINES, 16, 60),
         },
     ),
-    "attention": Part(
+    "attention": PlanPart(
         "How fast is attention from 512 to 32,768 tokens, and which backends should `auto` choose?",
         {
             "methods": _speed("--kind 'layer forward+backward' --lengths 512 2048 8192", 50),
@@ -95,7 +95,7 @@ ONE_GPU: dict[str, Part] = {
             "packed": _speed("--packed --lengths 512 2048 8192 32768", 50),
         },
     ),
-    "inference": Part(
+    "inference": PlanPart(
         "How fast is decoding, and how much memory does the whole model take?",
         {
             "decode": _speed("--kind decode --lengths 512 4096 32768 --methods rotary coca rerope", 120),
@@ -103,11 +103,11 @@ ONE_GPU: dict[str, Part] = {
             "memory": _speed("--kind 'model forward+backward' --lengths 32768 --methods rotary coca --rounds 1", 60),
         },
     ),
-    "resume": Part(
+    "resume": PlanPart(
         "Does a killed run resume with the same losses, bit for bit?",
         {"kill": Run(f"{RANKS} --check resume --keys num_layers=6", 180, reads=TRAINING, needs=TRAINS)},
     ),
-    "tests": Part(
+    "tests": PlanPart(
         "Do the GPU tests pass?",
         {
             "pytest": Run(
@@ -129,8 +129,8 @@ CHANGED_TESTS = " ".join(
 OTHER_TESTS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("triton", "attention", "lengths"))
 """The files of the GPU tests. Those that failed on a GPU and were changed, or are new since, are first."""
 
-FIRST: dict[str, Part] = {
-    "step": Part(
+FIRST: dict[str, PlanPart] = {
+    "step": PlanPart(
         "How fast is a training step of the 350M models, beside transformers' LLaMA of the same size?",
         {
             "together_16": _step("--methods rotary coca --peer llama", 16, 60),
@@ -144,7 +144,7 @@ FIRST: dict[str, Part] = {
             ),
         },
     ),
-    "attention": Part(
+    "attention": PlanPart(
         "How fast is attention from 2,048 to 32,768 tokens, and which backends should `auto` choose?",
         {
             "backends": _speed("--backends --lengths 2048 8192 32768 --rounds 5 --methods coca rerope pope", 55),
@@ -152,15 +152,15 @@ FIRST: dict[str, Part] = {
             "packed": _speed("--packed --lengths 2048 8192 --rounds 5", 25),
         },
     ),
-    "decoding": Part(
+    "decoding": PlanPart(
         "How fast is a decoded token in a CUDA graph, beside a growing cache?",
         {"graphs": _speed("--graphs --lengths 512 8192 --rounds 5 --methods rotary coca rerope", 20)},
     ),
-    "blocks": Part(
+    "blocks": PlanPart(
         "Which block sizes are the fastest in the backward pass?",
         {"sweep": Run("tools/gpu/sweep.py --output FILE --lengths 8192 --rounds 5", 40)},
     ),
-    "tests": Part(
+    "tests": PlanPart(
         "Do the GPU tests pass?",
         {
             "pytest": Run(
@@ -180,15 +180,15 @@ def _ranks(check: str, seconds: int) -> Run:
     return Run(f"{RANKS} --check {check}", seconds, reads=TRAINING, needs=TRAINS)
 
 
-EIGHT_GPUS: dict[str, Part] = {
-    "collectives": Part("Do NCCL's collectives return the right values?", {"nccl": _ranks("collectives", 60)}),
-    "speed": Part("How many tokens per second, with ZeRO 1 and overlap?", {"zero1": _ranks("speed", 180)}),
-    "wait": Part(
+EIGHT_GPUS: dict[str, PlanPart] = {
+    "collectives": PlanPart("Do NCCL's collectives return the right values?", {"nccl": _ranks("collectives", 60)}),
+    "speed": PlanPart("How many tokens per second, with ZeRO 1 and overlap?", {"zero1": _ranks("speed", 180)}),
+    "wait": PlanPart(
         "Are losses the same, bit for bit, if only a stream waits for the reductions (`reduction_wait`)?",
         {"stream": _ranks("wait", 240)},
     ),
-    "elastic": Part("Does a checkpoint of 8 ranks resume on 4?", {"four": _ranks("elastic", 180)}),
-    "one_gpu": Part("Are the losses those of one GPU?", {"one": _ranks("one_gpu", 240)}),
+    "elastic": PlanPart("Does a checkpoint of 8 ranks resume on 4?", {"four": _ranks("elastic", 180)}),
+    "one_gpu": PlanPart("Are the losses those of one GPU?", {"one": _ranks("one_gpu", 240)}),
 }
 """Eight GPUs, 15 minutes. Every run trains the same small number of steps on the built-in corpus."""
 

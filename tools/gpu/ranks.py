@@ -38,11 +38,11 @@ ROUNDING = 5e-3
 """Largest relative difference of losses after sums of bfloat16 gradients in another order."""
 WAIT = 170.0
 """Seconds to wait for a step before a run counts as blocked."""
-Options = argparse.Namespace
+Arguments = argparse.Namespace
 Losses = dict[int, float]
 
 
-def command(options: Options, save: Path, ranks: int, *keys: str) -> list[str]:
+def command(options: Arguments, save: Path, ranks: int, *keys: str) -> list[str]:
     """Return the command of a training run."""
     shared = (
         f"train_iters={STEPS}",
@@ -62,7 +62,7 @@ def command(options: Options, save: Path, ranks: int, *keys: str) -> list[str]:
     return [sys.executable, *wrapper, "train.py", *inputs, "--num_gpus", str(ranks)]
 
 
-def train(options: Options, name: str, ranks: int, *keys: str, keep: bool = False) -> list[dict[str, Any]]:
+def train(options: Arguments, name: str, ranks: int, *keys: str, keep: bool = False) -> list[dict[str, Any]]:
     """Train a run in an empty folder to its end, and return its metrics. Checkpoints are deleted unless `keep` is set,
     because one of the 350M model takes 6 GB.
 
@@ -114,7 +114,7 @@ def nearly(one: Losses, other: Losses) -> float:
     return error
 
 
-def resume(options: Options) -> dict[str, Any]:
+def resume(options: Arguments) -> dict[str, Any]:
     """Kill a run by SIGKILL after its checkpoint, resume it, and compare it with a run that was not killed."""
     keys = (f"checkpoint_factor={SAVED}", "async_save=false", "deterministic=true")
     whole = losses(train(options, "whole", 1, *keys))
@@ -152,12 +152,12 @@ def _wait_for(save: Path, step: int, process: subprocess.Popen[bytes]) -> int:
     raise RuntimeError(f"train.py: step {step} was not reached in {WAIT:.0f} seconds")
 
 
-def speed(options: Options) -> dict[str, Any]:
+def speed(options: Arguments) -> dict[str, Any]:
     """Measure ZeRO 1 with overlapped reductions."""
     return rate(train(options, "speed", options.ranks)) | {"ranks": options.ranks}
 
 
-def wait(options: Options) -> dict[str, Any]:
+def wait(options: Arguments) -> dict[str, Any]:
     """Compare both values of `reduction_wait`: they may change the speed but no bit of a loss."""
     runs = {
         each: train(options, f"wait_{each}", options.ranks, f"reduction_wait={each}", "deterministic=true")
@@ -167,7 +167,7 @@ def wait(options: Options) -> dict[str, Any]:
     return {f"tokens_per_second_{each}": rate(metrics)["tokens_per_second"] for each, metrics in runs.items()}
 
 
-def elastic(options: Options) -> dict[str, Any]:
+def elastic(options: Arguments) -> dict[str, Any]:
     """Resume a checkpoint of all ranks on half of them."""
     whole = losses(train(options, "elastic", options.ranks, f"checkpoint_factor={SAVED}", keep=True))
     folder, half = options.folder.resolve(), max(1, options.ranks // 2)
@@ -176,13 +176,13 @@ def elastic(options: Options) -> dict[str, Any]:
     return {"ranks": half, "difference": nearly(rest, {step: loss for step, loss in whole.items() if step > SAVED})}
 
 
-def one_gpu(options: Options) -> dict[str, Any]:
+def one_gpu(options: Arguments) -> dict[str, Any]:
     """Compare all ranks with one rank that computes the same batches."""
     many = losses(train(options, "many", options.ranks))
     return {"difference": nearly(losses(train(options, "one", 1)), many), "last_loss": many[max(many)]}
 
 
-def collectives(options: Options) -> dict[str, Any]:
+def collectives(options: Arguments) -> dict[str, Any]:
     """Compare sums and gathers over all ranks, in every dtype that training uses, with their exact values."""
     import torch
 
@@ -219,7 +219,7 @@ def _rank(rank: int, ranks: int, store: str) -> None:
         dist.destroy_process_group()
 
 
-CHECKS: dict[str, Callable[[Options], dict[str, Any]]] = {
+CHECKS: dict[str, Callable[[Arguments], dict[str, Any]]] = {
     "resume": resume,
     "collectives": collectives,
     "speed": speed,

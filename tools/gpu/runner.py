@@ -22,9 +22,9 @@ from typing import IO, Any, NamedTuple
 from megatron_coca.support.atomic_write import write_file
 from tools.gpu.cases import count_started
 from tools.gpu.contents import ROOT, digest
-from tools.gpu.plans import Part, Run
+from tools.gpu.plans import PlanPart, Run
 
-Record = dict[str, Any]
+ItemRecord = dict[str, Any]
 DONE, RUNNING, FAILED, LATE, MISSING = "done", "running", "failed", "ended at its limit", "not run"
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 """Variables of PyTorch and Triton with folders of compiled kernels. They are below the output folder, so that a run
@@ -64,7 +64,7 @@ class Item(NamedTuple):
         return [sys.executable, *(words.get(word, word) for word in shlex.split(self.run.command))]
 
 
-def items(plan: Mapping[str, Part], output: Path) -> list[Item]:
+def items(plan: Mapping[str, PlanPart], output: Path) -> list[Item]:
     """Return all runs of a plan in order."""
     return [
         Item(part, name, run, output.resolve() / f"{part}.{name}")
@@ -73,7 +73,7 @@ def items(plan: Mapping[str, Part], output: Path) -> list[Item]:
     ]
 
 
-def read_record(item: Item) -> Record:
+def read_record(item: Item) -> ItemRecord:
     """Return the record of a run; empty if there is no valid one."""
     try:
         return dict(json.loads(item.record.read_text()))
@@ -81,7 +81,7 @@ def read_record(item: Item) -> Record:
         return {}
 
 
-def identity(item: Item, here: Mapping[str, Any]) -> Record:
+def identity(item: Item, here: Mapping[str, Any]) -> ItemRecord:
     """Return everything that a result depends on: the code that runs, the library versions and the GPU. A commit
     that changes other files does not matter.
     """
@@ -109,14 +109,14 @@ def missing_packages(run: Run) -> list[str]:
     return [name for name in run.needs if importlib.util.find_spec(name) is None]
 
 
-def execute(item: Item, here: Mapping[str, Any]) -> Record:
+def execute(item: Item, here: Mapping[str, Any]) -> ItemRecord:
     """Run a process within its limit, and return its record, which is written before and after.
 
     Results of the same code that a kill or the limit cut off are kept, and the process continues after them. A process
     that a signal ends in a case, for example a crash of the driver, is started again for the other cases.
     """
     before = read_record(item)
-    record: Record = {"identity": identity(item, here), "machine": dict(here)}
+    record: ItemRecord = {"identity": identity(item, here), "machine": dict(here)}
     end_orphan(before)
     if before.get("identity") != record["identity"] or before.get("status") not in (RUNNING, LATE):
         item.results.unlink(missing_ok=True)
@@ -139,7 +139,7 @@ def _processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _process(item: Item, record: Record, log: IO[str], seconds: float) -> int | None:
+def _process(item: Item, record: ItemRecord, log: IO[str], seconds: float) -> int | None:
     """Run the process of an item once, and return its exit status; None if its time was over."""
     command = item.command()
     process = subprocess.Popen(
@@ -162,7 +162,7 @@ def _process(item: Item, record: Record, log: IO[str], seconds: float) -> int | 
         process.wait()
 
 
-def _written(item: Item, record: Record) -> Record:
+def _written(item: Item, record: ItemRecord) -> ItemRecord:
     item.record.parent.mkdir(parents=True, exist_ok=True)
     write_file(item.record, json.dumps(record, indent=1))
     return record
@@ -207,7 +207,7 @@ def end_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def end_orphan(record: Record) -> None:
+def end_orphan(record: ItemRecord) -> None:
     """Kill the process of a record that still runs because this program was killed before it."""
     number = record.get("process")
     if record.get("status") != RUNNING or number is None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_coca.attention.inputs import Band
 
-Shape = Literal["full", "lower", "upper", "window"]
+MaskShape = Literal["full", "lower", "upper", "window"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class BlockPiece:
     key: int
     rows: int
     columns: int
-    shape: Shape = "full"
+    shape: MaskShape = "full"
     blocks: int = 1
     step: int = 0
     window: int = 0
@@ -109,7 +109,7 @@ def _rectangle(top: int, bottom: int, left: int, right: int) -> Iterator[BlockPi
         yield BlockPiece(top, left, bottom - top, right - left)
 
 
-def _triangle(top: int, left: int, size: int, shape: Shape) -> Iterator[BlockPiece]:
+def _triangle(top: int, left: int, size: int, shape: MaskShape) -> Iterator[BlockPiece]:
     if size > 0:
         yield BlockPiece(top, left, size, size, shape if size > 1 else "full")
 
@@ -143,7 +143,7 @@ def _shrinking(top: int, bottom: int, left: int, right: int) -> Iterator[BlockPi
 
 def _fold(pieces: Iterator[BlockPiece]) -> Iterator[BlockPiece]:
     """Combine equal pieces at equal steps along the diagonal into one piece with several blocks."""
-    groups: dict[tuple[int, int, int, Shape], list[BlockPiece]] = {}
+    groups: dict[tuple[int, int, int, MaskShape], list[BlockPiece]] = {}
     for piece in pieces:
         groups.setdefault((piece.query - piece.key, piece.rows, piece.columns, piece.shape), []).append(piece)
     for run, *rest in groups.values():

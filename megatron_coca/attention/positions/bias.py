@@ -442,7 +442,7 @@ def sandwich(distance: Tensor, heads: int) -> Tensor:
     return profile / ratios.view(-1, *[1] * distance.dim())
 
 
-Builder = Callable[[int, int, Mapping[str, Any]], BiasSource]
+BiasBuilder = Callable[[int, int, Mapping[str, Any]], BiasSource]
 """(query heads, features per head, options) -> the source of the bias."""
 
 
@@ -456,7 +456,7 @@ def _rpe(heads: int, head_dim: int, options: Mapping[str, Any]) -> BiasSource:
     return BiasSource("buckets", shared=lambda: LearnedBuckets(heads, head_dim, buckets, furthest))
 
 
-BIASES: dict[str, Builder] = {
+BIASES: dict[str, BiasBuilder] = {
     "alibi": _alibi,
     "kerple_log": lambda heads, *_: BiasSource("log", by_layer=lambda: LearnedKerpleLog(heads)),
     "kerple_power": lambda heads, *_: BiasSource("power", by_layer=lambda: LearnedKerplePower(heads)),

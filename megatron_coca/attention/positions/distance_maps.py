@@ -53,23 +53,23 @@ CAUSAL = Band()
 UNMAPPED = (CAUSAL,)
 
 
-Options = Mapping[str, Any]
+MapOptions = Mapping[str, Any]
 """A map's options by name: the window w in tokens, and any other options that the map declares."""
 
 
-def _rerope(s: Options, training_length: int) -> tuple[Band, ...]:
+def _rerope(s: MapOptions, training_length: int) -> tuple[Band, ...]:
     """ReRoPE (Su 2023, kexue.fm/archives/9708): min(r, w)."""
     return Band(high=s["window"]), Band(
         low=s["window"], query_positions=_constant(s["window"]), key_positions=_constant(0)
     )
 
 
-def _leaky_rerope(s: Options, training_length: int) -> tuple[Band, ...]:
+def _leaky_rerope(s: MapOptions, training_length: int) -> tuple[Band, ...]:
     """Leaky ReRoPE (Su 2023, kexue.fm/archives/9708): r below w, then (r - w)/k + w."""
     return _leaking(s["window"], s["leak"])
 
 
-def _inv_leaky_rerope(s: Options, training_length: int) -> tuple[Band, ...]:
+def _inv_leaky_rerope(s: MapOptions, training_length: int) -> tuple[Band, ...]:
     """Inverse Leaky ReRoPE (Su 2023, kexue.fm/archives/9728): Leaky ReRoPE with k = L/(2L'), so that steps beyond the
     window are longer than 1. It is used in training, so that plain rotation at inference stays within the distances
     seen in training.
@@ -87,7 +87,7 @@ def _leaking(window: int, leak: float) -> tuple[Band, ...]:
     return Band(high=window), Band(low=window, query_positions=query, key_positions=key)
 
 
-def _self_extend(s: Options, training_length: int) -> tuple[Band, ...]:
+def _self_extend(s: MapOptions, training_length: int) -> tuple[Band, ...]:
     """SelfExtend (Jin et al. 2024, section 3): floor(m/G) + w - floor(w/G) against floor(n/G)."""
 
     def query(positions: Tensor, first: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def _self_extend(s: Options, training_length: int) -> tuple[Band, ...]:
     return Band(high=s["window"]), Band(low=s["window"], query_positions=query, key_positions=key)
 
 
-def _string(s: Options, training_length: int) -> tuple[Band, ...]:
+def _string(s: MapOptions, training_length: int) -> tuple[Band, ...]:
     """STRING (An et al. 2024, "Why Does the Effective Context Length of LLMs Fall Short?", section 4): r below w, then
     r - w + local, so that far pairs get the distances that are most frequent in training.
     """
@@ -110,7 +110,7 @@ def _string(s: Options, training_length: int) -> tuple[Band, ...]:
     return Band(high=s["window"]), Band(low=s["window"], query_positions=query)
 
 
-def _dual_chunk(s: Options, training_length: int) -> tuple[Band, ...]:
+def _dual_chunk(s: MapOptions, training_length: int) -> tuple[Band, ...]:
     """Dual chunk attention (An et al. 2024, "Training-Free Long-Context Scaling of Large Language Models", section 3).
 
     Keys are at position n mod c. A query is at m mod c for keys in its own chunk, at m mod c + c for keys in the
@@ -134,14 +134,14 @@ def _dual_chunk(s: Options, training_length: int) -> tuple[Band, ...]:
     )
 
 
-def _lm_infinite(s: Options, training_length: int) -> tuple[Band, ...]:
+def _lm_infinite(s: MapOptions, training_length: int) -> tuple[Band, ...]:
     """LM-Infinite (Han et al. 2023, section 3): the keys in the window, and the first keys, scored at distance w."""
     return Band(high=s["window"]), Band(
         s["window"], None, s["sinks"], query_positions=_constant(s["window"]), key_positions=_constant(0)
     )
 
 
-def _streaming(s: Options, training_length: int) -> tuple[Band, ...]:
+def _streaming(s: MapOptions, training_length: int) -> tuple[Band, ...]:
     """StreamingLLM (Xiao et al. 2023, section 3.2): positions are indices in a cache of the sinks and the last w keys.
 
     Pairs in the window keep their distance but not their absolute positions, so a score form that depends on absolute
@@ -159,7 +159,7 @@ def _streaming(s: Options, training_length: int) -> tuple[Band, ...]:
     return Band(high=s["window"]), Band(s["window"], None, s["sinks"], query_positions=query, key_positions=key)
 
 
-DISTANCE_MAPS: dict[str, Callable[[Options, int], tuple[Band, ...]]] = {
+DISTANCE_MAPS: dict[str, Callable[[MapOptions, int], tuple[Band, ...]]] = {
     "rerope": _rerope,
     "leaky_rerope": _leaky_rerope,
     "inv_leaky_rerope": _inv_leaky_rerope,

@@ -242,9 +242,9 @@ def check_range(centre: float, dtype: torch.dtype) -> None:
         )
 
 
-Magnitude = Callable[[Tensor], Tensor]
+MagnitudeFunction = Callable[[Tensor], Tensor]
 Operand = Callable[[Tensor, RotaryTables], Tensor]
-Kernel = Literal["rotary", "coca", "coca_strict"]
+KernelForm = Literal["rotary", "coca", "coca_strict"]
 Polar = tuple[Literal["softplus", "relu_mean"], int]
 
 
@@ -281,10 +281,10 @@ class ScoreForm:
     key: Operand | None = None
     query_rest: Callable[[Tensor], Tensor] = _identity
     key_rest: Callable[[Tensor], Tensor] = _identity
-    kernel: Kernel | None = None
+    kernel: KernelForm | None = None
     polar: Polar | None = None
     decay: bool = False
-    magnitude: Magnitude | None = None
+    magnitude: MagnitudeFunction | None = None
     angle: float = 0.0
     features: int = 2
     operand_features: int = 1
@@ -353,7 +353,12 @@ class ScoreForm:
         return self._magnitudes(k, self.kept, self.key_rest, tables)
 
     def _magnitudes(
-        self, x: Tensor, of: Magnitude, of_rest: Magnitude, tables: RotaryTables, factor: Tensor | None = None
+        self,
+        x: Tensor,
+        of: MagnitudeFunction,
+        of_rest: MagnitudeFunction,
+        tables: RotaryTables,
+        factor: Tensor | None = None,
     ) -> Tensor:
         width, wide = self.features * tables.cos.shape[-1], tables.cos.dtype
         # Softplus saves its result, which attention saves too, so it is computed in x's dtype.
@@ -450,10 +455,10 @@ def _softplus_squared(x: Tensor) -> Tensor:
 class _Magnitudes(NamedTuple):
     """Magnitudes of the rotated features of q and k, and functions of the unrotated features."""
 
-    query: Magnitude
-    key: Magnitude
-    query_rest: Magnitude
-    key_rest: Magnitude
+    query: MagnitudeFunction
+    key: MagnitudeFunction
+    query_rest: MagnitudeFunction
+    key_rest: MagnitudeFunction
 
 
 _MAGNITUDES: dict[tuple[str, int], _Magnitudes] = {
@@ -494,7 +499,7 @@ def _constant_angle(options: Mapping[str, Any]) -> float:
     return 0.0 if angle == "random" else float(angle)
 
 
-def _rotated_query(magnitude: Magnitude, q: Tensor, tables: RotaryTables) -> Tensor:
+def _rotated_query(magnitude: MagnitudeFunction, q: Tensor, tables: RotaryTables) -> Tensor:
     """Return R_m (m, 0) for the magnitudes m of q."""
     return rotated_magnitudes(magnitude(q), tables)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-LogitScaling = Callable[..., Tensor]
+LogitFactors = Callable[..., Tensor]
 """(float64 positions [...], training length L, options by name) -> factors [...]."""
 
 
@@ -35,7 +35,7 @@ def _temperature(positions: Tensor, training_length: int, strength: float, perio
     return 1 + strength * ((positions + first) / period).floor().log1p()
 
 
-LOGIT_SCALINGS: dict[str, LogitScaling] = {
+LOGIT_SCALINGS: dict[str, LogitFactors] = {
     "log_n": _log_n,
     "log_n_trained": _log_n_trained,
     "ssmax": _ssmax,

@@ -17,7 +17,7 @@ from megatron_coca.attention.ring.rounds import Attended, Keys, Queries, Scoring
 
 QUERY_ROWS, KEY_COLUMNS = 128, 1024
 """Queries and keys of a block."""
-Rows = slice | list[int]
+RowIndex = slice | list[int]
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class _Block:
     """
 
     area: Area
-    batch: Rows
+    batch: RowIndex
     rows: slice
     columns: slice
 
 
 def _blocks(each: Round, plan: RingPlan) -> Iterator[_Block]:
     for rows, areas in zip(plan.groups, each.areas, strict=True):
-        batch: Rows = slice(None) if rows is None else list(rows)
+        batch: RowIndex = slice(None) if rows is None else list(rows)
         for area in areas:
             for top in range(area.queries.start, area.queries.stop, QUERY_ROWS):
                 queries = range(top, min(top + QUERY_ROWS, area.queries.stop))
@@ -105,7 +105,7 @@ class _Pass:
         of_keys = [None if key is None else self._part(key, block.batch, block.columns) for key in keys.operands]
         return queries, of_keys, self._part(keys.value, block.batch, block.columns)
 
-    def _part(self, x: Tensor, batch: Rows, tokens: slice) -> Tensor:
+    def _part(self, x: Tensor, batch: RowIndex, tokens: slice) -> Tensor:
         return x[batch][:, :, tokens].to(self._wide)
 
     def _gates(self, block: _Block) -> tuple[Tensor, Tensor] | None:

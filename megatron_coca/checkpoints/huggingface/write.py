@@ -64,10 +64,10 @@ MODELLING_FILE = TEMPLATE.name
 
 # Architectures --------------------------------------------------------------------------------------------------------
 
-Json = dict[str, Any]
+MutableJson = dict[str, Any]
 
 
-def _our_keys(config: Config, shared: Json) -> Json:
+def _our_keys(config: Config, shared: MutableJson) -> MutableJson:
     flat, classes = config.flat(), {"Config": "Config", "Model": "Model", "ModelForCausalLM": "ForCausalLM"}
     plain = {"rope_type": "default", "rope_theta": config.position.rotary_emb_base}  # for the stock class's rotation
     keys = llama.llama_keys(config, shared)

@@ -16,12 +16,12 @@ from megatron_coca.work.locks import exclusive_lock, lock_file
 SHOWN = 60
 """Maximum number of prompt characters in the heading of a continuation."""
 
-Record = dict[str, Any]
-Key = tuple[str, int]
+ContinuationRecord = dict[str, Any]
+ContinuationKey = tuple[str, int]
 """A prompt, and the number of equal prompts before it."""
 
 
-def keys_of(prompts: Sequence[str]) -> list[Key]:
+def keys_of(prompts: Sequence[str]) -> list[ContinuationKey]:
     """Return the key of each prompt."""
     times, keys = Counter[str](), []
     for prompt in prompts:
@@ -39,7 +39,7 @@ class Continuations(Protocol):
 
     finished: set[int]
 
-    def add(self, place: int, record: Record) -> None:
+    def add(self, place: int, record: ContinuationRecord) -> None:
         """Accept the continuation of the prompt at a place."""
 
 
@@ -48,10 +48,10 @@ class Printed:
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self.finished: set[int] = set()
-        self._prompts, self._waiting, self._next = prompts, dict[int, Record](), 0
+        self._prompts, self._waiting, self._next = prompts, dict[int, ContinuationRecord](), 0
         self._show = plain if sys.stdout.isatty() else str  # a file or another program gets the unchanged text
 
-    def add(self, place: int, record: Record) -> None:
+    def add(self, place: int, record: ContinuationRecord) -> None:
         self._waiting[place] = record
         while self._next in self._waiting:
             self._print(self._next)
@@ -77,12 +77,19 @@ class ContinuationsFile:
     prompts.
     """
 
-    def __init__(self, path: Path, keys: Sequence[Key], settings: str, file: IO[str], found: Mapping[Key, Record]):
+    def __init__(
+        self,
+        path: Path,
+        keys: Sequence[ContinuationKey],
+        settings: str,
+        file: IO[str],
+        found: Mapping[ContinuationKey, ContinuationRecord],
+    ):
         self._path, self._keys, self._settings, self._file = path, keys, settings, file
         self._records = {place: found[key] for place, key in enumerate(keys) if key in found}
         self.finished = set(self._records)
 
-    def add(self, place: int, record: Record) -> None:
+    def add(self, place: int, record: ContinuationRecord) -> None:
         self._records[place] = record | {"sample": self._keys[place][1], "settings": self._settings}
         self._file.write(_line(self._records[place]))
         self._file.flush()
@@ -135,11 +142,13 @@ def printed(prompts: Sequence[str]) -> Iterator[Continuations]:
         shown.end()
 
 
-def _line(record: Record) -> str:
+def _line(record: ContinuationRecord) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-def _found(path: Path, keys: set[Key], settings: str, overwrite: bool) -> dict[Key, Record]:
+def _found(
+    path: Path, keys: set[ContinuationKey], settings: str, overwrite: bool
+) -> dict[ContinuationKey, ContinuationRecord]:
     """Return the continuations in a file; none if the file may be replaced. An incomplete last line is ignored."""
     if not path.exists():
         return {}

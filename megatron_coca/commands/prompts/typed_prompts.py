@@ -15,7 +15,7 @@ from megatron_coca.model import DecodingError, Sampling
 from megatron_coca.support.plain_text import plain
 from megatron_coca.text_generation import Continuation, TextGenerator
 
-Message = dict[str, str]
+ChatMessage = dict[str, str]
 
 SIGN = "> "
 WAITING = "Type a prompt and press Enter. Ctrl-C stops a continuation, Ctrl-D ends."
@@ -32,7 +32,7 @@ def answer_typed(generator: TextGenerator, args: Namespace, sampling: Sampling, 
         raise EvaluationError("--chat: the tokenizer has no chat template; leave out --chat")
     print(WAITING_IN_CHAT if args.chat else WAITING, file=sys.stderr, flush=True)
     opening = [] if args.system is None else [{"role": "system", "content": args.system}]
-    chat: list[Message] = []
+    chat: list[ChatMessage] = []
     times = Counter[str]()
     for text in typed_lines():
         own = replace(sampling, seed=sampling.seed + (0 if args.chat else times[text]))
@@ -64,8 +64,8 @@ def answer_typed(generator: TextGenerator, args: Namespace, sampling: Sampling, 
 
 
 def fitting(
-    generator: TextGenerator, opening: Sequence[Message], chat: Sequence[Message], max_new_tokens: int
-) -> list[Message]:
+    generator: TextGenerator, opening: Sequence[ChatMessage], chat: Sequence[ChatMessage], max_new_tokens: int
+) -> list[ChatMessage]:
     """Return the newest messages of a chat for which the model has positions, from a message of the user on.
 
     `opening` precedes them. The user is told how many messages are left out. Raises PositionRangeError if the last

@@ -31,7 +31,7 @@ from megatron_coca.support.remote_files import is_url
 from megatron_coca.support.safe_yaml import YamlFault, as_list, read_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
+PositiveNumber = Annotated[float, Field(gt=0)]
 AsList = BeforeValidator(as_list)
 
 
@@ -48,11 +48,11 @@ class _Source(_Strict):
     reader: str = "files"
     fields: dict[str, str] = {}
     documents: Literal["file", "line"] = "file"
-    sets: Annotated[list[str] | dict[str, Positive], AsList] = []
+    sets: Annotated[list[str] | dict[str, PositiveNumber], AsList] = []
     filters: Filters = Filters()
     metadata: str | None = None
     options: dict[str, str] = {}
-    weight: Positive | None = None
+    weight: PositiveNumber | None = None
     duplicates: Literal["exact", "keep"] = "exact"
     fraction: float = Field(default=1.0, gt=0, le=1)
     split: Literal["train", "valid", "test"] | None = None
@@ -124,7 +124,7 @@ class _Recipe(_Strict):
     chat_time: datetime | None = None
     valid_fraction: Share = Rules.valid_fraction
     test_fraction: Share = Rules.test_fraction
-    shard_gib: Positive | None = None
+    shard_gib: PositiveNumber | None = None
     sources: dict[str, _Source] = Field(min_length=1)
 
 

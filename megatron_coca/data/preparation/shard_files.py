@@ -25,7 +25,7 @@ from megatron_coca.data.tokenizers.losses import Sample
 
 SHARDS = "shards"
 _RECORD = "task.json"
-Key = tuple[int, str, str]
+ShardKey = tuple[int, str, str]
 """A shard of a task: (number of the source, set, split)."""
 
 
@@ -85,10 +85,10 @@ class Outputs:
     ) -> None:
         self._folder, self._sources, self._vocab_size = folder, sources, vocab_size
         self._numbers = {piece.source: piece.number for piece in pieces}
-        self._writers: dict[Key, ShardWriter] = {}
-        self._labels: dict[Key, ShardWriter] = {}
-        self._names: dict[str, Key] = {}
-        self._bytes = Counter[Key]()
+        self._writers: dict[ShardKey, ShardWriter] = {}
+        self._labels: dict[ShardKey, ShardWriter] = {}
+        self._names: dict[str, ShardKey] = {}
+        self._bytes = Counter[ShardKey]()
 
     def write(self, source: int, chunk: TokenizedChunk, kept: np.ndarray) -> None:
         """Append the documents of a chunk that the mask `kept`, bool [documents], selects."""
@@ -122,7 +122,7 @@ class Outputs:
         for writer in (*self._writers.values(), *self._labels.values()):
             writer.close()
 
-    def _open(self, key: Key) -> None:
+    def _open(self, key: ShardKey) -> None:
         source, part, split = key
         name = shard_name(self._sources[source].spec.name, part, split, self._numbers[source])
         _check_name(name, self._names.setdefault(name, key), key, self._sources)
@@ -132,12 +132,12 @@ class Outputs:
             self._labels[key] = ShardWriter(labels_path, self._vocab_size, labels=True)
 
 
-def _check_name(name: str, one: Key, other: Key, sources: Sequence[CorpusSource]) -> None:
+def _check_name(name: str, one: ShardKey, other: ShardKey, sources: Sequence[CorpusSource]) -> None:
     """Raise `DataError` if two shards have the same name."""
     if one == other:
         return
 
-    def label(key: Key) -> str:
+    def label(key: ShardKey) -> str:
         source = sources[key[0]].spec.name
         return f"{source}, set {key[1]!r}," if key[1] else source
 
@@ -156,7 +156,7 @@ def collect(plan: ShardPlan, folder: Path) -> tuple[list[WrittenShard], list[Fin
     about each source. Raises `DataError` for a damaged result.
     """
     shards, findings = list[WrittenShard](), [Findings() for _ in plan.sources]
-    names: dict[str, Key] = {}
+    names: dict[str, ShardKey] = {}
     for number in range(len(plan.tasks)):
         result = plan.result(SHARDS, number)
         record = _read_record(result)

@@ -15,7 +15,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.source import Chunk, RawRecord, ReadingProblems
 from megatron_coca.data.readers.streams import TooLong
 
-Choose = Callable[[list[str]], list[str]]
+ChooseColumns = Callable[[list[str]], list[str]]
 """A function that selects the required columns, given the column names of a table."""
 Batches = Iterator[tuple[Any, int]]
 """An iterator over (`pyarrow.RecordBatch`, bytes of the file read so far)."""
@@ -25,7 +25,7 @@ _FILE_MAGIC = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
+def parquet_batches(path: Path, choose: ChooseColumns, size: int) -> Batches:
     """Read a parquet file in batches of about `size` bytes, regardless of the size of its row groups. Raises
     `DataError` if the file is damaged.
     """
@@ -47,7 +47,7 @@ def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
             yield batch, length * rows // metadata.num_rows
 
 
-def arrow_batches(path: Path, choose: Choose, size: int) -> Batches:
+def arrow_batches(path: Path, choose: ChooseColumns, size: int) -> Batches:
     """Read the record batches of an Arrow file or stream, such as the files of `datasets`. Raises `DataError` if the
     file is damaged.
     """
@@ -74,7 +74,7 @@ def arrow_batches(path: Path, choose: Choose, size: int) -> Batches:
                     )
 
 
-TABLE_FORMATS: dict[str, Callable[[Path, Choose, int], Batches]] = {
+TABLE_FORMATS: dict[str, Callable[[Path, ChooseColumns, int], Batches]] = {
     ".parquet": parquet_batches,
     ".arrow": arrow_batches,
 }

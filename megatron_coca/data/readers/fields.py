@@ -18,8 +18,8 @@ from megatron_coca.data.readers.source import (
     LeftOut,
     RawRecord,
     ReadingProblems,
+    RecordRow,
     RejectedRecord,
-    Row,
     SourceSpec,
     content_key,
 )
@@ -224,14 +224,14 @@ class Fields:
         wanted = set().union(*roots.values())
         return [name for name in names if name in wanted]
 
-    def _look_up(self, row: Row, name: str) -> Any:
+    def _look_up(self, row: RecordRow, name: str) -> Any:
         for path in self._paths[name]:
             value = row[path] if path in row else _nested(row, path)
             if value is not None and value is not _ABSENT:
                 return value
         return None
 
-    def _set(self, row: Row) -> str:
+    def _set(self, row: RecordRow) -> str:
         name = as_text(self._look_up(row, "set"))
         if not name:
             raise _missing(row, "set", self._paths["set"][0])
@@ -239,7 +239,7 @@ class Fields:
             raise LeftOut("set not chosen")
         return _valid(name)
 
-    def _text(self, row: Row) -> str:
+    def _text(self, row: RecordRow) -> str:
         path = self._paths["text"][0]
         text = row[path] if path in row else _nested(row, path)
         if text is _ABSENT:
@@ -253,14 +253,14 @@ class Fields:
             raise RejectedRecord(EMPTY_TEXT)
         return _valid(text)
 
-    def _chat(self, row: Row) -> str:
+    def _chat(self, row: RecordRow) -> str:
         """Return the messages and tools of a chat as JSON."""
         messages = self._look_up(row, "messages")
         if messages is None:
             raise _missing(row, "messages", self._paths["messages"][0])
         return _valid(chat_text(messages, self._look_up(row, "tools"), self._look_up(row, "system")))
 
-    def _key(self, row: Row) -> str:
+    def _key(self, row: RecordRow) -> str:
         """Return the key of a record, else its repository, else an empty string. If `fields` names the key, it must
         exist.
         """
@@ -275,7 +275,7 @@ class Fields:
         keys = (as_text(self._look_up(row, name)) for name in ("key", "repository"))
         return _valid(next(filter(None, keys), ""))
 
-    def _facts(self, row: Row) -> Facts:
+    def _facts(self, row: RecordRow) -> Facts:
         stars, language, path = (self._look_up(row, name) for name in ("stars", "language", "path"))
         try:
             stars = int(stars)
@@ -306,7 +306,7 @@ def as_text(value: Any) -> str:
     return str(value) if isinstance(value, str | int | UUID) else ""
 
 
-def _nested(row: Row, path: str) -> Any:
+def _nested(row: RecordRow, path: str) -> Any:
     """Return the value at a dotted path. The names in the path may themselves contain dots."""
     dot = path.find(".")
     while dot >= 0:
@@ -326,7 +326,7 @@ def _roots(path: str) -> list[str]:
     return [".".join(names[:count]) for count in range(1, len(names) + 1)]
 
 
-def _missing(row: Row, what: str, path: str, hint: str = "") -> RejectedRecord:
+def _missing(row: RecordRow, what: str, path: str, hint: str = "") -> RejectedRecord:
     known = [str(name) for name, value in sorted(row.items(), key=str) if value is not None]
     return RejectedRecord(f"missing {what}", f"no {path!r}, only {known[:8]}{hint}")
 

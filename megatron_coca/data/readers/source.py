@@ -190,7 +190,7 @@ def content_key(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-Row = Mapping[str, Any]
+RecordRow = Mapping[str, Any]
 """The content of a raw record: the object in a JSON line, or a row of a table."""
 
 
@@ -200,7 +200,7 @@ class RawRecord(NamedTuple):
     """
 
     place: str
-    row: Row
+    row: RecordRow
     size: int = 0
 
 

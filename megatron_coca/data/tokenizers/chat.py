@@ -18,7 +18,7 @@ from megatron_coca.data.tokenizers.chat_values import Messages, forms
 from megatron_coca.data.tokenizers.end_tokens import read_object
 from megatron_coca.support.regular_files import read_regular
 
-Spans = list[tuple[int, int]]
+AnswerSpans = list[tuple[int, int]]
 """Parts of a text, each as (index of the first character, end index)."""
 ANSWERING = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -99,7 +99,7 @@ class ChatTemplate:
             f"chat template: does not accept the messages ({reason}); correct the messages or the template"
         ) from first
 
-    def answers(self, messages: Messages, tools: Any = None, last: bool = False) -> tuple[str, Spans]:
+    def answers(self, messages: Messages, tools: Any = None, last: bool = False) -> tuple[str, AnswerSpans]:
         """Render a chat and return (text, parts of the text that are answers). If the template contains `{% generation
         %}` blocks, the answers are the text in these blocks; otherwise they are the text that each assistant message
         adds after its prompt. With `last`, only the last answer is located. Answers with `weight: 0` are left out.
@@ -146,7 +146,7 @@ class ChatTemplate:
             f"with which answers do not begin, so they cannot be located; {KEEPING}"
         )
 
-    def _generated(self, messages: Messages, tools: Any, text: str) -> Spans:
+    def _generated(self, messages: Messages, tools: Any, text: str) -> AnswerSpans:
         """Locate the answers by rendering the chat again with marks around the `{% generation %}` blocks. The mark is a
         character that `text` does not contain.
         """
@@ -170,7 +170,7 @@ class ChatTemplate:
         return answered.rpartition("ANSWER")[2]
 
 
-def _counted(spans: Spans, messages: Messages, last: bool) -> Spans:
+def _counted(spans: AnswerSpans, messages: Messages, last: bool) -> AnswerSpans:
     """Return the spans of the answers that count in the loss."""
     answers = [message for message in messages if message.get("role") == ANSWERING]
     if all(message.get("weight") != 0 for message in answers):

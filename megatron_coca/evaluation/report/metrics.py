@@ -16,7 +16,7 @@ from megatron_coca.evaluation.tasks.retrieval.task import Tally
 
 MISSING_TEXT = {"refused": "not supported", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
 """Cell text for each kind of missing entry."""
-Show = Callable[[float], str]
+FormatNumber = Callable[[float], str]
 LARGE = 1e6
 """Numbers from here on have an exponent: a perplexity beyond the training length can have ninety digits."""
 
@@ -25,7 +25,7 @@ def decimal(value: float, digits: int = 2) -> str:
     return f"{value:.{digits}e}" if LARGE <= abs(value) < math.inf else f"{value:.{digits}f}"
 
 
-TWO_DIGITS: Show = decimal
+TWO_DIGITS: FormatNumber = decimal
 MARK = "†"
 """The mark of significant differences. An asterisk already marks training lengths."""
 
@@ -34,7 +34,7 @@ def missing_cell(missing: Missing) -> TableCell:
     return TableCell(MISSING_TEXT[missing.kind], note=missing.reason, absent=True)
 
 
-def mean_cell(values: Sequence[float], show: Show = TWO_DIGITS, log: bool = False) -> TableCell:
+def mean_cell(values: Sequence[float], show: FormatNumber = TWO_DIGITS, log: bool = False) -> TableCell:
     """Return the mean of `values`, one for each seed, with its 95% t interval.
 
     With `log`, the values are logarithms: the cell shows the exponentials of their mean and of its interval's ends.
@@ -48,7 +48,11 @@ def mean_cell(values: Sequence[float], show: Show = TWO_DIGITS, log: bool = Fals
 
 
 def value_cell(
-    series: Series, at: str, number: Callable[[Replicate], float | None], show: Show = TWO_DIGITS, log: bool = False
+    series: Series,
+    at: str,
+    number: Callable[[Replicate], float | None],
+    show: FormatNumber = TWO_DIGITS,
+    log: bool = False,
 ) -> TableCell:
     """Return the `mean_cell` over the replicates of a series.
 
@@ -85,7 +89,7 @@ class Metric:
 
     at: str
     number: Callable[[Any], float | None] = lambda entry: entry.accuracy
-    show: Show = TWO_DIGITS
+    show: FormatNumber = TWO_DIGITS
     key: Callable[[int], tuple[Any, ...]] = lambda length: (length,)
     tally: Callable[[Any], Tally | None] | None = None
     sums: Callable[[Any], Sequence[float]] | None = None

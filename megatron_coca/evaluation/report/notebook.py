@@ -13,11 +13,11 @@ from megatron_coca.support.markdown_tables import escaped
 
 NAME, CODE, TEXT = "report.ipynb", "code", "markdown"
 LANGUAGE = {"display_name": "Python 3", "language": "python", "name": "python3"}
-Cell = tuple[str, str]
+NotebookCell = tuple[str, str]
 """The kind of a cell, CODE or TEXT, and its source."""
 
 
-def report_cells(title: str, claim: str, measured: Sequence[tuple[str, str]]) -> list[Cell]:
+def report_cells(title: str, claim: str, measured: Sequence[tuple[str, str]]) -> list[NotebookCell]:
     """Return the cells for a report with these tasks and metrics."""
     about = (
         f"# {escaped(title)}\n\n{escaped(claim)}\n\nThis notebook reads `results.csv` in its folder. "
@@ -43,7 +43,7 @@ def report_cells(title: str, claim: str, measured: Sequence[tuple[str, str]]) ->
     return cells
 
 
-def executed(cells: Sequence[Cell], folder: Path) -> str:
+def executed(cells: Sequence[NotebookCell], folder: Path) -> str:
     """Run the code cells in `folder`, one after the other in this process, and return the notebook as JSON.
 
     An exception of a cell ends the run.

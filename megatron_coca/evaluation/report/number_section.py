@@ -13,7 +13,7 @@ from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOpt
 from megatron_coca.evaluation.results import Record
 
 
-def number_blocks(task: Task, section: TaskSection) -> shared.Builder:
+def number_blocks(task: Task, section: TaskSection) -> shared.ResultBuilder:
     """Return the builder of the section. Entries of the task must have the length as their only key."""
 
     @shared.grouped(section.name, task.comparable)

@@ -26,7 +26,7 @@ MULTIPLES = (2, 4, 16, 64)
 """Multiples of the training length for which the ratio to the perplexity at the training length is shown."""
 SOLVED = 0.9
 """Smallest accuracy at which a length counts as solved."""
-Column = tuple[str, Callable[[Series], TableCell], bool]
+OverviewColumn = tuple[str, Callable[[Series], TableCell], bool]
 """Head of a column, a function that makes its cell for a series, and whether the lowest number is the best."""
 
 
@@ -63,7 +63,7 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
     return [ReportBlock(tables=(shared.with_baseline_note(table, options.baseline),))]
 
 
-def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Column]:
+def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[OverviewColumn]:
     """Return the columns for the perplexity at the training length and ratios to it; none if it was not measured."""
     reference = shared.baseline_of(group, options)
     measured = {window / series.header.checkpoint.seq_length for series in group.series for (window,) in series.keys}
@@ -73,7 +73,7 @@ def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Colum
     def at_length(series: Series) -> TableCell:
         return BY_WINDOW.cell(series, series.header.checkpoint.seq_length, reference)
 
-    columns: list[Column] = [("perplexity at L", at_length, True)]
+    columns: list[OverviewColumn] = [("perplexity at L", at_length, True)]
     columns += [
         (f"ratio at {multiple}L", partial(ratio_cell, multiple=multiple), True)
         for multiple in MULTIPLES
@@ -82,7 +82,7 @@ def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Colum
     return columns
 
 
-def recall_columns(group: ResultGroup) -> list[Column]:
+def recall_columns(group: ResultGroup) -> list[OverviewColumn]:
     """Return the column for the recall at the longest length; none if the models have several training lengths."""
     trained, lengths = group.training_lengths(), group.lengths()
     if len(trained) > 1 or not lengths:

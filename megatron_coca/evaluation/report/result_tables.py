@@ -46,15 +46,15 @@ class ReportOptions:
     claim: str = ""
 
 
-Builder = Callable[[Sequence[LoadedResult], ReportOptions], list[ReportBlock]]
+ResultBuilder = Callable[[Sequence[LoadedResult], ReportOptions], list[ReportBlock]]
 """A function that makes the blocks of a section from results. A section without blocks is left out."""
 BlockFunction = Callable[[ResultGroup, str, ReportOptions], ReportBlock]
 
 
-def grouped(name: str, comparable: Comparable) -> Callable[[BlockFunction], Builder]:
+def grouped(name: str, comparable: Comparable) -> Callable[[BlockFunction], ResultBuilder]:
     """Decorate a function that makes the block of one group of comparable results; `name`-1 names the first block."""
 
-    def decorate(block: BlockFunction) -> Builder:
+    def decorate(block: BlockFunction) -> ResultBuilder:
         def build(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
             return [
                 replace(block(group, f"{name}-{index}", options), heading=group.heading, provenance=provenance(group))

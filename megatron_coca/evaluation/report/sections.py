@@ -28,7 +28,7 @@ class SectionBuilder:
     title: str
     place: int
     tasks: tuple[str, ...]
-    build: shared.Builder
+    build: shared.ResultBuilder
     sentence: int = LAST
     printed: bool = True
 
@@ -49,11 +49,11 @@ def section_builders() -> list[SectionBuilder]:
     return sorted([*several, *of_tasks], key=lambda section: (section.place, section.name))
 
 
-def builder_of(task: Task, section: TaskSection) -> shared.Builder:
+def builder_of(task: Task, section: TaskSection) -> shared.ResultBuilder:
     """Return the function that makes the blocks of a task's section."""
     if not section.build:
         return number_blocks(task, section)
-    builder: shared.Builder = function_of(section.build)
+    builder: shared.ResultBuilder = function_of(section.build)
     return builder
 
 

@@ -38,11 +38,11 @@ class TidyRow:
 
 
 COLUMNS = tuple(field.name for field in fields(TidyRow))
-Groups = Iterable[tuple[str, ResultGroup]]
+ResultGroups = Iterable[tuple[str, ResultGroup]]
 """Groups of comparable results with the name of their task."""
 
 
-def tidy_rows(groups: Groups, members: Mapping[str, Member]) -> list[TidyRow]:
+def tidy_rows(groups: ResultGroups, members: Mapping[str, Member]) -> list[TidyRow]:
     """Return the complete numbers of all groups. A task with several groups has their difference in its name."""
     rows = []
     for task, group in groups:

@@ -154,11 +154,11 @@ def separated_by(found: Sequence[float], margins: Sequence[float], inside: float
     return "facts found" if _high(padded(found), inside) < 0 else "margin" if _high(margins, inside) < 0 else ""
 
 
-Key = tuple[str, int]
+MethodAtLength = tuple[str, int]
 """A method and a length in tokens."""
 
 
-def open_facts(result: StretchResult) -> Iterator[Key]:
+def open_facts(result: StretchResult) -> Iterator[MethodAtLength]:
     """Yield the methods and lengths at which more facts could change the decision: the undecided methods, and every
     method that has not failed but has a mean margin of 0 or less. If there is only one method, yield all lengths.
     """
@@ -173,7 +173,7 @@ def open_facts(result: StretchResult) -> Iterator[Key]:
                 yield name, length
 
 
-def open_windows(result: StretchResult) -> Iterator[Key]:
+def open_windows(result: StretchResult) -> Iterator[MethodAtLength]:
     """Yield the methods and lengths at which more windows could change the decision: the limit is within the interval
     of the ratio, and the method has not failed. The plain model at 1x is the reference, so it needs as many windows as
     the others. If there is only one method, yield all lengths.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megatron_coca.evaluation.results import Store
-from megatron_coca.evaluation.stretch.decision import Key, open_facts, open_windows
+from megatron_coca.evaluation.stretch.decision import MethodAtLength, open_facts, open_windows
 from megatron_coca.evaluation.stretch.records import StretchResult
 from megatron_coca.evaluation.subject import Subject, noting_missing
 from megatron_coca.evaluation.tasks.margin.measure import (
@@ -90,7 +90,7 @@ class Goal(NamedTuple):
     facts: int = 0
 
 
-def missing_seconds(result: StretchResult, pace: Pace, goals: Mapping[Key, Goal]) -> float:
+def missing_seconds(result: StretchResult, pace: Pace, goals: Mapping[MethodAtLength, Goal]) -> float:
     """Return the estimated seconds of everything that is not measured yet, including the rest of a begun
     measurement.
     """
@@ -103,7 +103,7 @@ def missing_seconds(result: StretchResult, pace: Pace, goals: Mapping[Key, Goal]
     return seconds
 
 
-def missing_facts(result: StretchResult, key: Key, count: int) -> int:
+def missing_facts(result: StretchResult, key: MethodAtLength, count: int) -> int:
     """Return how many of the first `count` facts are not measured."""
     entry = result.entry(*key)
     known = {case.number for case in entry.cases} if entry else set()
@@ -132,9 +132,9 @@ class Runner:
         self._planned = cases
         self._budget, self._ends = budget, time.monotonic() + budget
         self._left_out: list[str] = []
-        self._skipped: list[Key] = []
+        self._skipped: list[MethodAtLength] = []
         self._tokens = 0
-        self._goals: dict[Key, Goal] = {}
+        self._goals: dict[MethodAtLength, Goal] = {}
         self._made: dict[int, Cases] = {}
 
     def run(self, lengths: Sequence[int]) -> StretchResult:
@@ -241,7 +241,7 @@ class Runner:
         def done() -> list[int]:
             return [self._done((method, length), name) for method in methods]
 
-        def goals(count: int) -> dict[Key, Goal]:
+        def goals(count: int) -> dict[MethodAtLength, Goal]:
             return {(method, length): Goal(**{name: count}) for method in methods}
 
         before = done()
@@ -258,7 +258,7 @@ class Runner:
             (self._facts if name == "facts" else self._windows)(subject, length, count)
         return done() != before
 
-    def _done(self, key: Key, name: str) -> int:
+    def _done(self, key: MethodAtLength, name: str) -> int:
         """Return the number of facts or windows."""
         return len(self._result.facts(*key)) if name == "facts" else self._result.windows(*key)
 
@@ -319,7 +319,7 @@ class Runner:
         ranked, plain = self._result.ranked(), self._result.plain
         return sorted(self.subjects, key=lambda each: (each.label != plain, ranked.index(each.label)))
 
-    def _missing(self, goals: Mapping[Key, Goal]) -> float:
+    def _missing(self, goals: Mapping[MethodAtLength, Goal]) -> float:
         return missing_seconds(self._result, self.pace, goals)
 
     def _left(self) -> float:
@@ -337,7 +337,7 @@ class Runner:
         self._progress.advance()
 
 
-def _by_length(keys: Iterable[Key]) -> list[tuple[int, list[str]]]:
+def _by_length(keys: Iterable[MethodAtLength]) -> list[tuple[int, list[str]]]:
     """Return the methods of each length, from the shortest."""
     pairs = sorted({(length, method) for method, length in keys})
     return [(length, [method for _, method in group]) for length, group in groupby(pairs, key=itemgetter(0))]

@@ -1,4 +1,4 @@
-"""Names and sizes that keep the code readable: a class name means one thing, and a function is one thought."""
+"""Names and sizes that keep the code readable: a type's name means one thing, and a function is one thought."""
 
 import ast
 from collections import defaultdict
@@ -32,15 +32,27 @@ def test_the_lines_of_a_body_are_counted() -> None:
     assert isinstance(function, ast.FunctionDef) and body_lines(function) == 2
 
 
+def named_types(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
+    """Classes and type aliases of a module: the name, its line, and what it stands for ("" for a class)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name, node.lineno, ""
+    for statement in tree.body:
+        name = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+        if isinstance(statement, ast.Assign) and name[0].isupper() and not name.isupper():
+            yield name, statement.lineno, ast.unparse(statement.value)
+
+
 @pytest.mark.always
-def test_no_two_classes_share_a_name() -> None:
-    places: dict[str, list[str]] = defaultdict(list)
+def test_no_two_types_share_a_name() -> None:
+    """Modules that do not import one another may have the same alias."""
+    places: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for path, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and path != STANDALONE:
-                places[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
-    shared = {name: found for name, found in places.items() if len(found) > 1}
-    assert len(places) > 300 and not shared, shared
+        for name, line, value in named_types(tree) if path != STANDALONE else ():
+            places[name].append((value, f"{path.relative_to(PACKAGE)}:{line}"))
+    shared = {name: found for name, found in places.items() if len({value for value, _ in found}) > 1}
+    twice = {name: found for name, found in places.items() if sum(value == "" for value, _ in found) > 1}
+    assert len(places) > 300 and not shared and not twice, shared | twice
 
 
 @pytest.mark.always

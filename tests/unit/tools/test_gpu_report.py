@@ -22,7 +22,7 @@ from tools.gpu import page as pages
 from tools.gpu import runner
 from tools.gpu.cases import read_lines, run_cases, write_line
 from tools.gpu.contents import closure, digest
-from tools.gpu.plans import EIGHT_GPUS, FIRST, ONE_GPU, PLANS, Part, Run
+from tools.gpu.plans import EIGHT_GPUS, FIRST, ONE_GPU, PLANS, PlanPart, Run
 from tools.gpu.runner import DONE, FAILED, LATE, MISSING, RUNNING, carry_caches, execute, items, read_record, waiting
 
 HERE = {
@@ -57,9 +57,9 @@ sys.exit(gpu_report.main(["--output", {output!r}]))
 """The report, with a short process in place of the process of every part."""
 
 
-def plan_of(commands: dict[str, str], **options: Any) -> dict[str, Part]:
+def plan_of(commands: dict[str, str], **options: Any) -> dict[str, PlanPart]:
     keys = {"seconds": 20, "needs": ()} | options
-    return {name: Part(f"Does {name} run?", {"one": Run(text, **keys)}) for name, text in commands.items()}
+    return {name: PlanPart(f"Does {name} run?", {"one": Run(text, **keys)}) for name, text in commands.items()}
 
 
 def shown(text: str, status: int = 0) -> str:
@@ -296,7 +296,7 @@ def test_a_part_without_its_packages_is_named_and_the_others_run(tmp_path: Path)
 @pytest.mark.parametrize(
     ("plan", "minutes"), [(ONE_GPU, 29), (EIGHT_GPUS, 15), (FIRST, 9)], ids=["1 GPU", "8 GPUs", "first"]
 )
-def test_limits(plan: dict[str, Part], minutes: float) -> None:
+def test_limits(plan: dict[str, PlanPart], minutes: float) -> None:
     assert sum(part.seconds for part in plan.values()) == 60 * minutes
     for part in plan.values():
         for run in part.runs.values():

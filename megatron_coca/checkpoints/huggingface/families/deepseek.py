@@ -42,7 +42,7 @@ from megatron_coca.checkpoints.huggingface.weight_map import (
 )
 from megatron_coca.config import Config, ModelConfig
 
-Table = Callable[[ModelConfig], Rows]
+WeightTable = Callable[[ModelConfig], Rows]
 
 
 def last_in_pairs(heads: int, before: int, rotated: int) -> WeightPacking:
@@ -80,7 +80,7 @@ def latent_rows(model: ModelConfig, neighbours: bool) -> Rows:
     return tuple(layer_rows("model.layers.{i}", named))
 
 
-def with_latents(table: Table, neighbours: bool = True) -> Table:
+def with_latents(table: WeightTable, neighbours: bool = True) -> WeightTable:
     """Return the table of a family with latent attention. `table` is that of the family without."""
 
     def rows(model: ModelConfig) -> Rows:

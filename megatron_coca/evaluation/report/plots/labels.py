@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return not (beside or self.top <= other.bottom or other.top <= self.bottom)
 
 
-Curve = tuple[Sequence[float], Sequence[float]]
+Points = tuple[Sequence[float], Sequence[float]]
 """x and y of one curve, in data coordinates."""
 
 
@@ -52,13 +52,13 @@ class Covered:
     boxes: list[Box] = field(default_factory=list)
 
     @classmethod
-    def of(cls, axes: Axes, curves: Iterable[Curve], bands: Iterable[tuple[Curve, Curve]]) -> "Covered":
+    def of(cls, axes: Axes, curves: Iterable[Points], bands: Iterable[tuple[Points, Points]]) -> "Covered":
         found = cls(axes, np.linspace(axes.bbox.x0, axes.bbox.x1, SAMPLES))
         found.curves = [found._pixels(curve) for curve in curves]
         found.bands = [(found._pixels(low), found._pixels(high)) for low, high in bands]
         return found
 
-    def _pixels(self, curve: Curve) -> np.ndarray:
+    def _pixels(self, curve: Points) -> np.ndarray:
         points = np.asarray([pair for pair in zip(*curve, strict=True) if np.isfinite(pair).all()], dtype=np.float64)
         if not points.size:
             return np.full(SAMPLES, np.nan)

@@ -28,7 +28,7 @@ from megatron_coca.evaluation.tasks.analysis.task import (
     Decay,
     Entropy,
     LengthAnalysis,
-    Share,
+    MaybeShare,
 )
 from megatron_coca.evaluation.window_progress import WindowProgress
 from megatron_coca.model import GPT
@@ -156,7 +156,7 @@ def analyse(
     )
 
 
-def _share(holds: np.ndarray, among: np.ndarray | None = None) -> Share:
+def _share(holds: np.ndarray, among: np.ndarray | None = None) -> MaybeShare:
     taken = holds if among is None else holds[among]
     return float(taken.mean()) if taken.size else None
 

@@ -14,7 +14,7 @@ from megatron_coca.evaluation.options import (
 )
 from megatron_coca.evaluation.results import OPEN, DocumentsRecord, Entry, Record, Result
 
-Share = float | None
+MaybeShare = float | None
 """A fraction between 0 and 1; None if nothing was counted."""
 
 
@@ -28,15 +28,15 @@ class Angles(Part):
     There is no angle if q_j or k_j is zero. `undefined` is the share without one; the other shares are of the rest.
     """
 
-    undefined: Share
-    collinear: Share  # |Theta_j| is 0 within rounding
-    anomalous: Share
-    anomalous_by_head: list[list[Share]]  # [layer][head]
+    undefined: MaybeShare
+    collinear: MaybeShare  # |Theta_j| is 0 within rounding
+    anomalous: MaybeShare
+    anomalous_by_head: list[list[MaybeShare]]  # [layer][head]
     largest: float | None  # radians; the largest |Theta_j|
 
 
 class Border(Part):
-    beyond_training: Share  # share of all token pairs and all j with a border beyond the training length
+    beyond_training: MaybeShare  # share of all token pairs and all j with a border beyond the training length
 
 
 class Borders(Part):
@@ -49,8 +49,8 @@ class Decay(Part):
     """Scores of the same query and key by their distance in tokens."""
 
     distances: list[int]
-    falling: list[Share]  # share of pairs with a lower score at the next distance
-    falling_mean: Share
+    falling: list[MaybeShare]  # share of pairs with a lower score at the next distance
+    falling_mean: MaybeShare
     change: list[float | None] | None = None  # mean score minus the score at distance 0; None in earlier files
     low: list[float | None] | None = None  # its first quartile over layers, heads and pairs
     high: list[float | None] | None = None

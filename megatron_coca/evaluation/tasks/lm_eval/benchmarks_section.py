@@ -28,7 +28,7 @@ TOGETHER = "mean of the common tasks"
 BABILONG_MEAN = benchmarks.BABILONG_TASKS[:5]
 """The tasks of BABILong's means, which have all lengths."""
 GROUPS = frozenset({"ruler", "babilong", "babilong_longctx", "longbench", "longbench_e"})
-Column = int | str
+ScoreColumn = int | str
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ScoreCell:
     """One number of a benchmark's table, in percent. `cut` is the number of its `samples` with a truncated prompt."""
 
     row: str
-    column: Column
+    column: ScoreColumn
     value: float
     samples: int
     cut: int = 0
@@ -72,7 +72,7 @@ def cells_of(entry: TaskScores, protocol: HarnessProtocol) -> list[ScoreCell]:
     return [ScoreCell(named, column, 100 * score.value, entry.samples, entry.cut)]
 
 
-def _column(length: str) -> Column:
+def _column(length: str) -> ScoreColumn:
     return int(length) if length.isdecimal() else length
 
 
@@ -83,7 +83,7 @@ def short_name(task: str) -> str:
 
 def averages(cells: Iterable[ScoreCell], row: str, tasks: Sequence[str]) -> list[ScoreCell]:
     """Return the mean over all `tasks` for each column in which all of them have a number."""
-    by_column: dict[Column, list[ScoreCell]] = {}
+    by_column: dict[ScoreColumn, list[ScoreCell]] = {}
     for cell in cells:
         if cell.row in tasks:
             by_column.setdefault(cell.column, []).append(cell)
@@ -161,13 +161,13 @@ def with_derived(group: ResultGroup, benchmark: str) -> tuple[ResultGroup, list[
     return replace(group, series=tuple(series)), common
 
 
-def has_row(group: ResultGroup, row: str, column: Column | None = None) -> bool:
+def has_row(group: ResultGroup, row: str, column: ScoreColumn | None = None) -> bool:
     """Return True if a label has a number in this row, or in this cell."""
     entries = [entry for series in group.series for entry in series.entries()]
     return any(entry.row == row and column in (None, entry.column) for entry in entries)
 
 
-def percent_cell(series: Series, row: str, column: Column) -> TableCell:
+def percent_cell(series: Series, row: str, column: ScoreColumn) -> TableCell:
     """Return a number in percent, as a mean over seeds with its interval, and mark truncated prompts."""
     key = (row, str(column))
 
@@ -189,7 +189,7 @@ def table_of(
     caption: str,
     group: ResultGroup,
     rows: Mapping[str, str],
-    columns: Sequence[Column],
+    columns: Sequence[ScoreColumn],
     head: str,
     measure: Measure | None = None,
 ) -> Table:
@@ -219,7 +219,7 @@ def _means(
     tasks: str,
     of: int,
     extended: tuple[ResultGroup, list[str]],
-    columns: Sequence[Column],
+    columns: Sequence[ScoreColumn],
     head: str = "length",
 ) -> Table:
     """Return a benchmark's means by length: over all `of` `tasks`, or over the common tasks if no label has all."""
@@ -232,7 +232,7 @@ def _means(
     return table_of(name, f"{title}: means over {over} by length", group, {"{}": row}, columns, head, measure)
 
 
-def with_published(table: Table, metric: str, columns: Sequence[Column], group: ResultGroup) -> Table:
+def with_published(table: Table, metric: str, columns: Sequence[ScoreColumn], group: ResultGroup) -> Table:
     """Add published rows for the same columns, if our rows cover all documents with the task's own examples."""
     protocol = group.first.protocol
     if not table.rows or protocol.limit is not None or protocol.num_fewshot is not None:
@@ -244,14 +244,14 @@ def with_published(table: Table, metric: str, columns: Sequence[Column], group: 
     return replace(table, rows=(*table.rows, *shown), sources=sources)
 
 
-def _columns(group: ResultGroup, rows: Iterable[str]) -> list[Column]:
+def _columns(group: ResultGroup, rows: Iterable[str]) -> list[ScoreColumn]:
     """Return the columns of these rows: lengths in ascending order."""
     chosen = set(rows)
     cells = [entry for series in group.series for entry in series.entries() if entry.row in chosen]
     return sorted({cell.column for cell in cells}, key=_size)
 
 
-def _size(column: Column) -> tuple[int, str]:
+def _size(column: ScoreColumn) -> tuple[int, str]:
     digits = "".join(character for character in str(column).partition("-")[0] if character.isdecimal())
     return int(digits or 0), str(column)
 
@@ -320,7 +320,7 @@ def _block(group: ResultGroup, tables: Sequence[Table]) -> ReportBlock:
     return ReportBlock((protocol_text(group.first.protocol),), (), tuple(table for table in tables if table.rows))
 
 
-BUILDERS: Mapping[str, shared.Builder] = {
+BUILDERS: Mapping[str, shared.ResultBuilder] = {
     "ruler": ruler_blocks,
     "babilong": babilong_blocks,
     "longbench": longbench_blocks,

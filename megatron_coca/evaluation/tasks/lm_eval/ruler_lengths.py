@@ -12,7 +12,7 @@ DRAWS = 20
 """Number of random prompts that are measured."""
 EXAMPLE_LENGTH = 500
 """Maximum tokens of the example in prompts of ruler_vt."""
-Count = Callable[[str], int]
+CountTokens = Callable[[str], int]
 
 
 def check_lengths(function: str, metadata: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ def _code(name: str) -> Any:
     return importlib.import_module(f"lm_eval.tasks.ruler.{name}")
 
 
-def _variable_tracking(count: Count, length: int) -> int:
+def _variable_tracking(count: CountTokens, length: int) -> int:
     code = _code("vt_utils")
     example = min(count(code.generate_input_output(5, 1, 4, is_icl=True)[0]) for _ in range(DRAWS)) + 30
     if example > EXAMPLE_LENGTH:
@@ -53,7 +53,7 @@ def _variable_tracking(count: Count, length: int) -> int:
     return example + min(count(code.generate_input_output(10, 1, 4)[0]) for _ in range(DRAWS)) + 30
 
 
-def _common_words(count: Count, length: int) -> int:
+def _common_words(count: CountTokens, length: int) -> int:
     """Measure the task's first attempt. If it is too long, the task goes on with prompts without any word."""
     code = _code("cwe_utils")
     state = code.RNG.getstate()
@@ -66,12 +66,12 @@ def _common_words(count: Count, length: int) -> int:
     return max(map(count, numbered)) + 120
 
 
-def _frequent_words(count: Count, length: int) -> int:
+def _frequent_words(count: CountTokens, length: int) -> int:
     code = _code("fwe_utils")
     return max(200, count(code.TEMPLATE.format(context="", query="")) + 50)  # it draws length // 50 words, at least 4
 
 
-SHORTEST: Mapping[str, Callable[[Count, int], int]] = {
+SHORTEST: Mapping[str, Callable[[CountTokens, int], int]] = {
     "vt_utils.get_vt_dataset": _variable_tracking,
     "cwe_utils.get_cw_dataset": _common_words,
     "fwe_utils.fwe_download": _frequent_words,

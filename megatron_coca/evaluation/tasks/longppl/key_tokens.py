@@ -84,13 +84,13 @@ def key_tokens(
     return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
 
-Span = tuple[int, int]
+TokenSpan = tuple[int, int]
 """The first character of a piece of text, and the character after it."""
 
 
-def merged(spans: Sequence[Span]) -> list[Span]:
+def merged(spans: Sequence[TokenSpan]) -> list[TokenSpan]:
     """Join the spans that follow each other without a gap."""
-    joined: list[Span] = []
+    joined: list[TokenSpan] = []
     for start, end in spans:
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], end)
@@ -99,7 +99,7 @@ def merged(spans: Sequence[Span]) -> list[Span]:
     return joined
 
 
-def tokens_within(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
+def tokens_within(offsets: Sequence[TokenSpan], spans: Sequence[TokenSpan]) -> np.ndarray:
     """Return the places of the tokens, except the first, that lie within one of the spans (int64).
 
     `offsets` are the characters of each token of the evaluated model. So key tokens of one tokenizer become those of

@@ -22,7 +22,7 @@ from megatron_coca.evaluation.statistics import exponential
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.evaluation.tasks.longppl.key_tokens import (
     ContextContrast,
-    Span,
+    TokenSpan,
     key_tokens,
     losses_of,
     tokens_within,
@@ -173,7 +173,7 @@ def through_text(
     prefix = evaluators.start
     first = [] if prefix is None else [prefix]
     places = keys(np.array([*first, *ids], dtype=np.int64)) - len(first)
-    chosen: list[Span] = [spans[place] for place in places]
+    chosen: list[TokenSpan] = [spans[place] for place in places]
     tokens, offsets = own.encode_rendered(text)
     before = [] if start is None else [start]
     within = tokens_within([*[(0, 0)] * len(before), *offsets], chosen)

@@ -85,7 +85,7 @@ def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     return ReportBlock(text, tuple(figures), tuple(tables))
 
 
-Key = Callable[[Any, Any], tuple[Any, ...]]
+SortKey = Callable[[Any, Any], tuple[Any, ...]]
 MEAN_DEPTH = -1
 """The depth of the mean over all depths, in the keys of entries."""
 
@@ -143,7 +143,7 @@ def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repor
     return ReportBlock(text, tuple(figures), tuple(tables))
 
 
-def with_means(group: ResultGroup, parts: Sequence[Any], mean: Any, key: Key) -> ResultGroup:
+def with_means(group: ResultGroup, parts: Sequence[Any], mean: Any, key: SortKey) -> ResultGroup:
     """Return a group with an entry for the part `mean` at each length at which all parts were measured.
 
     `key` returns the key of an entry from its length and part, such as a task or a depth.
