@@ -17,7 +17,7 @@ from megatron_coca.ablation.grid import Cell, expand
 from megatron_coca.ablation.rates import found_rates, with_rates
 from megatron_coca.evaluation.contrasts import corrected_once, holm, level_text, p_text
 from megatron_coca.evaluation.labels import slug
-from megatron_coca.evaluation.report import build_report
+from megatron_coca.evaluation.report.build import build_report
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import ReportDocument, Table, markdown_table
 from megatron_coca.evaluation.report.plots.figures import svg

@@ -83,7 +83,7 @@ def add_report_options(parser: ArgumentParser) -> None:
 
 def show(*results: Result) -> None:
     """Print results as the tables that a report shows, with one row for each result."""
-    from megatron_coca.evaluation.report import tables_of_results
+    from megatron_coca.evaluation.report.build import tables_of_results
 
     print(plain(tables_of_results(results)), end="\n\n", flush=True)
 
@@ -93,7 +93,7 @@ def run_measurement(task: Task, args: Namespace) -> int:
 
 
 def run_report(args: Namespace) -> int:
-    from megatron_coca.evaluation.report import PAGE, build_report
+    from megatron_coca.evaluation.report.build import PAGE, build_report
 
     print(plain(build_report(args.results, args.output, args.title, args.papers, baseline=args.baseline)))
     print(f"\nwrote {args.output / PAGE}, and report.md, figures, tables, numbers and a notebook in the same folder")

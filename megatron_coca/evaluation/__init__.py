@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_coca.evaluation.results import EvaluationError
 
 if TYPE_CHECKING:
-    from megatron_coca.evaluation.report import build_report
+    from megatron_coca.evaluation.report.build import build_report
     from megatron_coca.evaluation.tasks.perplexity.measure import sliding_window_perplexity
     from megatron_coca.evaluation.tasks.perplexity.task import PerplexityResult, WindowResult
 
@@ -17,5 +17,5 @@ def __getattr__(name: str) -> Any:
     # Imported on first use (PEP 562): the command line must not import PyTorch to print its help.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "report" if name == "build_report" else "tasks.perplexity.measure"
+    module = "report.build" if name == "build_report" else "tasks.perplexity.measure"
     return getattr(import_module(f"{__name__}.{module}"), name)

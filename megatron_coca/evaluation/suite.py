@@ -17,7 +17,7 @@ from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.evaluation.labels import full_label, slug
 from megatron_coca.evaluation.multiples import changes_in_tokens, in_tokens, is_multiple
 from megatron_coca.evaluation.options import resolve_device
-from megatron_coca.evaluation.report import build_report
+from megatron_coca.evaluation.report.build import build_report
 from megatron_coca.evaluation.results import EvaluationError, Record, check_writable, read_yaml_file, validated
 from megatron_coca.evaluation.tasks import measurements
 from megatron_coca.support.console import write

@@ -9,7 +9,7 @@ import torch
 
 from megatron_coca.commands.evaluate import subcommands
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.report import build_report
+from megatron_coca.evaluation.report.build import build_report
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.tasks.retrieval.task import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.model import build_model

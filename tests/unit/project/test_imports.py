@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,6 +159,53 @@ def cycles(root: Path) -> list[list[str]]:
     return found
 
 
+def _run_at_import(body: Sequence[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports that run with the module: none of functions, and none for types only."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for block in ("orelse", "handlers", "finalbody", *(() if typing_only else ("body",))):
+                yield from _run_at_import(getattr(node, block, []))
+
+
+def unfinished(root: Path) -> list[str]:
+    """Names that are imported from a module before it has run, if a program imports some module first."""
+    known, found = modules(root), set[str]()
+    wanted: dict[str, list[tuple[str, bool]]] = {name: [] for name in known}  # modules, and whether a name is taken
+    for source, file in known.items():
+        for node in _run_at_import(ast.parse(file.read_text(), str(file)).body):
+            origin = node.module if isinstance(node, ast.ImportFrom) else None
+            for alias in node.names:
+                inner = f"{origin}.{alias.name}" if origin else alias.name
+                wanted[source].append((inner, False) if inner in known else (str(origin), True))
+
+    def load(module: str, begun: set[str], done: set[str]) -> None:
+        parts = module.split(".")
+        for name in (
+            ".".join(parts[:count]) for count in range(1, len(parts) + 1)
+        ):  # packages run before their modules
+            if name not in known or name in begun:
+                continue
+            begun.add(name)
+            for target, takes_name in wanted[name]:
+                load(target, begun, done)
+                if takes_name and target in begun - done and not within(name, target):
+                    found.add(f"{name} imports from {target}")
+            done.add(name)
+
+    for module in known:
+        load(module, set(), set())
+    return sorted(found)
+
+
+@pytest.mark.always
+def test_every_module_can_be_imported_first() -> None:
+    """The file of a package may import a module that imports from the package."""
+    assert not unfinished(ROOT)
+
+
 @pytest.mark.always
 def test_imports_go_one_way() -> None:
     assert not violations(ROOT)
@@ -243,3 +290,19 @@ def test_a_cycle_is_found(tmp_path: Path) -> None:
     for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
         (folder / f"{name}.py").write_text(f"def f():\n    from {PACKAGE}.model import {other}\n    return {other}\n")
     assert cycles(tmp_path) == [[f"{PACKAGE}.model.{name}" for name in "abca"]]
+
+
+def test_an_unfinished_module_is_found(tmp_path: Path) -> None:
+    """`a` alone is in no circle, but importing it runs the file of the package that has `b`, which imports `a`."""
+    files = {
+        "tasks/__init__.py": "",
+        "tasks/a.py": f"from {PACKAGE}.report.b import B\nA = B",
+        "report/__init__.py": f"from {PACKAGE}.report.all import ALL",
+        "report/all.py": f"from {PACKAGE}.tasks.a import A\nALL = A",
+        "report/b.py": f"if TYPE_CHECKING:\n    from {PACKAGE}.tasks.a import A\nB = 1",
+    }
+    for name, text in files.items():
+        path = tmp_path / PACKAGE / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert unfinished(tmp_path) == [f"{PACKAGE}.report.all imports from {PACKAGE}.tasks.a"]

@@ -185,7 +185,7 @@ def test_a_new_report_removes_the_numbers_of_the_earlier_one(tmp_path: Path, mon
     (tmp_path / "tables" / "mine.tex").write_text("not of the report")
     assert earlier.is_file() and (tmp_path / "report.html").is_file()
     with monkeypatch.context() as killed:
-        killed.setattr("megatron_coca.evaluation.report._notebook", lambda *_: 1 / 0)
+        killed.setattr("megatron_coca.evaluation.report.build._notebook", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build_report([one], tmp_path)
     assert not (tmp_path / "report.html").exists() and not earlier.exists()

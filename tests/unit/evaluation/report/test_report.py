@@ -266,7 +266,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     drawing = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>'
     kinds = [end for ends in figures.FILES.values() for end in ends.values()]
     with pytest.MonkeyPatch.context() as patch:  # the plots themselves take seconds, and are tested in plots/
-        patch.setattr("megatron_coca.evaluation.report.images", lambda figure: dict.fromkeys(kinds, drawing))
+        patch.setattr("megatron_coca.evaluation.report.build.images", lambda figure: dict.fromkeys(kinds, drawing))
         patch.setattr(figures, "png", lambda figure: drawing)
         build_report([folder / "results"], folder / "out", "<Everything>", papers=True, curves=curves)
     return folder / "out"

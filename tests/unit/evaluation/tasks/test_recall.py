@@ -18,7 +18,7 @@ from megatron_coca.data.shards import ShardWriter
 from megatron_coca.data.synthetic import Draws, recall_question
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.attention_maps import observed, row_scores
-from megatron_coca.evaluation.report import build_report
+from megatron_coca.evaluation.report.build import build_report
 from megatron_coca.evaluation.tasks.recall.measure import synthetic_questions
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint

@@ -16,7 +16,7 @@ from megatron_coca.commands.evaluate import subcommands
 from megatron_coca.config import load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.options import SubjectOptions
-from megatron_coca.evaluation.report import tables_of_results
+from megatron_coca.evaluation.report.build import tables_of_results
 from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord, EvaluationError, Store, read_costs
 from megatron_coca.evaluation.subject import Evaluation, Header, Subject
 from megatron_coca.evaluation.tasks.retrieval import measure as retrieval_tasks
