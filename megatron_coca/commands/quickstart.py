@@ -71,7 +71,7 @@ def share_of_rest(training: float) -> float:
 def recall(keys: Sequence[str]) -> tuple[list[Path], float]:
     """Train every method in RECALL on the recall task, and evaluate each without and with extensions.
 
-    Returns the result files, and the share of the remaining work that this machine can do in time.
+    Returns the result files, and the share of the work after this function that the machine can do within GOAL.
     """
     from megatron_coca.checkpoints import native
     from megatron_coca.config import load_config

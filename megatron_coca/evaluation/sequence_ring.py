@@ -134,7 +134,7 @@ class _Member:
         dist.broadcast(torch.tensor([what, *numbers, 0, 0][:3]), 0, group=self._hosts)
 
     def told(self) -> list[int]:
-        """Return what rank 0 has told: the kind, and two numbers."""
+        """Wait for the next message of rank 0; return its kind (LOAD, SCORE or END) and two numbers."""
         message = torch.empty(3, dtype=torch.int64)
         dist.broadcast(message, 0, group=self._hosts)
         return [int(number) for number in message]

@@ -256,7 +256,8 @@ def logits(
 ):
     """Return the scores of a tile divided by the scale, with -inf for masked pairs. `held` and `loaded` are (near, far)
     tiles, `m` and `n` are the token indices of the queries and keys, and `start` is the first token of each query's
-    document. A tile takes one matrix product, or two if a segment ends inside it.
+    document. A tile takes one matrix product, or two if the boundary between near and far distances runs
+    through it.
 
     The scale is applied in the exponent, exp2(score * scale - peak * scale), at the cost of one more instruction.
     """

@@ -41,7 +41,7 @@ class SelectedSink(NamedTuple):
 
     @property
     def folders(self) -> dict[str, str]:
-        """The folders to which only one run may write at a time, by the configuration key that names them."""
+        """The configuration keys that name folders, with the folders. One run at a time may write to such a folder."""
         return {
             option.key or f"{self.key}.{option.name}": self.options[option.name]
             for option in self.kind.options

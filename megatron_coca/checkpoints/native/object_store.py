@@ -61,7 +61,7 @@ def fetch(url: str, step: int | None = None, cache: str | Path = DEFAULT_CACHE) 
             return folder if remote.has(folder) else remote.download(native.step_of(folder), save)
     except OSError as error:
         raise CheckpointError(
-            f"{save}: {url} cannot be downloaded here ({error}); set checkpoint_cache to another folder"
+            f"{url}: cannot be downloaded to {save} ({error}); set checkpoint_cache to another folder"
         ) from error
 
 

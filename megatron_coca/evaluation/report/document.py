@@ -66,12 +66,14 @@ class Measure:
     """The numbers of a table that the sentence at the top of a report is about.
 
     Attributes:
-        quantity: their name.
-        prefix: the start of their row names, before the label.
+        quantity: what the numbers measure.
+        prefix: the text before the label in the names of the rows.
         lowest: whether the lowest number is the best.
-        least: the number that one label must reach somewhere; otherwise, no model has learned the task.
-        digits, unit: digits after the decimal point, and a unit after the number.
-        column: the only column that the sentence is about; by default all columns, which are lengths.
+        least: the number that at least one label must reach in one column. If none does, the report says that no model
+            has learned the task.
+        digits: number of decimal places.
+        unit: the text after each number.
+        column: the only column that the sentence is about; by default all columns, each of which is a length.
         trained: the training lengths of all models, even of models that were not measured at their training length.
     """
 

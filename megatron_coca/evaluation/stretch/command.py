@@ -89,7 +89,7 @@ def _measure(args: Namespace, like: MarginResult | None) -> Done:
     result = Runner(subjects, documents.arrays, form, stores, args.budget, cases).run(lengths)
     if not result.lengths():
         raise EvaluationError(
-            f"--budget: nothing was measured; left out: {result.left_out[0]}; raise it, or free memory"
+            f"--budget: too small for any measurement (first left out: {result.left_out[0]}); raise it, or free memory"
         )
     configs = {subject.label: subject.config for subject in subjects}
     declared = None if plan and plan.finetune else plan  # those contrasts belong to the page of all models

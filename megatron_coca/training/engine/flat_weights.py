@@ -112,7 +112,7 @@ class _Reduction(NamedTuple):
 
 
 class FlatWeights:
-    """The trained weights of a model in buckets, and the optimizer that updates this rank's parts of them.
+    """The weights that are trained, in buckets, and the optimizer that updates this rank's part of each bucket.
 
     Gradients of a bucket are reduced as soon as the backward pass has computed the last of them. All ranks reduce the
     buckets in the same order, from the last layers to the first.

@@ -264,7 +264,7 @@ def test_a_folder_in_place_of_the_lock_or_a_file_in_place_of_the_cache_is_a_mess
     with pytest.raises(CheckpointError, match="cannot be locked"):
         object_store.fetch(URL, cache=tmp_path / "cache")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be downloaded here"):
+    with pytest.raises(CheckpointError, match="cannot be downloaded to"):
         object_store.fetch(URL, cache=tmp_path / "file")
 
 
