@@ -24,7 +24,7 @@ from megatron_coca.training.engine import build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.launch import complete_environment
 from megatron_coca.training.monitoring.loss_guard import Limits
-from megatron_coca.training.optimizer import build_optimizer
+from megatron_coca.training.optimizer import build_optimizer, train_only_parts
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state
 from tests.integration.killing import ForkServer
@@ -115,7 +115,9 @@ class Trained:
         self.packed, self.drawn = config.data.reset_attention_mask, config.training_positions is not None
         randomness.seed_everything(config.seed, dist.rank())
         optimizer = partial(build_optimizer, config=config.optimizer, width_ratio=config.model.width_ratio)
-        self.engine = build_engine(assemble_model(config, "cpu"), optimizer, config, self.sizes, self.place.pipe)
+        model = assemble_model(config, "cpu")
+        train_only_parts(model, config.optimizer)
+        self.engine = build_engine(model, optimizer, config, self.sizes, self.place.pipe)
 
     def batches(self, seed: int, samples: int | None = None) -> list[Batch]:
         random = np.random.default_rng(seed)
