@@ -297,20 +297,25 @@ BACKENDS_INTRODUCTION = """\
 <!-- Written by `python docs/generate.py`; change the code, not this page. -->
 
 `attention_backend` names one of these backends, or `auto`. `auto` selects the first backend that supports the model, in
-this order: {automatic}. For packed documents that must not attend to each other, and for biases without a formula in
-our kernels, such as `rpe`, `auto` tries `flex` first until our kernels are measured (`PREFERRED` in
-`attention/build.py`); for other biases of the distance it tries `triton`. For pairs of two bands, such as ReRoPE's, it
-selects `triton` on a GPU until `merge` has been timed there. If a named backend does not support the
-model, the run stops and shows the reason; it does not fall back to another backend. A number in a table refers to a
-reason below the table.
+this order: {automatic}.
+
+There are exceptions (`PREFERRED` in `attention/build.py`) until all backends have been timed on a GPU:
+
+- For packed documents that must not attend to each other, and for biases without a formula in our kernels (such as
+  `rpe`), `auto` tries `flex` first.
+- For other biases of the distance, it tries `triton` first.
+- For maps with two bands of pairs, such as ReRoPE, it selects `triton` on a GPU.
+
+If a named backend does not support the model, the run stops and shows the reason; it does not fall back to another
+backend. A number in a table refers to a reason below the table.
 
 | backend | description |
 | --- | --- |
 {summaries}
 
 All backends support grouped queries, packed documents, and queries that are the last tokens of a longer key sequence.
-`rope_scaling`, `logit_scaling` and the frequencies change only the operands, so they have no row. Install `triton` with
-`pip install triton`. [speed.md](speed.md#on-an-h100) has times on a GPU.
+`rope_scaling`, `logit_scaling` and the frequencies change only the operands, so the tables have no row for them.
+Install `triton` with `pip install triton`. [speed.md](speed.md#on-an-h100) has times on a GPU.
 """
 
 

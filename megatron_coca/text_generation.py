@@ -136,11 +136,12 @@ class TextGenerator:
         DataError for a prompt that cannot be encoded.
 
         Args:
-            options: `tokens_per_batch`, the maximum number of tokens of a batch, which has prompts of one length and at
-                least one of them, by default 16384; `progress`, which shows the progress; `pushed`, a function that is
-                called with a continuation after each of its tokens; `ended`, a function that is called with the index
-                of a prompt and its continuation when the continuation is complete; `left_out`, indices of prompts to
-                leave out, which keep empty continuations; `dynamic_length` as in `generate_tokens`.
+            options: `tokens_per_batch`, the maximum number of tokens of a batch, by default 16384; `progress`, which
+                shows the progress; `pushed`, a function that is called with a continuation after each of its tokens;
+                `ended`, a function that is called with the index of a prompt and its continuation when the continuation
+                is complete; `left_out`, indices of prompts to leave out, which keep empty continuations;
+                `dynamic_length` as in `generate_tokens`. A batch has at least one prompt, and its prompts have one
+                length.
         """
         ids = [self.encode(prompt) for prompt in prompts]
         rows = [Continuation(self.tokenizer, row, stops) for row in ids]
@@ -240,7 +241,7 @@ def load_generator(
     Raises:
         CheckpointError: as for `load_model`, and if the checkpoint has no tokenizer.
         ConfigError: an invalid override.
-        DataError: the tokenizer is damaged, or has no such symbol.
+        DataError: the tokenizer is damaged, or has no token `start_token`.
     """
     opened = open_checkpoint(path, overrides=overrides, files=files)
     tokenizer, note = opened.tokenizer(overrides, files)

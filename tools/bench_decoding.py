@@ -3,10 +3,11 @@
     python tools/bench_decoding.py --methods coca
     python tools/bench_decoding.py --layers 4 --lengths 8192 --dtypes bfloat16
 
-The model is that of configs/350M with random weights. In every round each way decodes --tokens greedy tokens after a
-cache of that length, which is filled with random keys and values. The script measures CPU time with one thread, because
-it depends less on other programs than the time of a clock. "compile" is the CPU time, with the compiler's processes,
-that the first call of the compiled step takes beyond a later call. The compiled code is read from no cache.
+The model is that of configs/350M with random weights. In every round each way decodes --tokens greedy tokens. Before
+them, the cache has each of --lengths tokens in turn, with random keys and values. The script measures CPU time with one
+thread, because it depends less on other programs than the time of a clock. "compile" is the CPU time that the first
+call of the compiled step takes beyond a later call, with the compiler's processes. The compiled code is read from no
+cache.
 
 The script appends one JSON line for each method, dtype, length and way to --output.
 """

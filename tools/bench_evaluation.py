@@ -5,13 +5,13 @@
 
 The model is a GGUF file, a folder with one, or a Hugging Face folder. A GGUF file is exported first, because
 transformers would keep its weights quantized. Every implementation and dtype reads the folder in a process of its own,
-and they take turns in every round:
+and these processes take turns in every round:
 
 - window: seconds to score the last --scored tokens of one input. The plain loop is that of transformers' documentation:
   labels that are ignored outside the scored tokens, and logits at every position. "last logits" computes only the
   logits of the scored positions, as our code does. The losses must agree.
-- decode: seconds for each of --tokens greedy tokens after a cache of that length. The cache is filled with random keys
-  and values, because a prefill would take minutes.
+- decode: seconds for each of --tokens greedy tokens after a cache as long as that input. The cache is filled with
+  random keys and values, because a prefill would take minutes.
 
 float32 on both sides compares the same arithmetic. `megatron-coca evaluate --dtype auto` takes bfloat16 where it is
 faster, so it is compared with transformers in both dtypes. --layers keeps only the first layers of both models, for
@@ -46,7 +46,7 @@ from tools.records import ChildProcess, append_records, benchmark_parser, compar
 AGREEMENT = {"float32": 1e-3, "bfloat16": 0.05}
 """Largest difference from the first loss, in nats per token, by dtype."""
 USUAL = 10.0
-"""A whole model's loss of random tokens, in nats. Above it, the largest difference grows in proportion."""
+"""A whole model's loss of random tokens, in nats. For larger losses, the largest difference grows in proportion."""
 OURS, THEIRS, LAST = "ours", "transformers", "transformers, last logits"
 
 Calls = tuple[Callable[[np.ndarray, int], float], Callable[[int, int], float]]
@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = benchmark_parser(__doc__, "evaluation.jsonl", rounds=3)
     parser.add_argument("model", help="a GGUF file, a folder with one, or a Hugging Face folder")
     parser.add_argument(
-        "--lengths", nargs="+", default=["1L", "2L"], help="in tokens, or such as 2L; default: %(default)s"
+        "--lengths", nargs="+", default=["1L", "2L"], help="in tokens, or as multiples such as 2L; default: %(default)s"
     )
     parser.add_argument("--dtypes", nargs="+", choices=AGREEMENT, default=list(AGREEMENT), help="default: both")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="implementations; default: all")

@@ -134,7 +134,7 @@ def main() -> None:
     """Measure and append the records, or print the tables."""
     parser = benchmark_parser(__doc__, "prepare.jsonl", rounds=1)
     parser.add_argument("--megabytes", type=float, default=120, help="size of the text (default: %(default)s)")
-    parser.add_argument("--copies", type=int, default=20, help="size of the text of `shards` (default: %(default)s)")
+    parser.add_argument("--copies", type=int, default=20, help="copies of the text for `shards` (default: %(default)s)")
     parser.add_argument("--datatrove", metavar="PYTHON", help="a Python with datatrove")
     parser.add_argument("--tables", action="store_true", help="compute the tables from the newest records")
     options = parser.parse_args()

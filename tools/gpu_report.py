@@ -1,7 +1,7 @@
 """Run the first measurements on a GPU, and write one page about them.
 
     python tools/gpu_report.py                 # or: make gpu-report
-    python tools/gpu_report.py --first         # what decides most, in one call
+    python tools/gpu_report.py --first         # the most important measurements, in one call
     python tools/gpu_report.py --gpus 8        # the plan for one host with 8 GPUs
     python tools/gpu_report.py --dry-run       # print parts, limits and commands; needs no GPU
 
@@ -109,10 +109,10 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     output = "folder for records, logs, results and the page (default: results/gpu, or results/gpu_first)"
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
-    first = "the plan of one call for one GPU: what decides most, in less than ten minutes"
+    first = "the plan of one call for one GPU: the most important measurements, in less than ten minutes"
     parser.add_argument("--first", action="store_true", help=first)
     parser.add_argument("--gpus", type=int, choices=PLANS, default=1, help="the plan (default: %(default)s)")
-    caches = "compiled kernels to begin with, from `make gpu-caches` (default: wheels/cache)"
+    caches = "folder of compiled kernels to begin with, from `make gpu-caches` (default: wheels/cache)"
     parser.add_argument("--caches", type=Path, default=ROOT / "wheels/cache", metavar="DIR", help=caches)
     only = "run only these parts, or runs such as step.coca_16, in this order"
     parser.add_argument("--only", nargs="+", metavar="PART", help=only)

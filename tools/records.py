@@ -104,6 +104,6 @@ def append_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
     } | machine()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        for record in records:  # which may still be measured
+        for record in records:  # a generator may measure each record only now
             file.write(json.dumps(record | environment) + "\n")
             file.flush()

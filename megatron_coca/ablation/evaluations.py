@@ -86,8 +86,8 @@ def _check_arguments(
 ) -> str | None:
     """Return a digest of the files that a `megatron-coca evaluate` command reads; None without files or `inputs`.
 
-    Raises EvaluationError or DataError for the errors that the command would raise before it loads a model. If there is
-    a list `absent`, those of its data are added to it instead, and nothing is fetched from a store.
+    Raises EvaluationError or DataError for the errors that the command would raise before it loads a model. With the
+    list `absent`, errors about data are added to this list instead, and nothing is fetched from a store.
     """
     args: Namespace = task_parser(command.arguments[0]).parse_args(command.arguments[1:])
     subject_options(args)

@@ -170,7 +170,10 @@ class Figures:
         return [seed for seed, accuracy in sorted(self.accuracies(label).items()) if accuracy < least]
 
     def sensitivity(self, without: Collection[int]) -> list[Step[DeclaredContrast]]:
-        """Return the contrasts of a sequence without some seeds, as if all were tested. It was not declared."""
+        """Return the contrasts of a sequence without some seeds, as if all were tested.
+
+        The file does not declare this analysis.
+        """
         found = [(contrast, self._differences(contrast, without)) for contrast in self._file.contrasts]
         return [Step(contrast, estimate(each), p_value(each), "not tested") for contrast, each in found]
 

@@ -20,8 +20,8 @@ class ModelEntry(Record):
     Attributes:
         set: YAML files and keys that are applied after those of `base`.
         variants: the variants to evaluate.
-        after: another model of the file, above this one. Training starts with the weights that it has with the same
-            seed, as `finetune` does.
+        after: another model, above this one in the file. Training starts, as with `finetune`, with the trained weights
+            of that model with the same seed.
     """
 
     set: TextList = []
@@ -40,7 +40,7 @@ class DeclaredContrast(Record):
         at: the length as a multiple of the training length.
         quantity: "recall" (accuracy, compared by differences), "recall PART" for a part of the questions (see
             `Figures.accuracies`), or a quantity of perplexity (compared by ratios).
-        expected: the mean difference for which the power is computed; for perplexities, of logarithms.
+        expected: the mean difference for which the power is computed; for perplexities, that of their logarithms.
         deviation: the standard deviation of the difference over seeds, known from earlier runs.
     """
 
@@ -57,7 +57,7 @@ class DeclaredContrast(Record):
     def _two_labels_or_weights(self) -> Self:
         pair, weighted = (bool(self.label), bool(self.other)), (bool(self.weights), bool(self.title))
         if (pair, weighted) not in (((True, True), (False, False)), ((False, False), (True, True))):
-            raise ValueError("label and other, or weights and title: set one of these pairs, and all of it")
+            raise ValueError("label and other, or weights and title: set both keys of exactly one pair")
         size = sum(map(abs, self.weights.values()))
         if self.weights and (not size or abs(sum(self.weights.values())) > 1e-6 * size):
             raise ValueError("weights: a contrast needs weights that are not all 0 and whose sum is 0; change them")
@@ -97,7 +97,7 @@ class RateSweep(Record):
         seeds: every model is trained with each rate and seed.
         set: YAML files and keys that are applied after those of the model, such as a smaller width.
         min_lr: `min_lr` as a share of the rate; None: that of the model.
-        tasks: what is measured of the models of the sweep. It does not decide.
+        tasks: what is measured of the models of the sweep. These numbers do not determine the rates.
     """
 
     lr: list[FiniteFloat] = Field(min_length=3)
@@ -121,7 +121,7 @@ class AblationFile(Record):
         testing: how `contrasts` are tested. "together" corrects all p-values and intervals for the number of contrasts
             (Holm). In a "sequence", the first contrast is the primary one, and each is tested at 5% only if all before
             it hold.
-        rates: the sweep that sets the learning rate of every model; None: the models have rates.
+        rates: the sweep that sets the learning rate of every model; None: each model sets its own rate.
     """
 
     title: str

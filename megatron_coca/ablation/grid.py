@@ -128,9 +128,9 @@ def expand(
 
     `recorded` contains the data of finished cells by `DataRecord.chosen_by`, for a report without access to the data.
 
-    With the list `absent`, for a plan, data that are not on this machine are no error and are not prepared: a line for
-    each is added to the list. The data of such a cell are those of `recorded`; if it has none, the cell's name has no
-    hash.
+    A plan passes the list `absent`. Data that are not on this machine then cause no error and are not prepared: a line
+    for each is added to the list. The data of such a cell are those of `recorded`; if `recorded` has none, the cell's
+    name has no hash.
     """
     problems = unknown_names(file)
     try:
@@ -325,5 +325,5 @@ def _cell(
 
 
 def _start(cells: Sequence[Cell], model: str | None, seed: int) -> Cell | None:
-    """Return the cell of a model with this seed; None if there is none, for which `unknown_names` has a line."""
+    """Return the cell of a model with this seed, or None. `unknown_names` reports a model that does not exist."""
     return next((cell for cell in cells if (cell.model, cell.seed) == (model, seed)), None)

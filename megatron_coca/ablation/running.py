@@ -33,7 +33,7 @@ POLL_SECONDS = 0.2
 PROGRESS_SECONDS = 2.0
 """Seconds between two looks at the progress within the running cells, which reads their metrics."""
 TRAINING_SHARE = 0.8
-"""The share of a cell's time that its training is assumed to take, for the time left."""
+"""The share of a cell's time that training is assumed to take. It is used to estimate the time left."""
 LOG_TAIL = 20_000
 ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 """Matches the start of the error line in a traceback. Notes and warnings may follow that line."""
@@ -297,7 +297,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[Failur
                     all_locks.push(lock)
                     if _begin(cell, lock, status):
                         running[number] = Job(cell, share, machine.device), lock
-            if waiting and not running:  # nothing that is left here can become ready
+            if waiting and not running:  # the cells that are left wait for weights that nothing here trains
                 failures += [_without_start(cell, status) for cell in waiting]
                 break
             for number, (job, lock) in list(running.items()):
@@ -315,7 +315,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[Failur
 
 
 def _next(waiting: deque[Cell]) -> Cell | None:
-    """Remove and return the first cell whose start is trained, or that needs none; None if there is none."""
+    """Remove and return the first cell that needs no other cell's weights, or whose start is trained; else None."""
     for cell in waiting:
         if cell.start is None or files.is_trained(cell.start):
             waiting.remove(cell)
@@ -324,7 +324,7 @@ def _next(waiting: deque[Cell]) -> Cell | None:
 
 
 def _without_start(cell: Cell, status: "StatusLines") -> Failure:
-    """Return why a cell cannot start. It is temporary while the other cell may still be trained elsewhere."""
+    """Return why a cell cannot start. The failure is temporary if the cell that it starts with is not finished."""
     assert cell.start is not None
     finished = files.state_of(cell.start) is State.DONE
     remedy = (

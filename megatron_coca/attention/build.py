@@ -142,7 +142,7 @@ class Preference(NamedTuple):
     """The backend that `auto` tries first on CUDA for models with a certain need.
 
     Attributes:
-        backend: its name.
+        backend: the name of the backend.
         applies: whether a model has the need.
         measured: the GPU and the commit of the measurement that led to the choice; None: not measured yet.
     """
@@ -162,11 +162,12 @@ PREFERRED: dict[str, Preference] = {
 """Needs -> the backend that `auto` tries first; the first row that applies counts. `sdpa` makes one call per document,
 is not deterministic in float32, and computes dense scores for soft-capping.
 
-ALiBi and KERPLE use `triton`: from 2,048 tokens on, its kernels for two segments took 0.5 to 0.7 times as long as ALiBi
-with `flex`, their values were compared on the GPU, and blocks with `flex` are not compiled. Neither one segment with a
-bias nor `flex` with slopes in its kernel has been timed. Packed documents and other biases use PyTorch's
-FlexAttention until our kernels are measured: part `attention` of the GPU report (benchmarks/gpu_report.md) times
-`triton`, `flex` and PyTorch's varlen kernel side by side. Then set the faster backend and `measured` here.
+ALiBi and KERPLE use `triton` for three reasons: from 2,048 tokens on, its kernels for two segments took 0.5 to 0.7
+times as long as ALiBi with `flex`; their values were compared on the GPU; and blocks with `flex` are not compiled. Two
+cases have not been timed: one segment with a bias, and `flex` with slopes in its kernel. Packed documents and other
+biases use PyTorch's FlexAttention until our kernels are measured: part `attention` of the GPU report
+(benchmarks/gpu_report.md) times `triton`, `flex` and PyTorch's varlen kernel side by side. Then set the faster backend
+and `measured` here.
 """
 
 

@@ -162,7 +162,7 @@ def segment_tables(
     """Compute the tables of one band, including every factor on its scores.
 
     `factor` [length] or [batch, length] is the logit scaling of each query, or None. This factor and the multiplier are
-    applied only to the query tables, not to q: every form is linear in its tables, whereas CoCA is quadratic in q.
+    applied to the tables, not to q: every form is linear in its tables, whereas CoCA is quadratic in q.
     """
     if rotary is None:
         return SegmentTables(None, None, band)

@@ -18,9 +18,10 @@ class LatentAttention(SelfAttention):
     arXiv:2405.04434, section 2.1).
 
     With (c | k') = `key_value_down` x and c normalised, every head h has the key (k_h | k') and the value v_h, where
-    (k_h | v_h) = `key_value_up` c. The position method acts on k', which all heads share, and on the last features of
-    the queries `query` x, or `query_up` norm(`query_down` x) if they have a latent, too. The other features have no
-    positions: their dot product is added to the score. For CoCA, k' is the T projection.
+    (k_h | v_h) = `key_value_up` c. The queries are `query` x or, if they have a latent too, `query_up`
+    norm(`query_down` x). The position method acts on k', which all heads share, and on the last features of the
+    queries. The other features have no positions: their dot product is added to the score. For CoCA, k' is the T
+    projection.
 
     A cache contains c and k' of every token. For a single new token, the maps of keys and values are applied to its
     queries and outputs instead of to every cached token: q . (W c) = (W^T q) . c.
@@ -83,7 +84,7 @@ class LatentAttention(SelfAttention):
         else:
             up = self._of_heads(self.key_value_up(latent[:, 0]), self.widths.unrotated + self.widths.value)
             k_rest, v = up.split((self.widths.unrotated, self.widths.value), -1)
-            if self.share.count > 1:  # ranks exchange tokens for heads, of which the shared key needs as many
+            if self.share.count > 1:  # to exchange tokens for heads, the shared key needs as many heads
                 copies = k.transpose(1, 2).expand(-1, -1, q.shape[1] * self.share.count, -1)
                 k = self.share.gather(copies).transpose(1, 2)
             dropout = self.dropout if self.training else 0.0

@@ -167,8 +167,8 @@ class LayerCache:
         self.length = length
 
     def _resize(self, seen: int, slots: int, like: Sequence[Tensor]) -> None:
-        """Allocate buffers with `slots` slots, and move the tokens from index `seen` on there. The buffers have the
-        other dimensions and the dtypes of `like`.
+        """Allocate buffers with `slots` slots, and copy the tokens from index `seen` on into them. The other dimensions
+        and the dtypes of the buffers are those of `like`.
         """
         kept = slice(seen - self.first, self.length - self.first)
         moved = [x.new_empty(*x.shape[:2], slots, x.shape[3]) for x in like]
@@ -333,8 +333,8 @@ class SelfAttention(ShardedModule):
 
     @property
     def _packed_per_key(self) -> int:
-        """Number of heads in the packed projection for each key head, which include the key head and any head of
-        values.
+        """Number of heads in the packed projection for each key head: its query heads, the key head itself and, if
+        there is one, the value head.
         """
         return self.queries_per_key + (1 if self.values_from_keys else 2)
 

@@ -248,8 +248,8 @@ class PositionMethod:
     def keys_stay(self, length: int | None) -> bool:
         """Return whether a token's K' stays the same while the sequence grows, so that K' can be cached. `length` is
         the fixed length for length-dependent frequencies, or None if the length grows with the sequence. Magnitudes are
-        cached without their angles. Latent attention caches the shared key before its rotation, if it has any, so that
-        the cache has one key per token with every map.
+        cached without their angles. Latent attention caches the shared key before any rotation, so that the cache has
+        one key per token, whatever the distance map.
         """
         if self.latent is not None:
             return self.rotary is None
@@ -258,8 +258,8 @@ class PositionMethod:
 
     def moving(self, length: int | None) -> str | None:
         """Return None if every token can be computed with the same shapes from what is cached, or the reason why not.
-        `length` is as in `keys_stay`. Decoding with fixed shapes (`attention/static_cache.py`) supports the first case
-        only.
+        `length` is as in `keys_stay`. Decoding with fixed shapes (`attention/static_cache.py`) supports only methods
+        for which the result is None.
         """
         if self.form.decay:
             return "the factors of all keys change with the number of tokens"
@@ -346,7 +346,7 @@ class PositionMethod:
         (constant angles, [heads, number of magnitudes]). `norms` are applied to Q' and K', [..., head_dim]. `seen` has
         the magnitudes of all keys if they are cached. `unrotated` has further features of queries and keys, [batch,
         heads, length, width] and [batch, kv_heads, length, width], which the form does not change. k may then have a
-        single head for all of their heads.
+        single head that all heads share.
         """
         segments = self._segments(q, k, context, offset, seen)
         if unrotated is not None:

@@ -52,7 +52,7 @@ class StaticLayer:
         tables: dict[Hashable, Tensor],
     ) -> None:
         """`total` is the largest number of tokens of the sequence. `shared_bias` is the bias of all layers with this
-        method, if any. `tables` is filled with the values of biases; all layers have the same one.
+        method, if any. `tables`, which all layers share, is filled with the values of biases.
         """
         layer.hold(total)
         self._layer, self._method, self._total = layer, method, total
@@ -73,7 +73,7 @@ class StaticLayer:
 
     def attend(self, backend: Backend, inputs: AttentionInputs) -> Tensor:
         """Compute the attention of the step's token, [batch, heads, 1, width of V]. The slots are the keys of `inputs`;
-        the backend is that of other lengths and is not used.
+        `backend`, which computes other lengths, is not used.
         """
         bands = tuple(segment.band for segment in inputs.segments)
         segments = self._once((bands, self._method.chunk), lambda: self._segment_of_slots(bands))
@@ -128,7 +128,8 @@ class StaticLayer:
         return torch.zeros_like(m) if chunk is None else m - m % chunk
 
     def _bias(self, bias: DistanceBias, query: Tensor) -> Tensor:
-        """Return the bias of every slot, [heads, extent] in float32 or better. Hidden slots have any finite value.
+        """Return the bias of every slot, [heads, extent] in float32 or better. The values of hidden slots are finite
+        but have no meaning.
 
         The values of a bias of the distance are computed for all distances in the first step. Later steps look them up.
         """
@@ -169,7 +170,7 @@ def attend_token(inputs: AttentionInputs, segments: Tensor, along: Tensor | None
 
 def _by_kernel(inputs: AttentionInputs, segments: Tensor, along: Tensor | None, index: Tensor) -> Tensor | None:
     """Compute `attend_token` in the Triton kernel, or return None if the kernel does not support the operands."""
-    # Imported here because triton exists only on some platforms, and the other computation works without it.
+    # Imported here because triton exists only on some platforms, and the PyTorch operations work without it.
     from megatron_coca.kernels.token_attention import token_attention, unsupported
 
     operands = [(segment.query, segment.key) for segment in inputs.segments]

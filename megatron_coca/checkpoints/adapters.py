@@ -1,5 +1,5 @@
-"""Folders with PEFT adapters: which model they change, and for adapters that only peft can apply the lines that merge
-them. `huggingface/adapted.py` reads the others.
+"""Folders with PEFT adapters: find the model that they change, and write the shell commands that merge adapters which
+only peft can apply. `huggingface/adapted.py` reads all other adapters.
 """
 
 import os
@@ -83,8 +83,8 @@ def find_adapters(folder: Path, base: Path | None) -> tuple[Adapters, Path]:
 def merging_lines(folder: Path) -> list[str]:
     """Return the shell commands that merge the adapters in a folder into the base model and save FOLDER-merged.
 
-    They also apply weights that were trained beside the adapters (`BESIDE`), give the embeddings the number of rows
-    that the adapters were trained with, and save a tokenizer. Raises CheckpointError if a file of the folder is
+    The commands also apply weights that were trained beside the adapters (`BESIDE`), give the embeddings the number of
+    rows that the adapters were trained with, and save a tokenizer. Raises CheckpointError if a file of the folder is
     damaged, or if a tokenizer file is a link that leads out of the folder.
     """
     named = read_json(folder / SETTINGS).get("base_model_name_or_path")
@@ -129,7 +129,7 @@ def _tokenizer_files(folder: Path) -> set[str]:
 
 
 def _embedding_rows(folder: Path, beside: Iterable[Path]) -> set[int]:
-    """Return the number of rows of the embeddings that were trained as a whole, as a set: empty if there are none.
+    """Return the set of the numbers of rows of all embeddings that were trained as a whole.
 
     Adapters fit only a model whose vocabulary has the same size. Raises CheckpointError.
     """

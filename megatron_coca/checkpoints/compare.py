@@ -251,9 +251,10 @@ def _comparable_mlps(model: ModelConfig) -> dict[str, Any]:
 
 
 def contradicts(described: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:
-    """Return whether `keys`, not yet validated, cannot be those of a model with the description of `comparable`.
+    """Return whether `keys`, not yet validated, cannot belong to the model that `described` describes.
 
-    This takes a hundredth of the time of `comparable`, but the models may differ even if the answer is false.
+    `described` is a result of `comparable`. This check takes a hundredth of the time of `comparable`, but if it returns
+    False, the models may still differ.
     """
     methods_differ = any(own["pos_emb"] != keys.get("pos_emb") for own in described["positions"])
     if methods_differ and "pos_emb" in keys and "attention_config" not in keys:  # one method in all layers

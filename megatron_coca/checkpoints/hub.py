@@ -8,7 +8,7 @@ from megatron_coca.support.remote_files import HUB
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 COPIES = ["*/*", "consolidated*"]
-"""Patterns of files to download, and of files to skip, which are copies for other programs."""
+"""Patterns of files to download, and of copies for other programs, which are skipped."""
 PICKLES = ["pytorch_model*", "adapter_model.bin"]
 """Patterns of files to download in addition if the model has no safetensors files."""
 
@@ -16,7 +16,7 @@ PICKLES = ["pytorch_model*", "adapter_model.bin"]
 def from_hub(name: str, folder: Path | None = None) -> Path:
     """Download the model `name` (OWNER/NAME) and return its folder: `folder`, or one in the cache of huggingface_hub.
 
-    Files that are there already are not downloaded again. Raises CheckpointError.
+    Files that the folder already has are not downloaded again. Raises CheckpointError.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -30,5 +30,5 @@ def from_hub(name: str, folder: Path | None = None) -> Path:
         if any(found.glob("*.safetensors")):
             return found
         return Path(snapshot_download(name, allow_patterns=[*FILES, *PICKLES], ignore_patterns=COPIES, **place))
-    except Exception as error:  # the HTTP client raises another class in each version
+    except Exception as error:  # each version of the HTTP client raises its own classes
         raise CheckpointError(f"{HUB}{name}: cannot be downloaded ({error}); check the name and the network") from error

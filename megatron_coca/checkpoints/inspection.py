@@ -37,7 +37,7 @@ class Description:
         holds: "run" if a run can resume from the checkpoint, "weights" if it has weights only, None without a manifest.
         meta: content of meta.json: step, topology, versions, progress, samples read.
         keys: values of `SHOWN_KEYS` in the configuration.
-        imports: method files that the configuration imports. They are not run, and the keys are not validated then.
+        imports: method files that the configuration imports. They are not run, and with them `keys` are not validated.
         parameters: number of parameters; None if the weights are missing or unreadable.
         sizes: size in bytes of each top-level entry of the folder.
         unlisted: files in the folder that its manifest does not list.

@@ -58,8 +58,8 @@ def open_checkpoint(
             store. Remote checkpoints are downloaded.
         verify: compare the checksums of a native checkpoint's files; otherwise, compare only their sizes.
         step: step in the save folder; by default the latest.
-        overrides, files: config overrides and YAML files of the user. Only their keys `imports` and `ignore_keys` are
-            read, and `base_model`. Files that a checkpoint imports are never run unless the user names them.
+        overrides, files: config overrides and YAML files of the user. Only their keys `imports`, `ignore_keys` and
+            `base_model` are read. Files that a checkpoint imports are never run unless the user names them.
 
     Raises CheckpointError. Raises ConfigError if `imports` is needed but not given, or if a file in it cannot be run.
     """
@@ -90,7 +90,7 @@ def ignored_names(overrides: Overrides = (), files: Sequence[str | Path] = ()) -
 
 
 def source_overrides(config: Config) -> dict[str, Any]:
-    """Return the keys of a run with which `open_checkpoint` opens the model in its key `load`."""
+    """Return the overrides with which `open_checkpoint` opens the model that the key `load` of a run names."""
     keys = config.checkpoint
     return {"imports": config.position.imports, IGNORED: keys.ignore_keys, BASE: keys.base_model}
 
@@ -106,7 +106,7 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
 
 
 def find_other_layout(path: str | Path) -> tuple[Path, str] | None:
-    """Return the folder or file at `path` and the name of its layout, or None if it is none or a native checkpoint.
+    """Return the folder or file at `path` and the name of its layout, or None if it is native or no checkpoint.
 
     A model of the Hugging Face Hub is downloaded. Raises CheckpointError.
     """
@@ -147,9 +147,10 @@ def open_adapted_model(
 ) -> OpenedCheckpoint:
     """Open the model that the adapters in the native checkpoint `checkpoint` change.
 
-    `place` is the folder to use instead of the recorded one. Otherwise this is the key `base_model`, if the user has
-    set it, or the recorded folder. Nothing is downloaded unless the user names it. `within` are the checkpoints whose
-    adapters change `checkpoint`. Raises CheckpointError, also if the folder contains another model.
+    `place` is the folder to use instead of the recorded one. Without it, the user's key `base_model` names the folder,
+    unless that key was recorded for the model itself. If neither names one, the recorded folder is used. Nothing is
+    downloaded unless the user names it. `within` are the checkpoints whose adapters change `checkpoint`. Raises
+    CheckpointError, also if the folder contains another model.
     """
     given, keys = given_values(overrides, files), {IGNORED: adapts.ignore_keys, BASE: adapts.base_model}
     named = place or (given.get(BASE) if adapts.base_model is None else None)
@@ -175,7 +176,7 @@ def _open_native(
 ) -> OpenedCheckpoint:
     folder = native.locate(path)
     if folder.resolve() in within:
-        raise CheckpointError(f"{folder}: its adapters change a model that contains them; use another step")
+        raise CheckpointError(f"{folder}: its adapters change a model that contains these adapters; use another step")
     manifest = native.verify(folder, contents=verify, links=True)
     tokenizer, meta = folder / native.TOKENIZER, native.read_meta(folder)
     saved = load_saved_config(folder / native.CONFIG, overrides, files)

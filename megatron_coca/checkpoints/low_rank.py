@@ -35,8 +35,10 @@ PACKED = "attention.query_key_value"
 
 
 def adapted_identity(base: str, own: str, lora: LoraConfig) -> str:
-    """Return the identity of a model with adapters: from that of the model that they change, the digest of the file
-    with the trained weights, and the settings of the adapters.
+    """Return the identity of a model with adapters.
+
+    `base` is the identity of the model that they change, `own` the digest of the file with the trained weights, and
+    `lora` the settings of the adapters.
     """
     return hashlib.sha256(json.dumps([base, own, lora.settings], sort_keys=True).encode()).hexdigest()
 
@@ -75,7 +77,7 @@ class AdaptedWeights:
     """
 
     def __init__(self, base: Weights, own: Weights, config: Config) -> None:
-        """Raises CheckpointError if a weight is in neither of the two, or if the checkpoint has one of no module."""
+        """Raises CheckpointError if a weight is in neither `base` nor `own`, or if `own` has one that no module has."""
         self.base, self.own, self.config = base, own, config
         assert config.optimizer.lora is not None
         self.lora, self.shapes = config.optimizer.lora, model_entries(config)
@@ -119,7 +121,7 @@ class AdaptedWeights:
         return found
 
     def _parts_of(self, module: str) -> dict[str, PackedRows | None]:
-        """Return the rows of the parts of a packed projection by the names of their modules, and the whole."""
+        """Return the rows of each part of a packed projection, by the name of its module; None for the whole."""
         number = int(module.removeprefix("blocks.").partition(".")[0])
         shape = self.config.model.with_heads(self.config.model.layer_names[number])
         queries, keys = shape.attention_width, shape.num_kv_heads * shape.head_dim

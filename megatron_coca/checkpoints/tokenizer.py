@@ -2,8 +2,8 @@
 
 The first of these tokenizers that exists is used:
 
-1. The tokenizer that overrides select with `tokenizer_type`, `vocab_file` and `merge_file`. It is an error if it cannot
-   be read or does not fit the embedding.
+1. The tokenizer that overrides select with `tokenizer_type`, `vocab_file` and `merge_file`. If it cannot be read or
+   does not fit the embedding, the command stops with an error.
 2. The tokenizer in the checkpoint's folder: our `tokenizer/`, or files with transformers' names (tokenizer.json;
    tokenizer.model; vocab.json with merges.txt).
 3. The tokenizer that the checkpoint's configuration selects with the same keys, in config.yml or in GPT-NeoX's
@@ -12,7 +12,7 @@ The first of these tokenizers that exists is used:
 If a tokenizer with transformers' names from 2, or a tokenizer from 3, cannot be used, it is skipped with a note. The
 tokens that end a text always come from the model's own folder. A tokenizer fits if the embedding has a row for every
 id, except for tokens that were added to the vocabulary later, such as an unused padding token. A text with such a token
-is an error.
+raises an error.
 """
 
 import hashlib
@@ -103,7 +103,7 @@ def find_tokenizer(
 
 
 def fits(tokenizer: Tokenizer, rows: int) -> bool:
-    """Return whether a tokenizer fits an embedding. Sets `Tokenizer.rows` if tokens without a row were added to it."""
+    """Return whether a tokenizer fits an embedding. Sets `Tokenizer.rows` if it has added tokens without a row."""
     if tokenizer.vocab_size <= rows:
         return True
     if tokenizer.base_size > rows or tokenizer.eod >= rows:
@@ -113,7 +113,7 @@ def fits(tokenizer: Tokenizer, rows: int) -> bool:
 
 
 def _with_ends(tokenizer: Tokenizer, folder: Path, saved: Path | None) -> Tokenizer:
-    """Add the ids that end a text, from a Hugging Face folder or from a saved tokenizer that encodes texts equally."""
+    """Add the ids that end a text, from a Hugging Face folder or from a saved tokenizer that encodes texts alike."""
     rules = find_rules(folder)
     if saved is not None:
         with suppress(DataError):  # a damaged saved tokenizer does not matter, because overrides replace it

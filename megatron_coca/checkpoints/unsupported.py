@@ -27,8 +27,8 @@ SHAPE_KEYS = frozenset(
 def lost_keys(config: Config, written: frozenset[str]) -> Iterator[str]:
     """Yield an error message for every key that would be lost in a format that has only the keys `written`.
 
-    Every network or position key that is not at its default is checked. A new key in the schema is therefore an error
-    until the format writes it.
+    Every network or position key that is not at its default is checked. A model that uses a new key of the schema
+    therefore stops the export with an error until the format writes this key.
     """
     differ, types_written = [*config.layer_types] != [GLOBAL], "layer_types" in written
     if differ and not types_written:

@@ -119,7 +119,9 @@ def _absent_data(absent: Sequence[str]) -> list[str]:
 
 
 def _file_of(options: Namespace) -> "tuple[AblationFile, list[str]]":
-    """Return the file with the rates of its sweep, or the sweep, and notes for a plan. Raises EvaluationError."""
+    """Return the ablation to run, and notes for its plan. With --rates, the ablation is the file's sweep of learning
+    rates. Otherwise it is the file itself, with the rates that its sweep has found. Raises EvaluationError.
+    """
     from megatron_coca.ablation import rates
     from megatron_coca.ablation.file import read_ablation
     from megatron_coca.evaluation.results import EvaluationError

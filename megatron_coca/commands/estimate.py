@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> ArgumentParser:
     parser = command_parser("estimate", __doc__)
-    inputs = "YAML files, which are merged in order, and key=value pairs; a model folder first sets the network"
+    inputs = "YAML files, merged in order, and key=value pairs; a model folder as the first input sets the network"
     add_configurations(parser, inputs)
     parser.add_argument(
         "--gpus",

@@ -48,8 +48,8 @@ def add_suite_options(parser: ArgumentParser) -> None:
     output = "output folder for results/ and report/; rerunning resumes"
     add("--output", required=True, type=local_path, metavar="DIR", help=output)
     checkpoint = (
-        "path of a checkpoint of the suite, or of any if the suite accepts any; the default label is the name of the "
-        "folder; repeat the option for each"
+        "path of one of the suite's checkpoints, or of any checkpoint if the suite accepts any; the default label is "
+        "the name of the folder; repeat the option for each checkpoint"
     )
     add("--checkpoint", type=label_and_path, action="append", default=[], metavar="[LABEL=]DIR", help=checkpoint)
     add("--only", nargs="+", metavar="TASK", help="run only these entries of the suite's tasks")

@@ -46,7 +46,8 @@ def parser() -> ArgumentParser:
     )
     adapters.set_defaults(write=write_adapters)
     base = (
-        "new Hugging Face folder for the model that the adapters change, unless it is one of the same network already"
+        "new Hugging Face folder for the model that the adapters change; not needed if that model already is a Hugging "
+        "Face folder with the network and position method of the run"
     )
     adapters.add_argument("--with-base", type=expanded, metavar="FOLDER", help=base)
 
@@ -74,9 +75,7 @@ def _huggingface_options(huggingface: ArgumentParser) -> None:
     )
     results = "Markdown file of results to include, such as report.md"
     card.add_argument("--results", type=local_path, metavar="FILE", help=results)
-    upload = (
-        "upload the folder to this repository on the Hugging Face hub, which is created as private if it is missing"
-    )
+    upload = "upload the folder to this repository on the Hugging Face hub; a missing repository is created as private"
     huggingface.add_argument("--push", metavar="OWNER/NAME", help=upload)
 
 
@@ -124,7 +123,7 @@ def write_adapters(args: Namespace) -> list[str]:
 
     done = export_adapters(args.checkpoint, args.folder, [*args.overrides, *source_keys(args)], args.with_base)
     print(f"{done.folder}: adapters for the model in {done.base}")
-    print("merged into it, they have the weights of the checkpoint, compared with the import")
+    print("merged into it and imported, they give the weights of the checkpoint, as a comparison showed")
     return []
 
 

@@ -68,7 +68,7 @@ ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 
 
 def stop_text(text: str) -> str:
-    """Return a stop string with its escapes, which a user typed in a shell, replaced by the characters they mean."""
+    """Return a stop string that a user typed in a shell, with its escapes replaced by the characters they mean."""
     return re.sub(r"\\[nt\\]", lambda found: ESCAPES[found[0]], text)
 
 
@@ -164,7 +164,7 @@ def _add_output_options(described: ArgumentParser) -> None:
         "and tokens (the token count); the same command resumes"
     )
     add("-o", "--output", "--sample_output_file", type=local_path, metavar="FILE.jsonl", help=output)
-    replacing = "replace an --output of other options or prompts; one of the same options and prompts is resumed"
+    replacing = "replace the file --output if it has other options or prompts; a file with the same ones is resumed"
     add("--overwrite", action="store_true", help=replacing)
 
 

@@ -51,7 +51,7 @@ from megatron_coca.training.opened_stages import OpenedStage, open_stages
 from megatron_coca.training.topology import Topology
 
 GREEN = ("\x1b[32m", "\x1b[0m")
-"""The marks of answers on a terminal."""
+"""What a terminal gets before and after the text of an answer."""
 
 
 class Inspection(NamedTuple):

@@ -40,10 +40,12 @@ TITLE = "Quickstart: beyond the training length of 64, with facts among random t
 """The figure in README has another task and longer training, so methods can have another order there."""
 WINDOWS, STRIDE = "64,128,256,512,1024", "64"
 CASES, STEPS, DOCUMENTS = 192, 300, 58
-"""Questions for each length and steps of the run on text, if nothing is shortened, and its documents for perplexity."""
+"""Number of questions for each length, of steps of the run on text, and of documents for its perplexity, if nothing is
+shortened.
+"""
 GOAL, AFTER, LEAST = 300.0, 2.5, 0.1
-"""Seconds that the whole should take, the time of everything after the training on recall in multiples of that
-training, and the smallest share of it that is worth running.
+"""GOAL is the number of seconds that the whole should take. AFTER is the time of everything after the training on
+recall, in multiples of that training. LEAST is the smallest share of this later work that is worth running.
 """
 
 
@@ -165,7 +167,7 @@ def evaluate(name: str, share: float = 1.0) -> list[Path]:
 def measure(
     task: str, save: Path, label: str, changed: Mapping[str, Sequence[str]], *options: str
 ) -> tuple[list[str], list[Path]]:
-    """Return a command, which evaluates a checkpoint unchanged and with each set of keys, and its result files."""
+    """Return the command that evaluates a checkpoint unchanged and with each set of keys, and its result files."""
     variants = {label: (), **{f"{label}{end}": keys for end, keys in changed.items()}}
     given = (part for variant, keys in variants.items() for part in ("--variant", variant, *keys))
     command = ["evaluate", task, "--checkpoint", str(save), *options, "--output", str(RUNS), "--overwrite", *given]

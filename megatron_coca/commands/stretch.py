@@ -77,7 +77,7 @@ def parser() -> ArgumentParser:
     add("--methods", type=names, default=DEFAULT, metavar="NAME,...", help=chosen)
     data = "text files, JSONL files, folders of such files, or shard prefixes; default: the model's test data"
     add("--data", type=expanded, nargs="+", metavar="PATH", help=data)
-    documents = "most documents for perplexity; default: 4, or fewer if the data are short"
+    documents = "maximum number of documents for perplexity; default: 4, or fewer if the data are short"
     add("--documents", type=positive_int, metavar="N", help=documents)
     budget = "time to measure; measurements that do not fit are left out and listed; default: %(default)s"
     add("--budget", type=seconds, default="20m", metavar="20m", help=budget)
@@ -95,13 +95,13 @@ def parser() -> ArgumentParser:
     trial = described.add_argument_group("fine-tuning, before the method is chosen")
     steps = "train the model for N steps on --data with each of --finetune-method, and measure it"
     trial.add_argument("--finetune", type=positive_int, metavar="N", help=steps)
-    tried = f"methods to train: {', '.join(FINETUNED)}; {CONTROL}, the control, is always one; default: %(default)s"
+    tried = f"methods to train: {', '.join(FINETUNED)}; {CONTROL}, the control, is always added; default: %(default)s"
     trial.add_argument("--finetune-method", type=names, default="pi", metavar="NAME,...", help=tried)
     length = f"tokens of a training sample; default: the training length, up to {MOST_LENGTH}"
     trial.add_argument("--finetune-length", type=positive_int, metavar="N", help=length)
     lora = f"train low-rank adapters and the norms only (lora: {LORA})"
     trial.add_argument("--lora", action="store_true", help=lora)
-    texts = "texts to train on, in the forms of --data; default: --data"
+    texts = "texts to train on, of any kind that --data accepts; default: the texts of --data"
     trial.add_argument("--finetune-data", type=expanded, nargs="+", metavar="PATH", help=texts)
     keys = "config keys for all trials, such as optimizer.params.lr=1e-4"
     trial.add_argument("--finetune-set", nargs="+", default=(), metavar="key=value", help=keys)

@@ -75,13 +75,13 @@ def required(description: str) -> Any:
 
 
 def derived(default: Any, compute: Callable[[Mapping[str, Any]], Any], switch: str, description: str) -> Any:
-    """Declare a key that, if it is not set, has the value that `compute` returns for the earlier fields of its group.
-    It is `default` unless the key `switch` is set.
+    """Declare a key whose value, if it is not set, is what `compute` returns for the earlier fields of its group. This
+    value is `default` unless the key `switch` is set.
     """
     extra = {"default": default, "switch": switch}
     return Field(default_factory=compute, description=description, json_schema_extra=extra)
 
 
 def follows(name: str, description: str) -> Any:
-    """Declare a key with a default that is the value of `name`, an earlier field of the same group."""
+    """Declare a key whose default is the value of `name`, an earlier field of the same group."""
     return Field(default_factory=lambda data: data[name], description=description, json_schema_extra={"follows": name})

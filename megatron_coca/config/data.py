@@ -32,13 +32,13 @@ class SyntheticConfig(ConfigGroup):
         None, "ordered_recall: number of values that each key of a sample gets, one after the other; required."
     )
     back: Count | None = key(
-        None, "ordered_recall: greatest k of questions for the value told k facts earlier; default: `facts`."
+        None, "ordered_recall: greatest k; questions ask for the value told k facts earlier; default: `facts`."
     )
     ngram: int = Field(default=3, ge=2, description="ngram: length of the repeated n-gram in tokens.")
     filler_tokens: Count = key(
         32,
-        "Number of ids for filler tokens, counted from id 0. Facts use the ids after them. With `text`, at least the"
-        " vocabulary size.",
+        "Number of ids for filler tokens, counted from id 0. Facts use the ids after them. With `text`, this must be at"
+        " least the vocabulary size.",
     )
     text: bool = key(False, "Fill samples with text from the data paths instead of random tokens.")
     loss: Literal["answers", "all"] = key("answers", "Tokens that the loss includes: only the answers, or all tokens.")
@@ -110,7 +110,7 @@ class DataConfig(ConfigGroup):
     )
     reset_attention_mask: bool = key(False, "In packed samples, restrict attention to the document of each token.")
     reset_position_ids: bool = key(False, "In packed samples, restart positions at 0 in every document.")
-    eod_mask_loss: bool = key(False, "Exclude the loss of positions with an end-of-document input token.")
+    eod_mask_loss: bool = key(False, "Exclude a position from the loss if its input token is an end-of-document token.")
     tokenizer_type: TokenizerType = key("GPT2BPETokenizer", "Tokenizer type.")
     vocab_file: PathName | None = key(None, "Vocabulary or model file of the tokenizer.")
     merge_file: PathName | None = key(None, "Merges file of the tokenizer, if it has one.")

@@ -76,7 +76,7 @@ class Problems:
 
     Attributes:
         source: the merged layers.
-        found: the location of every error, by its key, which may be empty, and its message.
+        found: the location of every error, by the pair of its key, which may be empty, and its message.
         keys: the keys of the schema with errors.
     """
 
@@ -95,10 +95,11 @@ class Problems:
         self.keys.add(_owner_of(key))
 
     def blame(self, layers: Sequence[Layer], faults_of: Callable[[Layer], Collection[tuple[str, str]]]) -> None:
-        """Move every error that a later layer causes to that layer.
+        """Change the location of every error that a later layer causes to that layer.
 
-        Without this, a key of the command line that contradicts a file would be an error in the file. `source` is the
-        result of merging `layers`; `faults_of` returns the key and message of all errors of other merged layers.
+        Without this, if a key of the command line contradicts a file, the error would be reported for the file.
+        `source` is the result of merging `layers`; `faults_of` returns the key and message of all errors of other
+        merged layers.
         """
         rest = dict(self.found)
         for number in range(len(layers) - 1, 0, -1):
@@ -156,8 +157,8 @@ def _within(location: str, layer: Layer) -> bool:
 
 
 def _cause(layer: Layer, key: str, location: str, everywhere: str) -> str:
-    """Return the location of an error that `layer` causes. `location` is the one so far: the place of `key` in an
-    earlier layer, or `everywhere` if no layer has the key.
+    """Return the location of an error that `layer` causes. `location` is where the error has been reported so far: the
+    place of `key` in an earlier layer, or `everywhere` if no layer has the key.
     """
     inside = (where for path, where in layer.where.items() if path.startswith(f"{key}."))
     return next(inside, layer.label if location == everywhere else f"{layer.label}, with {location}")
@@ -170,8 +171,8 @@ def _expectation(message: str) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Return the message about an unknown key, with the key for this Hugging Face name or the closest key as a hint. In
-    a mapping with known names and no close name, the hint lists these names.
+    """Return the message about an unknown key. Its hint is the key for this Hugging Face name, or else the closest
+    known key. If no known name of a mapping is close, the hint lists all of them.
     """
     if key in MISPLACED:
         return MISPLACED[key]
@@ -269,7 +270,7 @@ def _flatten(values: Mapping[str, Any], path: str, problems: Problems) -> dict[s
 
 
 def _resolve_aliases(flat: dict[str, Any], problems: Problems) -> None:
-    """Move the values of aliases to their keys. An alias that contradicts its key is an error."""
+    """Move the values of aliases to their keys. Add an error for every alias that contradicts its key."""
     for alias in [alias for alias in ALIASES if alias in flat]:
         value, choices, target = flat.pop(alias), ALIAS_VALUES.get(alias), ALIASES[alias]
         if value is None:
@@ -320,7 +321,7 @@ def _translate_fp16(flat: dict[str, Any], problems: Problems) -> None:
 
 
 def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
-    """Return the schema's keys that are set. Any other key that has an effect in GPT-NeoX is an error."""
+    """Return the schema's keys that are set. Add an error for every unknown key and every unsupported feature."""
     known: dict[str, Any] = {}
     for key, value in flat.items():
         choice = value.lower() if isinstance(value, str) else value
@@ -344,8 +345,8 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
 
 
 def _unquoted_word(key: str, value: bool) -> Any:
-    """Return the choice of the key, such as `off`, that YAML reads as this boolean unless it is quoted, if there is
-    one.
+    """Return the choice of the key, such as `off`, that YAML reads as this boolean unless it is quoted. Without such a
+    choice, return the boolean.
     """
     choices = () if key in MAPPINGS else _choices_of(key)
     words = [choice for choice in choices if isinstance(choice, str) and yaml_value(choice) is value]
@@ -450,7 +451,7 @@ class Config(Settings):
 
     def record(self) -> str:
         """Return the text for the folder of a checkpoint: as `to_yaml`, without passwords, and without `metric_sinks`
-        and the files that declare only sinks, because other people read a checkpoint too.
+        and the files that declare only sinks, because other people may read a checkpoint.
         """
         values = self._nested(only_set=False)
         del values[METRIC_SINKS]
@@ -492,8 +493,8 @@ class Config(Settings):
 
     @classmethod
     def _resolve(cls, source: Layer, used: bool, staged: bool = True) -> tuple[Self | None, Problems]:
-        """Return the configuration and all errors. It is None if there are errors other than those of `stages`, which
-        are only looked for if `staged` is set.
+        """Return the configuration and all errors. The configuration is None if there are errors outside `stages`. The
+        stages are only checked if `staged` is set.
         """
         groups, problems = validate(source)
         for key, message in downloaded_faults(source.values, source.where) if used else ():

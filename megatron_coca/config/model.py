@@ -58,11 +58,13 @@ GAU = "gau"
 """The layer type of gated attention units."""
 
 ASSUMED_VOCABULARY = 50304
-"""The vocabulary size for costs if no tokenizer is known: rows of the embedding with GPT-2's and GPT-NeoX-20B's."""
+"""The vocabulary size for costs if no tokenizer is known: the rows of the embedding with the tokenizer of GPT-2 or of
+GPT-NeoX-20B.
+"""
 
 LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30
 """Chunk size with `loss_chunk_size: auto`: in tokens, or in logit bytes for the Triton kernel. With larger chunks, the
-weight and its gradient are read less often.
+weight of the output head and its gradient are read less often.
 """
 
 
@@ -92,7 +94,7 @@ class ModelConfig(ConfigGroup):
     num_attention_heads: Size = required("Number of query heads.")
     num_kv_heads: Size = follows(
         "num_attention_heads",
-        "Number of key and value heads. Fewer than num_attention_heads is grouped-query attention.",
+        "Number of key and value heads. A number below num_attention_heads means grouped-query attention.",
     )
     kv_channels: Size | None = key(
         None, "Features per attention head, as in Megatron; null: hidden_size / num_attention_heads."
@@ -104,8 +106,8 @@ class ModelConfig(ConfigGroup):
     )
     kv_lora_rank: Size | None = key(
         None,
-        "Latent attention, as in DeepSeek 2: keys and values are linear maps of a latent with this many features, which"
-        " a cache keeps instead of them; null: attention with heads of keys and values.",
+        "Latent attention, as in DeepSeek 2: keys and values are linear maps of a latent with this many features, and a"
+        " cache keeps the latent instead of keys and values; null: attention with heads of keys and values.",
     )
     q_lora_rank: Size | None = key(
         None,
@@ -118,7 +120,7 @@ class ModelConfig(ConfigGroup):
     )
     qk_rope_head_dim: Size | None = key(
         None,
-        "With kv_lora_rank: features of every query and of the key that all heads share, on which pos_emb acts; null:"
+        "With kv_lora_rank: features on which pos_emb acts, in every query and in the key that all heads share; null:"
         " half of qk_nope_head_dim.",
     )
     v_head_dim: Size | None = key(None, "With kv_lora_rank: features of every value; null: qk_nope_head_dim.")
@@ -135,20 +137,20 @@ class ModelConfig(ConfigGroup):
     )
     mlp_config: list[Any] | None = key(
         None,
-        "Type of the MLP of every layer, `dense` or `experts`, written as `attention_config`:"
-        " `[[[dense], 1], [[experts], 11]]`; null: as moe_expert_interval says.",
+        "Type of the MLP of every layer, `dense` or `experts`, in the format of `attention_config`:"
+        " `[[[dense], 1], [[experts], 11]]`; null: moe_expert_interval determines the types.",
     )
     moe_num_experts: Size = key(
         1, "Experts in a mixture of experts, which replaces the MLP of a layer; 1: all MLPs are dense."
     )
     moe_top_k: Size = key(1, "Experts that process each token. No token is dropped.")
     moe_expert_interval: Count = key(
-        1, "Distance between layers with a mixture of experts, of which the first layer is one, as in GPT-NeoX."
+        1, "Distance between layers with a mixture of experts, beginning with the first layer, as in GPT-NeoX."
     )
     moe_intermediate_size: Size | None = key(
         None,
-        "Inner width of each expert, with a gated activation of value and gate each; null: the inner width of a dense"
-        " MLP.",
+        "Inner width of each expert; with a gated activation, both value and gate have this width. null: the inner"
+        " width of a dense MLP.",
     )
     moe_shared_intermediate_size: Size | None = key(
         None, "Inner width of an MLP beside the experts that processes every token, as in DeepSeek; null: none."
@@ -181,7 +183,7 @@ class ModelConfig(ConfigGroup):
     moe_num_groups: Size = key(
         1, "Groups of experts. A token is sent only to experts in its best groups, as in DeepSeek 3; 1: one group."
     )
-    moe_top_k_groups: Size = key(1, "Groups for each token: those with the best scores of a group.")
+    moe_top_k_groups: Size = key(1, "Number of groups that a token can be sent to: the groups with the best scores.")
     moe_group_scores: Literal["two_best", "max"] = key(
         "two_best",
         "Score of a group of experts. two_best: the sum of its two largest scores, as in DeepSeek 3; max: its largest"
@@ -240,7 +242,7 @@ class ModelConfig(ConfigGroup):
     )
     use_bias_in_mlp: bool = key(True, "Use biases in the MLP.")
     use_bias_in_output_head: bool = key(
-        False, "Use a bias in the output head, as in GPT-J; with tied weights, as in CTRL."
+        False, "Use a bias in the output head, as in GPT-J or, with tied weights, as in CTRL."
     )
     use_output_transform: bool = key(
         False,
@@ -391,17 +393,17 @@ class ModelConfig(ConfigGroup):
 
     @property
     def derived_embedding_scale(self) -> float:
-        """`embedding_scale` if it is not set."""
+        """The value of `embedding_scale` if this key is not set."""
         return self.mup_embedding_mult if self.use_mup else 1.0
 
     @property
     def derived_softmax_scale(self) -> float | None:
-        """`softmax_scale` if it is not set."""
+        """The value of `softmax_scale` if this key is not set."""
         return 1.0 / (self.mup_attn_temp * self.score_dim) if self.use_mup else None
 
     @property
     def derived_logit_scale(self) -> float:
-        """`final_logit_scale` if it is not set."""
+        """The value of `final_logit_scale` if this key is not set."""
         return 1.0 / (self.mup_output_temp * self.width_ratio) if self.use_mup else 1.0
 
     @property
@@ -450,8 +452,8 @@ class ModelConfig(ConfigGroup):
 
     @property
     def head_dim(self) -> int:
-        """Features per attention head on which the position method acts. With latent attention, `unrotated_dim`
-        features are beside them.
+        """Features per attention head on which the position method acts. With latent attention, queries and keys have
+        `unrotated_dim` further features.
         """
         if self.kv_lora_rank is not None:
             return self.qk_rope_head_dim or self.unrotated_dim // 2
@@ -466,7 +468,7 @@ class ModelConfig(ConfigGroup):
 
     @property
     def score_dim(self) -> int:
-        """Features per head of queries and keys together."""
+        """Features per head of a query or key, with and without positions."""
         return self.head_dim + self.unrotated_dim
 
     @property
@@ -488,7 +490,9 @@ class ModelConfig(ConfigGroup):
 
     @property
     def packed_attention_width(self) -> int:
-        """Rows of the packed projection of queries, keys and, unless these are the keys, values. Not for latents."""
+        """Rows of the packed projection of queries, keys and values, or of queries and keys if the keys are also the
+        values. Latent attention has no such projection.
+        """
         return self.attention_width + (1 if self.values_from_keys else 2) * self.num_kv_heads * self.head_dim
 
     @property

@@ -20,7 +20,7 @@ ALIASES: dict[str, str] = _TABLES["aliases"]
 """Aliases and their keys. An alias and its key may both be set to the same value."""
 
 ALIAS_VALUES: dict[str, dict[Any, Any]] = {"fp32_allreduce": {True: "fp32", False: None}}
-"""Aliases with other values than their keys: the key's value for each value of the alias."""
+"""Aliases whose values differ from those of their keys: the key's value for each value of the alias."""
 
 HUGGING_FACE: dict[str, str] = _TABLES["hugging_face"]
 """Hugging Face names of keys (TrainingArguments and model configurations), for messages about unknown keys."""

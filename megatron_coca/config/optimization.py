@@ -38,7 +38,7 @@ TARGET_PARTS: dict[AdapterTarget, TrainablePart] = {
     "dense": "attention_output",
     "mlp": "mlp",
 }
-"""The part of the model that has the matrices of each target of adapters."""
+"""The part of the model that contains the matrices of each adapter target."""
 NO_BATCH = "train_micro_batch_size_per_gpu: not set; set it, or train_batch_size"
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -111,18 +111,18 @@ class OptimizerConfig(ConfigGroup):
     gradient_clipping: NotNegative = key(1.0, "Maximum global gradient norm; 0 disables clipping.")
     moe_loss_coeff: NotNegative = key(
         0.01,
-        "Factor on the balancing loss of mixtures of experts, the mean over layers of E sum_i f_i p_i with E experts,"
-        " the share f_i of expert i in the choices, and its mean score p_i (Switch). It is 1 if all experts get the"
-        " same share. It adds to the gradient, but not to the loss that a run reports.",
+        "Factor on the balancing loss of mixtures of experts (Switch): the mean over layers of E sum_i f_i p_i, where E"
+        " is the number of experts, f_i the share of expert i in the choices, and p_i its mean score. The loss is 1 if"
+        " all experts get the same share. It adds to the gradient, but not to the loss that a run reports.",
     )
     moe_z_loss_coeff: NotNegative = key(
         0.0, "Factor on the mean of the squared log-sum-exp of the router's logits, as in ST-MoE."
     )
     moe_bias_update_rate: NotNegative = key(
         0.0,
-        "With moe_correction_bias: after each step, raise the number of every expert that got less than the mean share"
-        " of the step's tokens by this rate, and lower the others, as in DeepSeek 3. Routers that are not trained keep"
-        " these numbers.",
+        "With moe_correction_bias: after each step, add this rate to the number of every expert that got less than the"
+        " mean share of the step's tokens, and subtract it from the number of every expert that got more, as in"
+        " DeepSeek 3. Routers that are not trained keep these numbers.",
     )
     trainable: Annotated[list[TrainablePart], Field(min_length=1), BeforeValidator(_sort_parts)] | None = key(
         None,
@@ -221,7 +221,7 @@ class PrecisionConfig(ConfigGroup):
 
     @property
     def requested(self) -> frozenset[Dtype]:
-        """The dtypes that the three keys select. More than one is an error."""
+        """The dtypes that the three keys select. A valid configuration selects at most one."""
         named: dict[str | None, Dtype] = {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"}
         dtypes: set[Dtype] = {named[self.precision]} if self.precision in named else set()
         dtypes |= {"fp16"} if (self.fp16 or {}).get("enabled") else set()

@@ -55,8 +55,8 @@ class ParallelConfig(ConfigGroup):
     )
     context_parallel_size: Size = key(
         1,
-        "Number of ranks that divide a sequence by tokens, also in attention, where keys and values pass between them"
-        " (ring attention); any number, together with sequence_parallel_size too.",
+        "Number of ranks that divide a sequence by tokens, also in attention, where keys and values pass between the"
+        " ranks (ring attention). Any number is valid, and it can be combined with sequence_parallel_size.",
     )
     sequence_parallel: bool = key(
         False,
@@ -66,8 +66,8 @@ class ParallelConfig(ConfigGroup):
     deepspeed_extra_args: dict[str, Any] | None = key(None, "Further DeepSpeed keys, passed through.")
     distributed_backend: Literal["nccl", "gloo"] | None = key(
         None,
-        "nccl: train on GPUs (an error if there are none); gloo: train on the CPU; null: like nccl if num_gpus is set,"
-        " otherwise on GPUs if the host has any, else on the CPU.",
+        "nccl: train on GPUs, and stop with an error if there are none; gloo: train on the CPU; null: like nccl if"
+        " num_gpus is set, otherwise on GPUs if the host has any, else on the CPU.",
     )
 
     @property

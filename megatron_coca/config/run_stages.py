@@ -38,7 +38,7 @@ NEVER = {
     "metric_sinks": "cannot differ between stages; set it for the whole run",
     "imports": "cannot differ between stages; set it for the whole run",
 }
-"""Keys that are an error inside a stage, with the message. They are checked before the stage is validated."""
+"""Keys that a stage must not set, each with the error message. They are checked before the stage is validated."""
 
 
 C = TypeVar("C", bound=Settings)

@@ -50,12 +50,12 @@ class CheckpointConfig(ConfigGroup):
         " not support and that do not change the model.",
     )
     base_model: str | None = key(
-        None, "Folder, or hf://NAME, of the model that the PEFT adapters in `load` change; null: it is beside them."
+        None, "Folder, or hf://NAME, of the model that the PEFT adapters in `load` change; null: it is in `load` too."
     )
     no_load_optim: bool = key(
         False,
-        "Continue from `load` with a new optimizer state; the optimizer may be of another type. `save` must be another"
-        " folder.",
+        "Continue from `load` with a new optimizer state; the optimizer may be of another type. `save` must not be the"
+        " same folder as `load`.",
     )
     iteration: WholeNumber | None = key(None, "Step to load; null: the latest.")
 
@@ -134,7 +134,9 @@ class LoggingConfig(ConfigGroup):
     profile_ranks: list[WholeNumber] = key([0], "Ranks to profile.")
 
     def last_step(self, start: int, end: int) -> int:
-        """Return the last step of a launch that begins after `start` steps: `end`, or an exit_interval step before."""
+        """Return the last step of a launch that begins after `start` steps: `end`, or an earlier multiple of
+        exit_interval.
+        """
         interval = self.exit_interval
         return end if interval is None else min(end, start - start % interval + interval)
 
@@ -145,8 +147,8 @@ class GeneralConfig(ConfigGroup):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = key(1234, "Seed of initialization, dropout and data order.")
     deterministic: bool = key(
         False,
-        "Produce bitwise identical results in every run on the same GPUs. This is slower, and an operation without a"
-        " deterministic version is an error.",
+        "Produce bitwise identical results in every run on the same GPUs. This is slower, and the run stops with"
+        " an error at an operation that has no deterministic version.",
     )
     training_positions: TrainingPositions | None = key(
         None, "Positions of training samples, drawn for each sample (docs/recall.md); null: 0, 1, ..."

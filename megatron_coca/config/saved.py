@@ -45,7 +45,8 @@ def load_saved_config(
 
     Args:
         source: the file of the configuration, or its keys and values.
-        overrides, files: the user's. Only their `imports` is read; it is required if the checkpoint has `imports`.
+        overrides, files: the user's overrides and files. Only the key `imports` is read; it is required if the
+            checkpoint has it.
         same: raise an error, instead of logging a warning, if a file differs from the recorded file.
 
     Raises:

@@ -59,7 +59,7 @@ KEYS: dict[str, KeyLocation] = {
 
 def default_of(key: str, flat: Mapping[str, Any]) -> Any:
     """Return the default of a key. If the key follows another key, the default is that key's value in `flat`. A value
-    that other keys derive is no default.
+    that is computed from other keys does not count as the default.
     """
     declared = GROUPS[KEYS[key].group].model_fields[KEYS[key].field]
     extra = declared.json_schema_extra

@@ -185,8 +185,9 @@ def read_file(path: str | Path, problems: list[str]) -> Layer | None:
 
 @lru_cache(maxsize=32)
 def _parsed(label: str, text: str) -> tuple[YamlReader, Any]:
-    """Return the reader of a document and its value, not to be changed. A command reads some files many times, such as
-    the recipe of every cell of an ablation, and parsing takes 50 times as long as copying.
+    """Return the reader of a document and its value, which the caller must not change. They are cached, because a
+    command reads some files many times, such as the recipe of every cell of an ablation, and parsing takes 50 times as
+    long as copying.
     """
     reader = YamlReader(label, text)
     return reader, reader.read()

@@ -13,13 +13,13 @@ from megatron_coca.config.position import PositionConfig
 from megatron_coca.config.schema import Settings
 
 FORM_KEYS = frozenset({"pos_emb", "pos_emb_options", "qk_norm", "qk_norm_after_rotation", "use_qk_layernorm"})
-"""Keys that a later stage, or a run that continues a loaded checkpoint, may change if `weight_changes` has no
-objection.
+"""Keys that a later stage, or a run that continues a loaded checkpoint, may change unless `weight_changes` yields the
+change.
 """
 ROTARY_KEYS = frozenset({"rotary_frequencies", "rope_scaling", "relative_positions", "training_positions"})
 """Keys that may change together with `pos_emb` if only one of the two methods rotates."""
 ANGLES = {"offset": ("zero", "uniform", "free"), "initial_angle": ("random",)}
-"""Options of `pos_emb`, with the values for which every head has angles as weights."""
+"""Options of `pos_emb`, each with the values for which angles are among the weights of every head."""
 
 
 class WeightChange(NamedTuple):
@@ -74,7 +74,7 @@ def _type_changes(
         yield "pos_emb_options" if options else "pos_emb", reason
     elif old.pos_emb == "learned" and before.model.max_position_embeddings != after.model.max_position_embeddings:
         rows = [settings.model.max_position_embeddings for settings in (before, after)]
-        yield "max_position_embeddings", f"the table of learned positions has {rows[0]} rows, and then {rows[1]}"
+        yield "max_position_embeddings", f"the table of learned positions changes from {rows[0]} to {rows[1]} rows"
     if learned := [kind.extension.name for kind in (old, new) if kind.extension.learned]:
         pairs = (old, before.model.seq_length), (new, after.model.seq_length)
         used = [(kind.rope_scaling, kind.rotary_emb_base, kind.original_length(length)) for kind, length in pairs]

@@ -265,8 +265,9 @@ class Blend:
         self._rare = self._share_slots(exact)
 
     def _share_slots(self, exact: np.ndarray) -> list[tuple[int, int, float]]:
-        """Assign each source that is too rare to have its own slot a share of a slot. Returns a list of (source, slot,
-        samples per block).
+        """Assign a share of a slot to each source that is too rare to have its own slot.
+
+        Returns a list of (source, slot, samples per block).
 
         In some blocks such a source takes a slot from the largest source, which then provides one sample fewer.
         `exact`, float64 [sources], is the exact number of slots per block for each source.

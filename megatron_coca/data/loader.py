@@ -101,13 +101,13 @@ class Loader:
         micro_batch: samples per rank and accumulation step.
         rank: rank of this process among the data-parallel processes.
         world_size: number of data-parallel processes.
-        vocab_size: vocabulary size of the model. Reading a token id outside the vocabulary is an error; None disables
-            this check.
+        vocab_size: vocabulary size of the model. Reading a token id outside the vocabulary raises an error; None
+            disables this check.
         packing: how document boundaries are treated; by default they are ignored.
         num_workers: number of threads, and of steps that are read ahead. With 0 a step is read when it is requested.
         length: use only this many inputs at the end of each sample; None uses all inputs.
         positions: draws the positions of the inputs; None leaves the positions to `packing`.
-        start: the first step, and the number of its first sample. Earlier steps had other batch sizes.
+        start: the first step, and the number of its first sample. Earlier steps may have had other batch sizes.
 
     Raises `DataError` if the global batch is not a multiple of `micro_batch * world_size`, or if the rank is not below
     `world_size`.

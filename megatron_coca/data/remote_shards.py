@@ -28,7 +28,7 @@ LONGEST_NOTE = 1 << 16
 NOTE = ".remote"
 """Suffix of a local JSON file, `<prefix>.bin.remote`, that describes tokens on a store."""
 _NAMED: dict[Path, str] = {}
-"""The URLs that this process was told to read, by the note that was written for them. The address in a note is never
+"""The path of each note that this process wrote -> the URL that the user named. The address inside a note is never
 used, because a downloaded folder may contain a note.
 """
 

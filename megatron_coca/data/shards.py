@@ -396,7 +396,7 @@ class ShardWriter:
 
     Args:
         prefix: path of the pair without `.bin` and `.idx`.
-        vocab_size: vocabulary size, which determines the dtype; an id at or above it is an error.
+        vocab_size: vocabulary size, which determines the dtype; an id at or above it raises an error.
         labels: whether to write int32 labels, which may be `MASKED`, instead of tokens.
     """
 

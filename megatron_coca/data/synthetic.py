@@ -50,7 +50,7 @@ class TaskSettings:
 
     @property
     def farthest(self) -> int:
-        """Greatest k of the questions for the value k facts earlier (`ordered_recall`)."""
+        """The largest k in questions that ask for the value told k facts earlier (`ordered_recall`)."""
         return self.back or self.facts
 
     def fact(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -196,7 +196,7 @@ def ordered_question(
 
 
 def chances_without_order(facts: int, updates: int, values: int) -> dict[str, float]:
-    """Return how often a random choice answers each kind of question in `QUESTIONS`, in evaluation inputs.
+    """Return how often a random choice is correct for each kind of question in `QUESTIONS`, in evaluation inputs.
 
     A model that knows the facts, but not their order, can choose among the values of a key for its latest or first
     value, and among the values of all facts for the value told k facts earlier. Values of different keys can be equal.

@@ -25,7 +25,7 @@ ContrastVerdict = Literal["holds", "holds in the opposite direction", "does not 
 
 
 class AnyContrast(Protocol):
-    """What plans of every kind declare of a contrast: the mean difference and the standard deviation they expect."""
+    """What every kind of plan declares about a contrast: the expected mean difference and standard deviation."""
 
     @property
     def expected(self) -> float | None: ...
@@ -43,8 +43,8 @@ ContrastType = TypeVar("ContrastType", bound=AnyContrast)
 def p_value(values: Sequence[float]) -> float:
     """Return the two-sided p-value of Student's t test that two or more values have mean 0; 1 if all values are 0.
 
-    Return NaN if a value is not finite, or if all values are equal, but not 0: t would be a number divided by a
-    standard deviation of 0.
+    Return NaN if a value is not finite. Also return NaN if all values are equal, but not 0, because t would then be a
+    number divided by a standard deviation of 0.
     """
     if not all(map(math.isfinite, values)):
         return math.nan
@@ -88,7 +88,7 @@ def pairs_needed(differences: Differences, inside: float, wanted: float, most: i
     """Return the smallest number of pairs that would show the mean difference with the power `wanted`, or inf.
 
     The interval of the difference has the confidence `inside`. The result is inf if it is above `most`, or if all
-    differences are equal. The deviation is the standard deviation of the differences.
+    differences are equal. The computation uses the mean and the standard deviation of the given differences.
     """
     found = estimate(differences)
     if equal(differences) or not math.isfinite(found.mean):
@@ -115,14 +115,14 @@ def padded(differences: Differences) -> list[float]:
 
 
 def simultaneous(comparisons: float) -> float:
-    """Return the confidence of each interval with which all intervals hold together in 95% of cases (Bonferroni)."""
+    """Return the confidence that each interval needs, so that all hold together in 95% of cases (Bonferroni)."""
     return 1.0 - LEVEL / comparisons
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values corrected for multiple comparisons (Holm 1979), in the given order.
 
-    NaN, of a test that is undefined, stays NaN. It counts as a comparison with p = 1.
+    The p-value of an undefined test is NaN. It remains NaN, and counts as a comparison with p = 1.
     """
     pairs = zip(holm_factors(p_values), p_values, strict=True)
     return [math.nan if math.isnan(p) else min(1.0, factor * p) for factor, p in pairs]
@@ -169,7 +169,7 @@ def together(found: Sequence[tuple[ContrastType, Differences]], count: int) -> l
     """
     known = [(contrast, differences) for contrast, differences in found if len(differences) > 1]
     p_values = [p_value(differences) for _, differences in known]
-    missing = [1.0] * (count - len(known))  # these count too, so that an unfinished study does not claim more
+    missing = [1.0] * (count - len(known))  # these count too: an unfinished study must not claim more
     corrected, factors = holm(p_values + missing), holm_factors(p_values + missing)
     tested = []
     for (contrast, differences), p, own, factor in zip(known, p_values, corrected, factors, strict=False):
@@ -208,7 +208,7 @@ def in_sequence(
 
 
 def verdict_of(expected: float | None, difference: Estimate, p: float) -> ContrastVerdict:
-    """Return the verdict on a tested difference; `expected` is the expected one, if its direction counts."""
+    """Return the verdict on a tested difference. `expected` is the expected difference; None: any direction holds."""
     if math.isnan(p):
         return "cannot be tested"
     if p >= LEVEL:
@@ -278,12 +278,12 @@ SMALLEST_P = 1e-12
 def p_text(p: float) -> str:
     """Return a p-value with two digits, or "undefined" if the t test is undefined.
 
-    Values below 1e-12 are only compared with it: rounding of the t distribution is almost as large.
+    Values smaller than 1e-12 become "below 1e-12", because rounding errors of the t distribution are almost as large.
     """
     return "undefined" if math.isnan(p) else "below 1e-12" if p < SMALLEST_P else f"{p:.2g}"
 
 
 def level_text(level: float) -> str:
-    """Return a confidence below 1 in percent, as `95%` or `99.6%`: no digits are rounded to 100%."""
+    """Return a confidence below 1 in percent, as `95%` or `99.6%`, with enough digits that it never reads 100%."""
     texts = (f"{100 * level:.{digits}f}" for digits in range(1, 9))
     return next(text for text in texts if float(text) < 100).removesuffix(".0") + "%"

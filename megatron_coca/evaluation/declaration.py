@@ -48,7 +48,7 @@ class Task:
             options and a function that shows results, and returns the exit status.
         result: the type of the result files.
         numbers: the numbers of an entry, the most important one first.
-        readings: reads the numbers of an entry whose names are not known beforehand.
+        readings: reads from an entry the numbers whose names are not known beforehand.
         comparable: the properties in which the results of one table agree.
         at: the name of a missing entry, in which {} is the length.
         divided_by: the option with values that several processes can measure independently. Without it, a task is
@@ -56,7 +56,7 @@ class Task:
         fits: the function that checks, before a model is trained, that the task's prompts fit into their lengths, as
             `folder.module.function`. It takes the parsed options, the tokenizer and the folder of the built-in corpus,
             and raises LengthError.
-        by_document: whether the task itself measures a part of the documents (`--part`).
+        by_document: whether the task itself divides the documents among the parts (`--part`).
         sections: its sections of the report.
         place: its place in help texts and in results.csv.
         of_checkpoint: whether it measures a checkpoint, so that suites and ablations accept it.
@@ -85,5 +85,5 @@ class Task:
         return [*filter(None, found), *(self.readings(entry) if self.readings is not None else ())]
 
     def number(self, name: str) -> Number | None:
-        """Return the declaration of the number with this name in results.csv; None if the results name it."""
+        """Return the declaration of the number with this name in results.csv; None if only results contain the name."""
         return next((number for number in self.numbers if number.is_named(name)), None)

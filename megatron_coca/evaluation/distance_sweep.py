@@ -27,8 +27,8 @@ def planar(method: PositionMethod, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor
     """Return the paper's complex q_j and k_j, each [..., d/2] complex128, for unrotated q and k [..., head_dim].
 
     Feature i is the real part and feature i + d/2 the imaginary part. For CoCA k is the T projection t, and
-    k_j = q_j * u_j, where u_j comes from t (the paper's equations 6 and 7). For other polar forms, both are their real
-    magnitudes, one for each term of the score; constant angles are not included.
+    k_j = q_j * u_j, where u_j comes from t (the paper's equations 6 and 7). For other polar forms, q_j and k_j are
+    the real magnitudes of the form, one for each term of the score, without the constant angles.
     """
     if method.name in POLAR and method.form.magnitude is not None:
         rotated = q[..., : method.rotary_dim].double(), k[..., : method.rotary_dim].double()

@@ -60,7 +60,7 @@ def run_part(args: Namespace, run_task: RunTask) -> int:
 
 
 def run_jobs(args: Namespace, run_task: RunTask) -> int:
-    """Run all shares, `args.jobs` at a time, then the whole command in this process, which measures missing entries.
+    """Run all shares, `args.jobs` at a time. Then run the whole command in this process, to measure missing entries.
 
     With `--device auto` or `cuda`, the shares are spread over all GPUs.
     """

@@ -44,8 +44,8 @@ class Number:
         sums: reads one sum per document, or one value per case, for paired comparisons.
         length: reads the length in tokens at which it was measured.
         published: the `metric` of its tables in published.yaml.
-        learned: the number that one model must reach at some length. Otherwise no model has learned the task, and the
-            sentence at the top of a report is about another task.
+        learned: the value that at least one model must reach at some length. If none does, no model has learned the
+            task, and the sentence at the top of a report is about another task.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Number:
         return () if self.sums is None else self.sums(entry)
 
     def averaged(self, entry: Any) -> float | None:
-        """Return what is averaged over seeds: the logarithm of a number that has one, otherwise the number."""
+        """Return the value to average over seeds: the logarithm of a number that has one, otherwise the number."""
         return self.value(entry) if self.logarithm is None else self.logarithm(entry)
 
     @cached_property

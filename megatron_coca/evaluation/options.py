@@ -26,7 +26,7 @@ AUTO = "auto"
 """The value of `--dtype` that `subject.with_choices` replaces."""
 
 DynamicLength = Literal["current", "prompt", "total"]
-"""As in `model`, which imports PyTorch."""
+"""The same type as in `model`, repeated here because `model` imports PyTorch."""
 DYNAMIC_LENGTH = "current"
 DYNAMIC_LENGTHS = {
     "current": "the number of tokens so far, at each step",
@@ -36,7 +36,7 @@ DYNAMIC_LENGTHS = {
 """Descriptions of `model.DYNAMIC_LENGTHS`: the length that a length-dependent extension uses during generation."""
 
 Decoding = Literal["growing", "static", "auto"]
-"""As in `model`."""
+"""The same type as in `model`."""
 DECODING = "growing"
 DECODINGS = {
     "growing": "the cache grows with every token",
@@ -48,7 +48,7 @@ DECODINGS = {
 
 
 MOST_TOKENS = 2**27
-"""Largest number of input tokens or of new tokens. A mistyped number would otherwise run for days."""
+"""Largest number of input tokens or of new tokens. With a mistyped number, a command would otherwise run for days."""
 MOST_JOBS = 1024
 
 

@@ -31,18 +31,18 @@ from megatron_coca.work.workers import begin_worker, safe_path
 OPTION = "--context-parallel-size"
 END, LOAD, SCORE = range(3)
 LONGEST_WAIT = timedelta(hours=6)
-"""For a process that still loads or computes. A process that ended is noticed at once with gloo."""
+"""The longest wait for a process that still loads or computes. With gloo, the end of a process is noticed at once."""
 ScoreSequence = Callable[[GPT, Tensor, Tensor, Tensor], Tensor]
 """(model, rows [n, length + 1] int64, indices [m] of this rank's tokens, bounds [n, 2]) -> float64 sums of this rank.
 
-The model reads the first `length` tokens of a row. A row scores the tokens from its first bound to before its second.
+The model reads a row's first `length` tokens. Its scored tokens begin at the first bound and end before the second.
 """
 
 
 class SequenceRing:
     """The processes of one command. They start when the first model is used.
 
-    Results of `score` are sums over the tokens of all ranks, in the order of the ranks' reduction, which is fixed.
+    Results of `score` are sums over the tokens of all ranks. The order in which the ranks' sums are added is fixed.
     """
 
     def __init__(self, args: Namespace, task: str, score: ScoreSequence) -> None:
@@ -70,7 +70,7 @@ class SequenceRing:
             self._folder.cleanup()
 
     def use(self, subject: Subject, variant: int) -> None:
-        """Use the model of a variant, given by its index among the options. All ranks load it."""
+        """Use the model of a variant. `variant` is its index in the options. All ranks load this model."""
         if self._model is subject.model:
             return
         member = self._member or self._start()
@@ -140,11 +140,11 @@ class _Member:
         return [int(number) for number in message]
 
     def take(self, model: GPT) -> None:
-        """Make this rank's part of a model's inputs its own."""
+        """Let a model on this rank compute only the rank's part of each input."""
         assign_shard(model, RingShard(ring=self.ring))
 
     def scored(self, model: GPT, rows: Tensor, bounds: Tensor, score: ScoreSequence) -> Tensor:
-        """Return the sums over all ranks; only rank 0 knows the rows and bounds before."""
+        """Return the sums over all ranks. Rank 0 sends its rows and bounds; the other ranks pass buffers for them."""
         for tensor in (rows, bounds):
             dist.broadcast(tensor, 0, group=self._hosts)
         length = rows.shape[1] - 1

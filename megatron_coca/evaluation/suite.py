@@ -84,7 +84,7 @@ class Command:
 def run(args: Namespace) -> int:
     """Run every command of the suite, write the report, and return the exit status.
 
-    The status is 2 if anything is missing, or 1 if a command was killed, so that a repetition may measure it.
+    The status is 2 if anything is missing, or 1 if a command was killed: another run may then measure what is missing.
     """
     suite, planned, unusable = _plan(args)
     page = args.output / "report" / "report.html"
@@ -166,7 +166,7 @@ def plan_commands(
 ) -> list[Command]:
     """Return the commands of a suite, task by task, for the checkpoints in `lengths`, with result files in `results`.
 
-    `shared` are the options of all commands that divide their work.
+    `shared` are options that every command gets: they divide its work.
 
     Raises EvaluationError for unknown tasks and options, and for labels that lead to the same file name.
     """
@@ -287,7 +287,7 @@ def run_commands(commands: Sequence[Command]) -> list[Failure]:
 
 
 def describe_exit(status: int) -> str:
-    """Return a description of an exit status as a shell has it."""
+    """Return a description of an exit status, given as a shell reports it."""
     name = signal_of(status)
     if name is None:
         return f"ended with status {status}"

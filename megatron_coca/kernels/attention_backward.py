@@ -90,7 +90,7 @@ def _launch(
 
 
 _STOPS = WeakIdKeyDictionary()
-"""Results of `_stops` by their argument. All layers of a micro-batch have the same tensor."""
+"""Results of `_stops` by their argument. All layers pass the same tensor in a micro-batch."""
 
 
 def _stops(starts: Tensor) -> Tensor:
@@ -132,8 +132,8 @@ def _key_gradients(
     held = load_halves(plane(key, batch, kv_head), of_key, row, key_length, False, KIND.keys, KIND)
     v = load_tile(plane(value, batch, kv_head), row, key_length, KIND.value_width, KIND.keys, KIND.value_columns)
     n = row + tl.arange(0, KIND.keys)[:, None]
-    # A query sees only keys of its own document: keys with a document that has not ended before the query. The bounds
-    # are per key, not per query.
+    # A key is seen only by queries of its own document, which come before the document's end. The bounds are per key,
+    # not per query.
     document = (
         start_of_document(starts, batch, n, key_length, KIND),
         start_of_document(stops, batch, n, key_length, KIND),
@@ -145,8 +145,8 @@ def _key_gradients(
         sums = (none, none, load_tile(place, row, key_length, KIND.value_width, KIND.keys, KIND.value_columns))
     phases = query_phases(row, starts, stops, batch, query_length, key_length, limits, KIND)
     begin, diagonal_end, full, edge, far_begin, end = phases
-    # One loop needs fewer registers than several. With documents, every tile needs the mask; with a window, most do;
-    # magnitudes need the registers.
+    # One loop needs fewer registers than several, but masks every tile. It is used with documents, where every tile
+    # needs the mask; with a window, where most tiles do; and with magnitudes, which need the registers.
     for member in range(0, group):
         head = kv_head * group + member
         offset = (batch * heads + head).to(tl.int64) * query_length

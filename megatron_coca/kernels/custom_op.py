@@ -26,7 +26,7 @@ def operation(
     mode it is an autograd.Function, because a custom operation needs several times as much host time.
 
     PyTorch's cache of compiled code identifies an operation by its name. So the operation needs a new name if the
-    shapes, dtypes or strides of its results change, or the arguments of an operation in its backward pass.
+    shapes, dtypes or strides of its results change, or if the arguments of an operation in its backward pass change.
 
     Args:
         schema: schema of the arguments and results, in PyTorch's notation.
@@ -51,7 +51,7 @@ def operation(
 
 
 def _traced(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `backward`, in which operations are the registered ones."""
+    """Return a function that runs `backward` with the registered operations."""
 
     def call(ctx: Any, *grads: Any) -> Any:
         token = _in_backward.set(True)

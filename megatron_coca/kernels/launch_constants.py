@@ -79,9 +79,9 @@ CONFIGS: dict[int, dict[tuple[int, int], Launches]] = {
 }
 """Block sizes on CUDA, by architecture and then by (number of segments, `row_class` of the operands).
 
-They have not been timed on a GPU yet. They were chosen from the compiler's reports (recorded in
-benchmarks/kernels/budgets.json) so that registers do not spill and loads are pipelined. `with_measured` replaces those
-that a GPU has timed.
+These sizes have not been timed on a GPU. They were chosen from the compiler's reports (recorded in
+benchmarks/kernels/budgets.json) so that registers do not spill and loads are pipelined. `with_measured` replaces them
+by sizes that a GPU has timed, if there are any.
 """
 MEASURED = Path(__file__).with_name("measured_blocks.json")
 """Block sizes that tools/gpu/sweep.py found to be faster on a GPU: architecture -> "SEGMENTS ROW_CLASS" -> kernel ->

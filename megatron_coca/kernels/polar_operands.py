@@ -47,7 +47,7 @@ class PolarLayout(NamedTuple):
         parts: 1, or 2 if the terms of the first features of all pairs are followed by those of the second features.
         shared: whether both parts have the same angles.
         turned: whether constants are subtracted from the angles of the query.
-        learned: whether the backward pass computes their gradients.
+        learned: whether the backward pass computes the gradients of these constants.
         segments, half, tail, rows, half_block, tail_block: as in `operands.OperandLayout`.
     """
 
@@ -179,7 +179,7 @@ def _slope(x, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _pair_slopes(x1, x2, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
-    """Return the derivatives of a pair's magnitude by x1 and x2."""
+    """Return the derivatives of a pair's magnitude with respect to x1 and x2."""
     if not IS_QUERY:
         # Each member of the pair gets half of the gradient; a pair without a positive mean gets none.
         shared = tl.where(x1 + x2 > 0, 0.5, 0.0)
@@ -218,8 +218,8 @@ def _rest_slope(x, grad, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
 def _softplus(x):
     """Return max(x, 0) + ln(1 + e), e = exp(-|x|), with a small relative error even if e is small.
 
-    ln(1 + e) = 2 atanh(s) with s = e / (2 + e) <= 1/3, as a series whose rest is below 2e-9 of it. The logarithm of the
-    hardware has an absolute error, which would be larger than softplus(x) for very negative x.
+    ln(1 + e) = 2 atanh(s) with s = e / (2 + e) <= 1/3, as a series whose remainder is below 2e-9 of the result. The
+    logarithm of the hardware has an absolute error, which would be larger than softplus(x) for very negative x.
     """
     e = _exp_of_minus_abs(x)
     s = tl.div_rn(e, 2.0 + e)

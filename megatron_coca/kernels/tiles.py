@@ -300,7 +300,9 @@ def visible(r, n, start, limits, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl
 
 @triton.jit
 def part(slopes, r, limits, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """Return the (near, far) parts of a tile's score gradients. A tile with pairs of one segment is not split."""
+    """Return the (near, far) parts of a tile's score gradients. If a tile has pairs of only one segment, both parts are
+    the whole tile.
+    """
     if NEAR and FAR:
         return tl.where(r < limits[0], slopes, 0.0), tl.where(r < limits[0], 0.0, slopes)
     else:

@@ -17,11 +17,13 @@ from megatron_coca.kernels.tiles import operand, plane, unit_stride
 BLOCK = 64
 """Keys per tile. Wide operands in float32 take half as many."""
 TILE_BYTES, PREFETCHED = 1 << 16, 1 << 15
-"""Most bytes of a tile of keys and values in shared memory, and most bytes with which the next tile is prefetched."""
+"""Maximum bytes of a tile of keys and values in shared memory, and maximum bytes of a tile at which the next one is
+prefetched.
+"""
 PROGRAMS = 512
-"""Programs that fill a GPU; the keys are split until there are as many."""
+"""Number of programs that fill a GPU; the keys are split until there are this many programs."""
 ROWS = 16
-"""Least rows of a matrix product in Triton; the queries of a key head are padded to it."""
+"""Minimum rows of a matrix product in Triton; the queries of a key head are padded to this number."""
 MOST_SEGMENTS = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -154,7 +154,8 @@ class PositionEmbedding(Choice):
         by_distance: whether only attention scores depend on positions. False if vectors are added to the embedding.
         biased: whether a bias is added to the scores.
         by_query: whether the bias also depends on the query's position in its document.
-        weights: whether learned weights are in each layer, shared by all layers, or in a table of positions.
+        weights: where the learned weights are: in each layer, shared by all layers, or in a table of positions. None if
+            there are none.
         frequencies: whether each pair of rotated features has a frequency, or each feature. The option of the same
             name, if the embedding has one, overrides it.
     """
@@ -203,7 +204,8 @@ class FrequencyExtension(Choice):
         learned: whether the frequencies are weights of the model.
         measures_length: whether the formula depends on L.
         switches: whether the frequencies differ up to L and beyond, so that decoding recomputes all tokens at L.
-        of_training: whether the rule itself chooses the frequencies of training, so that it cannot extend other ones.
+        of_training: whether the rule itself chooses the frequencies of training, so that it cannot extend those of
+            `rotary_frequencies`.
     """
 
     key: ClassVar[str] = "rope_scaling"

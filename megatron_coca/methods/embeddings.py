@@ -7,8 +7,8 @@ from megatron_coca.methods.declaration import Option, PositionEmbedding, declare
 _OFFSET = Option(
     "offset",
     "choice",
-    "Constant angles that each head learns per magnitude, by their initial values: zero or uniform, clamped to"
-    " [-2 pi, 0] as in the paper; or free, from zero without limits.",
+    "Constant angles that each head learns, one per magnitude. zero, uniform: initial values, with the angles clamped"
+    " to [-2 pi, 0] as in the paper; free: angles that start at zero and have no limits; none: no angles.",
     default="zero",
     choices=("none", "zero", "uniform", "free"),
 )
@@ -16,7 +16,7 @@ _ANGLE = Option(
     "initial_angle",
     "angle",
     "phi, a constant that is added to the angle of every term: `cos(r theta_j + phi)`, in radians; `random` draws one"
-    " angle per head and term, which stays fixed. It exists to test CoCA's explanation by an intervention.",
+    " fixed angle per head and term. This option exists to test CoCA's explanation by an intervention.",
     default=0.0,
 )
 _KERPLE = "GPT-NeoX has no weights for it; use megatron-coca train"

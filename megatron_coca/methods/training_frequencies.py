@@ -6,8 +6,8 @@ from megatron_coca.methods.declaration import Option, TrainingFrequencies, Use, 
 
 
 def _period(length: int, given: Values) -> float:
-    """Return the default of `period`, 32 tokens as in the paper. For lengths below 4,096 it has the paper's ratio to
-    the length, 1/128, but at least 2 pi, which is RoPE's fastest frequency 1.
+    """Return the default of `period`: 32 tokens, as in the paper. For lengths below 4,096, it is 1/128 of the length,
+    which is the ratio in the paper, but at least 2 pi, the period of RoPE's fastest frequency.
     """
     return min(32.0, max(2 * math.pi, length / 128))
 

@@ -131,7 +131,7 @@ def backend_needs(config: Config, method: PositionMethod, device_type: str, trai
 
 def gpu_backends(config: Config) -> dict[str, str]:
     """Return the name of the attention backend for each layer type of a model that trains on a GPU. This host needs no
-    GPU: a backend that the configuration names is not checked.
+    GPU, because a backend that the configuration names is returned without a check.
 
     Raises:
         BackendError: `auto` finds no backend for one of the layer types.
@@ -194,10 +194,10 @@ def empty_model(
 
 
 def use_ring_backends(model: GPT, config: Config, device: str) -> None:
-    """Give the layers of a model for evaluation backends with which ranks can divide a sequence.
+    """Replace the backends of a model for evaluation by backends with which ranks can divide a sequence.
 
     Raises:
-        BackendError: none supports one of the layer types.
+        BackendError: no such backend supports one of the layer types.
     """
     device_type, encodings = device.partition(":")[0], model.encodings()
     for name, method in list(model.methods.items()):

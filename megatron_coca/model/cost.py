@@ -36,8 +36,8 @@ class ParameterCount:
 
     `embedding` includes the padded rows. If the weights are tied, it is also the output head, and `head` counts only a
     layer before the head and a bias. `norms` includes the final norm and the numbers of layer_scale. `position` counts
-    the table, bias or network of the position methods. `idle` are the parameters of the experts that do not process a
-    token, which `mlp` includes. `adapters` are the parameters of the adapters that a run adds.
+    the table, bias or network of the position methods. `idle` counts the parameters of the experts that do not process
+    a token; `mlp` includes them. `adapters` counts the parameters of the adapters that a run adds.
     """
 
     embedding: int
@@ -51,7 +51,7 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """Parameters that process a token: all except those of the experts that do not."""
+        """Parameters that process a token: all except `idle`."""
         return self.total - self.idle
 
     @property
@@ -196,8 +196,8 @@ def flops_per_token(config: Config, length: int | None = None, backends: Backend
 
 
 def _frozen_weights(config: Config, head: int) -> int:
-    """Count the weights without gradients among those that each token is multiplied with, without adapters. `head` of
-    them are in the output head.
+    """Count the weights without gradients among those that each token is multiplied with, without adapters. `head` is
+    the number of weights in the output head.
     """
     model, trains = config.model, config.optimizer.trains
     frozen = 0 if trains("output_head" if model.no_weight_tying else "embedding") else head
@@ -231,10 +231,10 @@ def _not_repeated(model: ModelConfig) -> int:
 
 
 def _last_width(model: ModelConfig, name: str, mlp: str) -> int:
-    """Return the number of input features of a block's last matrix product, if no gradient needs its result."""
+    """Return the number of input features of a block's last matrix product if no gradient needs its result, else 0."""
     if name == GAU:
         return model.gau_features
-    if mlp == EXPERTS:  # the weights of experts need the results of experts, and a gate that of the shared MLP
+    if mlp == EXPERTS:  # gradients of routers need the experts' results, and those of a gate the shared MLP's
         return 0 if model.moe_shared_gate else model.moe_shared_intermediate_size or 0
     return model.ffn_hidden_size
 
@@ -257,8 +257,8 @@ def norms_per_block(model: ModelConfig, name: str) -> int:
 
 
 def norms_of_ends(model: ModelConfig) -> int:
-    """Return the number of norms outside the blocks, after the embedding and before the output head. If the first block
-    lacks a norm, subtract 1.
+    """Return the number of norms outside the blocks, after the embedding and before the output head. The result is one
+    less if the first block lacks a norm.
     """
     head = (model.norm_position != "residual") + model.use_output_transform
     return head + model.use_embedding_norm - model.skip_first_norm
@@ -289,8 +289,8 @@ def _weights_per_block(model: ModelConfig, name: str, mlp: str) -> dict[Trainabl
 
 
 def _mlp_rows(model: ModelConfig, mlp: str) -> int:
-    """Return the number of rows and columns, other than hidden_size, of the matrices of an MLP, or of those of a
-    mixture of experts that each token is multiplied with, without the router.
+    """Return the sum of the dimensions other than hidden_size of the matrices of an MLP. For a mixture of experts,
+    count only the matrices that each token is multiplied with, without the router.
     """
     if mlp != EXPERTS:
         return packed_mlp_width(model) + model.ffn_hidden_size
@@ -313,8 +313,8 @@ def _latent_weights(model: ModelConfig, bias: int) -> dict[TrainablePart, int]:
 
 
 def _product_rows(model: ModelConfig) -> int:
-    """Return the number of features of the results of all matrix products of attention and of attention itself, without
-    the output projection.
+    """Count the features that the matrix products of attention and attention itself return, without the output
+    projection.
     """
     outputs = model.attention_width + model.output_gates
     if model.kv_lora_rank is None:
@@ -539,11 +539,11 @@ def _kept_by_type(config: Config, size: int, tensor: int, name: str, mlp: str, b
 
 
 def _adapter_numbers(config: Config, name: str, mlp: str, size: int) -> float:
-    """Count the numbers of `size` bytes per token that one block saves in addition with adapters; usually negative,
-    because frozen matrices do not save their inputs.
+    """Count the additional numbers of `size` bytes per token that one block saves with adapters. The result is usually
+    negative, because frozen matrices do not save their inputs.
 
-    An adapter saves its product with A, with dropout its input after dropout and the mask, and with DoRA the products
-    of weight and adapter.
+    An adapter saves its product with A. With dropout, it also saves its input after dropout and the mask; with DoRA,
+    the products of weight and adapter.
     """
     lora, model = config.optimizer.lora, config.model.with_heads(name)
     if lora is None:
@@ -571,7 +571,7 @@ def _adapter_numbers(config: Config, name: str, mlp: str, size: int) -> float:
 
 def _not_kept(config: Config, name: str) -> int:
     """Count the numbers per token of queries and keys that nothing saves if they are not parts of one tensor with the
-    values. A rotation saves neither; polar forms save what they compute magnitudes from.
+    values. A rotation saves neither queries nor keys; polar forms save the inputs of their magnitudes.
     """
     model, position = config.model.with_heads(name), config.layer_types[name]
     normed = model.use_qk_layernorm or model.qk_norm is not None or model.unweighted_qk_norm
@@ -592,8 +592,8 @@ def _mlp_numbers(model: ModelConfig, mlp: str, size: int) -> float:
     if mlp != EXPERTS:
         return _inner_numbers(model, model.ffn_hidden_size)
     h, shared = model.hidden_size, model.moe_shared_intermediate_size
-    # Every choice has a copy of the token and a result. The router has scores, and in half precision the token, in
-    # float32.
+    # Every chosen expert has a copy of the token and a result. The router saves its scores in float32, and in half
+    # precision also the token in float32.
     chosen = model.moe_top_k * (_inner_numbers(model, model.expert_width) + 2 * h)
     router = (3 * model.moe_num_experts + h * (size < 4)) * 4 / size
     every = 0 if shared is None else _inner_numbers(model, shared) + h * model.moe_shared_gate

@@ -17,7 +17,7 @@ from megatron_coca.config import ModelConfig
 from megatron_coca.model.layers import MLP, FeedForward
 
 TINY = 1e-20
-"""Number that is added to a sum of weights, as in DeepSeek 3, so that a sum of 0 divides nothing by 0."""
+"""Number that is added to a sum of weights, as in DeepSeek 3, so that nothing is divided by 0 if the sum is 0."""
 GROUPED_BYTES = 16
 """`torch._grouped_mm` reads rows in units of this many bytes."""
 
@@ -107,13 +107,15 @@ class StackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(experts, outputs)) if bias else None
 
     def forward(self, x: Tensor, sorted_experts: Tensor, load: Tensor) -> Tensor:
-        """Map rows x [rows, in] with the expert of each row, in ascending order; `load` has the rows of each expert."""
+        """Map rows x [rows, in] with the expert of each row. `sorted_experts` are these experts in ascending order, and
+        `load` has the number of rows of each expert.
+        """
         if can_group(x, self.weight):
             ends = load.cumsum(0).to(torch.int32)
             out = torch._grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)
             if self.bias is None:
                 return out
-            # A product with ones has a gradient that is summed in a fixed order; that of an index has none on a GPU.
+            # The gradient of this product is summed in a fixed order. On a GPU, the gradient of indexing is not.
             return out + F.one_hot(sorted_experts, len(load)).to(x.dtype) @ self.bias
         biases = [None] * len(load) if self.bias is None else self.bias.unbind()
         parts = zip(x.split(load.tolist()), self.weight.unbind(), biases, strict=True)

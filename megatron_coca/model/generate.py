@@ -181,8 +181,8 @@ class TokenChoice:
     """Chooses the next tokens from logits, without waiting for the device.
 
     Attributes:
-        rule: equal for choices that choose the same tokens from the same logits, or None if the choice also depends on
-            earlier calls or on random numbers.
+        rule: a value that is equal for objects that choose the same tokens from the same logits, or None if the choice
+            also depends on earlier calls or on random numbers.
     """
 
     def __init__(self, sampling: Sampling, limit: int | None, uniforms: Tensor | None) -> None:

@@ -44,7 +44,7 @@ class RowEmbedding(nn.Embedding):
 
 
 class LearnedPositions(RowEmbedding):
-    """A table with a learned vector for each position. A position beyond the table is an error."""
+    """A table with a learned vector for each position. A position beyond the table raises PositionRangeError."""
 
     def __init__(self, positions: int, hidden_size: int) -> None:
         super().__init__(positions, hidden_size, _weight=torch.empty(positions, hidden_size))
@@ -348,7 +348,9 @@ class FeedForward(nn.Module):
         return value * self.activation(gate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states [..., hidden_size] to hidden states, without gradients at most TOKENS_AT_ONCE at once."""
+        """Map hidden states [..., hidden_size] to the same shape. Without gradients, map at most TOKENS_AT_ONCE at
+        once.
+        """
         if torch.is_grad_enabled() or x.numel() // x.shape[-1] <= TOKENS_AT_ONCE:
             return self._feed(x)
         parts = [self._feed(part) for part in x.flatten(0, -2).split(TOKENS_AT_ONCE)]

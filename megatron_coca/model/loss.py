@@ -14,7 +14,7 @@ from megatron_coca.model.layers import soft_capped
 IGNORED = -100
 """The label of tokens that do not count in the loss, as in PyTorch."""
 CHUNK_MULTIPLE = 128
-"""Tokens per chunk are a multiple of this, because the tiles of matrix products have at most as many rows."""
+"""Tokens per chunk are a multiple of this, because the tiles of matrix products have at most this many rows."""
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
@@ -69,8 +69,8 @@ def linear_cross_entropy(
 
 
 def _even_chunk(tokens: int, most: int) -> int:
-    """Return the size of as many chunks as chunks of `most` tokens would be, without a small rest: the matrix products
-    of few tokens use a small part of a GPU, but read and write the head's gradient as a whole chunk does.
+    """Return the size of equal chunks, as many as chunks of `most` tokens would be. A small last chunk would use only a
+    small part of a GPU, but read and write the head's gradient like a full chunk.
     """
     chunks = max(1, -(-tokens // most))
     each = -(-tokens // chunks)

@@ -26,8 +26,9 @@ class SharedPrefix:
         self._supported = all(method.window is None and method.switch is None for method in methods)
 
     def cache_for(self, prompt: np.ndarray, new_tokens: int, length: int | None = None) -> Cache:
-        """Return a cache with the beginning of `prompt`, integers [tokens], from the prompt before. At least the last
-        token is left to process. The cache has memory for `new_tokens` more tokens; `length` is as in `Cache`.
+        """Return a cache with the tokens with which `prompt`, integers [tokens], and the previous prompt begin. At
+        least the last token of `prompt` is left to process. The cache has memory for `new_tokens` more tokens; `length`
+        is as in `Cache`.
         """
         last, cache = self._prompt, self._cache
         self._prompt, self._cache = None, None  # an interrupted computation leaves no cache behind

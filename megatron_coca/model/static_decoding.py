@@ -75,8 +75,8 @@ class StaticDecoder:
         past: int = 0,
     ) -> None:
         """`total` is the largest number of tokens of a sequence, prompt included, and `past` the smallest number of
-        cached tokens. `rule` is equal for functions `choose` that always choose the same tokens, or None if another
-        function never does.
+        cached tokens. `rule` is a value that is equal for functions `choose` that always choose the same tokens, or
+        None if no other function does.
         """
         device = next(model.parameters()).device
         self._choose, self._rule, self._model, self._total, self._past = choose, rule, model, total, past
@@ -131,7 +131,7 @@ class StaticDecoder:
             self._end(cache, start, past)
 
     def _begin(self, cache: Cache, new: Tensor, number: int) -> None:
-        if [*map(id, _buffers(cache))] != [*map(id, self._buffers)]:  # they are alive, so the numbers are unique
+        if [*map(id, _buffers(cache))] != [*map(id, self._buffers)]:  # all of them exist, so their ids are unique
             self._graphs.clear()
             tables: dict[Hashable, Tensor] = {}
             self._layers = [

@@ -2,8 +2,8 @@
 
 For a matrix [out, in], the weights and every step of the optimizer need a spectral norm in proportion to
 sqrt(out / in), so that features and their changes keep their size at every width (Yang, Simon and Bernstein 2023,
-"A Spectral Condition for Feature Learning"). A step of Adam or Lion has entries of about the learning rate, and for a
-gradient of low rank the spectral norm lr sqrt(out in). So the rate must be in proportion to 1 / in.
+"A Spectral Condition for Feature Learning"). A step of Adam or Lion has entries of about the learning rate lr. For a
+gradient of low rank, the spectral norm of the step is lr sqrt(out in). So the rate must be in proportion to 1 / in.
 """
 
 import re
@@ -16,9 +16,9 @@ class WeightKind(NamedTuple):
     """Exponents of the ratio of a model's width to the width of the base model, for one kind of weight.
 
     Attributes:
-        deviation: of the standard deviation of the initial values.
-        rate: of the learning rate of Adam and Lion.
-        orthogonal_rate: of the learning rate of Muon, if it makes the steps of the weight orthogonal.
+        deviation: the exponent for the standard deviation of the initial values.
+        rate: the exponent for the learning rate of Adam and Lion.
+        orthogonal_rate: the exponent for the learning rate of Muon, if it makes the steps of the weight orthogonal.
     """
 
     deviation: float
@@ -27,8 +27,8 @@ class WeightKind(NamedTuple):
 
 
 CONSTANT = WeightKind(0.0, 0.0)
-"""Vectors and embeddings, whose number of inputs does not grow, and the output head: instead of its weights,
-`final_logit_scale` falls with the width, so that it is the same for tied and untied heads.
+"""Vectors and embeddings, whose number of inputs does not grow, and the output head. For the head, `final_logit_scale`
+falls with the width instead of the weights, so that tied and untied heads are alike.
 """
 HIDDEN = WeightKind(-0.5, -1.0, -0.5)
 """Matrices whose inputs and outputs grow. Steps of Muon have the spectral norm lr sqrt(max(out, in))."""

@@ -17,10 +17,12 @@ USAGE = "usage: python -m megatron_coca.neox_plugin SCRIPT.py [SCRIPT ARGUMENTS]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script and return the exit status. After a configuration error it is 2, and no traceback is printed."""
+    """Run the script and return the exit status. After a configuration error, the status is 2 and no traceback is
+    printed.
+    """
     options = [
         argument for argument in arguments[:1] if argument.startswith("--local_rank")
-    ]  # DeepSpeed passes it first
+    ]  # DeepSpeed passes this option first
     script, *rest = [*arguments[len(options) :], ""]
     if not Path(script).is_file():
         print(f"{USAGE}\n{script or 'SCRIPT.py'}: no such file; correct the path", file=sys.stderr)

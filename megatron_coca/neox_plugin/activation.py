@@ -56,7 +56,7 @@ def _replace(modules: Mapping[str, Any]) -> None:
 
 
 def _extend_arguments(arguments: Any) -> None:
-    """Add the plugin's keys and their checks to NeoXArgs. Change how it pads the vocabulary and starts processes."""
+    """Add the plugin's keys and checks to NeoXArgs. Change how NeoXArgs pads the vocabulary and starts processes."""
     extend_fields(arguments)
     fields = {name: field.type for name, field in arguments.__dataclass_fields__.items()}
 

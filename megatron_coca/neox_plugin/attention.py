@@ -39,7 +39,7 @@ class PluginAttention:
 
     def offsets(self, rank: int, heads: int) -> HeadOffsets | None:
         """Build the constant angles of a layer for the `heads` query heads of a tensor-parallel rank, or return None.
-        All ranks draw the angles of all heads.
+        Every rank draws the angles of all heads and keeps those of its own heads.
         """
         made = self._method.layer_offsets()
         if made is not None:

@@ -15,7 +15,7 @@ from megatron_coca.neox_plugin.upstream import Function
 logger = logging.getLogger(__name__)
 
 SAVED_LENGTH = "max_position_embeddings"
-"""A key that GPT-NeoX requires to equal the checkpoint's, although only a learned position table depends on it."""
+"""GPT-NeoX requires this key to have the checkpoint's value, although only a learned position table depends on it."""
 
 
 def _rename_prefix(state: MutableMapping[str, Any], old: str, new: str) -> None:

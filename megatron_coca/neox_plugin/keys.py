@@ -112,7 +112,7 @@ def uses_plugin(neox_args: Any) -> bool:
 
 
 def resolve(neox_args: Any) -> Config:
-    """Return the configuration of the plugin's attention in this package's form.
+    """Return the settings of the plugin's attention as a configuration of this package.
 
     Raises ConfigError if the keys are not valid, or if the plugin's attention does not support them.
     """
@@ -143,8 +143,8 @@ def resolve(neox_args: Any) -> Config:
         raise ConfigError(*problems)
     values = {name: getattr(neox_args, name) for name in (*SHAPE, *POSITION)}
     values |= {"pos_emb": neox_args.pos_emb.lower(), "make_vocab_size_divisible_by": 1}
-    # GPT-NeoX's seq_length is the longest input of a run. In generation it may exceed the training length, which then
-    # only original_max_position_embeddings can provide.
+    # GPT-NeoX's seq_length is the longest input of a run. In generation it may exceed the training length. Then only
+    # original_max_position_embeddings tells the training length.
     values["seq_length"] = scaling.get("original_max_position_embeddings") or values["seq_length"]
     return load_config([], {name: value for name, value in values.items() if value is not None})
 

@@ -21,7 +21,7 @@ NOT_COLLECTED: dict[str, Any] = {
     "auto_param_logging": False,
     "auto_metric_logging": False,
 }
-"""What the library would print and send by itself."""
+"""Settings that turn off what the library would print and send by itself."""
 
 
 @register_sink

@@ -39,7 +39,7 @@ class MLflow(MetricSink):
         self._run = within(SECONDS, "MLflow", lambda: self._begin(run, experiment, run_name))
 
     def _begin(self, run: RunFacts, experiment: str, run_name: str | None) -> str:
-        """Return the id of the run at MLflow, which continues or is new."""
+        """Continue the run at MLflow, or start a new one. Return its id."""
         from mlflow.entities import Param
 
         if self._steps.id is not None:

@@ -13,14 +13,18 @@ from dataclasses import dataclass
 WINDOW, SLICE = 30.0, 5.0
 """Seconds after which a process that was crowded in every slice says so, and the shortest length of a slice."""
 LOST = 0.25
-"""The least number of threads that had no core, on average. On idle cores, two spinning threads lost 0.1."""
+"""In a crowded slice, at least this many threads had no core, on average. On idle cores, two spinning threads lost 0.1.
+"""
 INTERRUPTIONS = 30.0
-"""The least number of involuntary context switches per second, or per processor second if that is longer.
+"""In a crowded slice, at least this many involuntary context switches occurred per second. If the threads got less than
+one processor second per second, the switches are counted per processor second.
 
 Two threads had 5 per second on two idle cores, 230 to 300 beside a busy process, and 100 on a quarter of a core.
 """
 INTERRUPTIONS_PER_THREAD = 5.0
-"""The operating system itself interrupts every core a few times per second. This matters on many cores."""
+"""The same limit for each thread. The operating system itself interrupts every core a few times per second, which adds
+up on many cores.
+"""
 SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """A user who sets one of these variables knows about spinning."""
 

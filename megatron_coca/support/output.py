@@ -1,7 +1,7 @@
 """Standard output and standard error, which can be lost while a command works.
 
-A terminal is closed, a disk or a quota behind a log is full, or the program that reads a pipe has ended. Then every
-write of this process to such a stream fails, by `print`, logging, warnings, progress bars or a library. `survive`
+If a terminal is closed, if a disk or a quota behind a log is full, or if the program that reads a pipe has ended, every
+further write to that stream fails, whether by `print`, logging, warnings, progress bars or a library. `survive`
 replaces the stream at its lowest level, so that no write raises an error. The rest of the text is lost.
 """
 
@@ -81,7 +81,7 @@ _surviving: dict[str, SurvivingStream] = {}
 def survive(*names: str) -> None:
     """Replace the streams `names` ("stdout", "stderr") of this process by surviving ones, until the process ends.
 
-    A stream that does not belong to the process stays as it is, because a notebook or a test has replaced it.
+    A stream that a notebook or a test has replaced is left alone, because it does not belong to the process.
     """
     for name in names:
         stream, (descriptor, title) = getattr(sys, name), STANDARD[name]
@@ -113,7 +113,7 @@ def _text(stream: Any, raw: SurvivingStream) -> TextIO:
 
 
 def open_missing_streams() -> None:
-    """Write output nowhere if the shell closed it (`>&-`), where Python has no stream.
+    """Discard the output to streams that the shell closed (`>&-`), for which Python has no stream.
 
     The descriptors are opened as well. Otherwise, the next file would get one of them, and a message of a library that
     writes to descriptor 2 would end up in the file.
@@ -132,7 +132,7 @@ def open_missing_streams() -> None:
 
 
 def drop_closed_streams() -> bool:
-    """Return whether a program that reads the output or the messages has ended. The rest is then written nowhere."""
+    """Return whether a program that reads the output or the messages has ended. The rest is then discarded."""
     closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
     for stream in closed:
         drop_output(stream)
@@ -140,7 +140,7 @@ def drop_closed_streams() -> bool:
 
 
 def drop_output(stream: TextIO) -> None:
-    """Write the rest of a stream nowhere, unless it has no descriptor, as in a notebook."""
+    """Discard the rest of the output to a stream, unless the stream has no descriptor, as in a notebook."""
     if (descriptor := _descriptor(stream)) is not None:
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -1,4 +1,4 @@
-"""Open only regular files: a FIFO, a device or a loop of links is an error and cannot hang the program."""
+"""Open only regular files: a FIFO, a device or a loop of links raises an error and cannot hang the program."""
 
 import errno
 import os

@@ -43,8 +43,8 @@ class YamlFault(Exception):
 class LimitedLoader(yaml.SafeLoader):
     """Loader of YAML 1.1 that enforces the limits. Raises ``yaml.YAMLError`` for every fault.
 
-    libyaml parses ten times as fast as PyYAML's own parser. That one reads text in which libyaml finds a fault, because
-    its errors say more, and text with `DISPUTED`.
+    libyaml parses ten times as fast as PyYAML's own parser. PyYAML's parser reads text in which libyaml finds a fault,
+    because its errors say more. It also reads text that matches `DISPUTED`.
     """
 
     def __init__(self, text: str) -> None:
@@ -142,7 +142,7 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file. Duplicate keys are an error. Raises ``YamlFault`` and the exceptions of ``read_text``."""
+    """Read a YAML file. Raises ``YamlFault``, also for duplicate keys, and the exceptions of ``read_text``."""
     text = read_text(path)
     try:
         loader = _UniqueKeys(text)

@@ -1,1 +1,1 @@
-"""Training: launchers, the DeepSpeed engine, the training loop, and checkpoints."""
+"""Training: launchers, the two engines (DeepSpeed and our own), the training loop, and checkpoints."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters in a model that trains: PEFT adds them to our modules, and everything else is frozen."""
+"""Low-rank adapters: PEFT adds them to our modules, and all weights that `lora.also` does not name are frozen."""
 
 import re
 
@@ -16,9 +16,9 @@ MODULES: dict[AdapterTarget, tuple[str, ...]] = {
     "dense": ("attention.dense",),
     "mlp": ("mlp.linear1", "mlp.linear2"),
 }
-"""The modules in a block that get the adapters of each target."""
+"""For each target, the modules in a block that get adapters."""
 NAME = "default"
-"""The name of the adapters in PEFT, which is part of the names of their parameters in the model."""
+"""The name that PEFT gives the adapters. It is part of the names of their parameters in the model."""
 PARAMETER = re.compile(rf"\.(lora_\w+)\.{NAME}(?=\.|$)")
 
 
@@ -35,10 +35,10 @@ def require_peft() -> None:
 def add_adapters(model: GPT, lora: LoraConfig, seed: int) -> None:
     """Add adapters to the blocks of a model, in place, and freeze all weights except those of the parts in `lora.also`.
 
-    The packed projections of queries, keys and values are split if only some of them change or each has an adapter. The
-    initial values depend on `seed` and the shapes: A is uniform as in PEFT, and B is 0, so the model computes the same
-    function as before. The global random state is preserved. Call this after loading weights and before building an
-    engine. Raises ConfigError if PEFT is not installed.
+    The packed projections of queries, keys and values are split if `lora.also` names only some of the three, or if
+    `lora.targets` names any of them. The initial values depend on `seed` and the shapes: A is uniform as in PEFT, and B
+    is 0, so the model computes the same function as before. The global random state is preserved. Call this after
+    loading weights and before building an engine. Raises ConfigError if PEFT is not installed.
     """
     require_peft()
     from peft import LoraConfig as Settings

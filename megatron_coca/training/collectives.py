@@ -161,8 +161,8 @@ class FolderLock(ExitStack):
         self._held[os.path.realpath(folder)] = held
 
     def is_lost(self) -> bool:
-        """Return whether a locked folder was deleted or replaced, so that another run can lock it. The folders are
-        looked at once a second, by the rank that holds the locks. This method needs no other rank.
+        """Return whether a locked folder was deleted or replaced, so that another run can lock it. Only the rank that
+        holds the locks looks at the folders, at most once a second. The ranks need not call this method together.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -181,7 +181,7 @@ class FolderLock(ExitStack):
     def _retake(self) -> str:
         lost = [folder for folder, held in self._held.items() if not held.intact()]
         for folder in lost:
-            begun = (Path(folder) / native.LOCK).exists()  # by another run, and this one has the lock if that has ended
+            begun = (Path(folder) / native.LOCK).exists()  # another run began; if it ended, this run can lock
             busy = f"{folder}: was deleted while this run was using it, and another run has begun there"
             self._hold(folder, f"{busy}; give each run its own folder")
             if begun and native.begun_steps(Path(folder)):

@@ -1,7 +1,7 @@
 """A coordinate check: how much the outputs of a model's parts change in the first steps, at several widths.
 
 With `use_mup`, the changes do not depend on the width (Yang et al. 2022, arXiv:2203.03466, section 6). In the standard
-parametrization they grow with it at a constant rate.
+parametrization, they grow with the width if the learning rate stays the same.
 """
 
 import math
@@ -30,7 +30,7 @@ WIDTHS = (
 )
 """Keys that change in proportion to hidden_size if they are set."""
 ROWS, MOST_TOKENS, VOCABULARY = 4, 64, 256
-"""Sequences in the batch, their maximum length, and the vocabulary of a model without one."""
+"""Sequences in the batch, their maximum length, and the vocabulary size if the configuration sets none."""
 
 
 class Coordinate(NamedTuple):
@@ -40,8 +40,8 @@ class Coordinate(NamedTuple):
         width: hidden_size.
         mup: whether the model has `use_mup`.
         kind: one of `KINDS`.
-        step: number of optimizer steps before it.
-        size: mean absolute value, over layers too.
+        step: number of optimizer steps before the measurement.
+        size: mean absolute value, averaged over the layers too.
         change: mean absolute difference from the values before the first step.
     """
 
@@ -55,17 +55,17 @@ class Coordinate(NamedTuple):
 
 def at_width(config: Config, width: int, mup: bool, base: int) -> Config:
     """Return the configuration of a model with another hidden_size. All other widths change in proportion, and the
-    number of heads stays. `base` is the base width if the configuration has none.
+    number of heads stays the same. `base` is the base width if the configuration has none.
 
     Raises:
-        ConfigError: a width is no whole number, or the model cannot have this width.
+        ConfigError: a width is not a whole number, or the model cannot have this width.
     """
     before, changes = config.model.hidden_size, dict[str, Any]()
     for key in WIDTHS:
         given = getattr(config.model, key)
         if given is not None and given * width % before:
             raise ConfigError(
-                f"{key}: {given} for hidden_size {before} is no whole number at width {width}; change one of the widths"
+                f"{key}: {given} at hidden_size {before} is no whole number at width {width}; change one of the widths"
             )
         changes |= {key: given * width // before} if given is not None else {}
     own = {"use_mup": True, "mup_base_hidden_size": config.model.mup_base_hidden_size or base}
@@ -79,7 +79,7 @@ def check_coordinates(
     config: Config, widths: Sequence[int], steps: int, dtype: torch.dtype = torch.float32
 ) -> list[Coordinate]:
     """Train models of all `widths`, with and without `use_mup`, for some steps on one batch of random tokens, at the
-    constant rate of the configuration, and measure them before each step and after the last one.
+    configured learning rate without a schedule, and measure them before each step and after the last one.
 
     Raises:
         ConfigError: the configuration has no learning rate, or the model cannot have one of the widths.

@@ -272,8 +272,9 @@ def open_loader(
     """Open a loader for samples of the corpus, by default for the training samples in a single process. With `length`,
     the loader returns only the last `length` inputs of each sample.
 
-    Training samples get the configured `training_positions`. Token ids beyond the vocabulary are an error even if the
-    padded embedding has rows for them, because no tokenizer with the configured vocabulary produces them.
+    Training samples get the configured `training_positions`. The loader raises an error for a token id beyond the
+    vocabulary even if the padded embedding has a row for it, because no tokenizer with the configured vocabulary
+    produces such an id.
     """
     data, vocab_size = corpus.config.data, corpus.config.model.vocab_size
     blend = corpus.train if blend is None else blend

@@ -32,8 +32,8 @@ GIB = 2.0**30
 RESERVE = 0.06
 """Share of a GPU's memory that the formulas do not include: allocator fragmentation and library workspaces."""
 FILLING_TOKENS = 32_768
-"""Tokens of a micro-batch from which a larger one brings little. The estimated MFU of the 350M models on an H100 is 40%
-with 8,192 tokens and 47% with 32,768; neither has been measured.
+"""Number of tokens from which a larger micro-batch is hardly faster per token. The estimated MFU of the 350M models on
+an H100 is 40% with 8,192 tokens and 47% with 32,768; neither has been measured.
 """
 CONTEXT = 1.5 * GIB
 """The CUDA context with PyTorch's kernels, and NCCL buffers."""
@@ -121,7 +121,7 @@ def states_bytes(config: Config, topology: Topology, numbers: int, trained: int 
 
 def _native_states(config: Config, ranks: int, numbers: int, trained: int) -> Memory:
     """Return the memory of a rank of the native engine. Each rank has all weights and gradients, and a part of the
-    optimizer states. On one rank in float32, the optimizer updates the weights and reads the gradients themselves.
+    optimizer states. On one rank in float32, the optimizer needs no copy of the weights and gradients.
     """
     size, reduces = BYTES[config.precision.dtype], ranks > 1
     bucket = float(zero_section(config, ranks, cuda=True)["reduce_bucket_size"])
@@ -132,7 +132,7 @@ def _native_states(config: Config, ranks: int, numbers: int, trained: int) -> Me
         count = trained_count(config)
         matrices = trained * (count.attention + count.mlp) / max(count.total, 1)
         moments += 4 * (trained - matrices) / ranks  # AdamW has two moments
-        step += 4 * matrices / ranks + (4 * min(bucket, matrices) if reduces else 0.0)  # the steps, whole and own part
+        step += 4 * matrices / ranks + (4 * min(bucket, matrices) if reduces else 0.0)  # own part, whole bucket
     # The largest bucket is copied before its gradients are freed, and the reduced parts are kept until all are reduced.
     buffers = size * (min(bucket, trained) + own) if reduces else 0.0
     if config.parallel.cuda_graphs:  # the graph keeps the memory of activations, and its gradients are added to others
@@ -255,7 +255,7 @@ def larger_micro_batch(config: Config, gpus: int, gib: float) -> tuple[BatchSize
     GiB, as the sizes of a step, and its memory; None if the configured one is large enough or no other fits.
 
     It is the smallest one with FILLING_TOKENS or, if it does not fit, the largest one that does. The samples of a step
-    do not change. Pipelines need their micro-batches.
+    do not change. With pipeline stages the result is None, because a pipeline needs its micro-batches.
     """
     topology, length = Topology.of(config.parallel, gpus), config.model.seq_length
     sizes, best = config.batch.resolve(topology.data), None

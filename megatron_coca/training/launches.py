@@ -133,7 +133,7 @@ def first_failure(errors: str) -> StepFailure | None:
     """Return the failure that ended a step, from the messages of srun.
 
     This is the first task that a signal ended, or the first error of a task if no signal ended one: other tasks may
-    report their errors before Slurm reports a kill. Ends after srun began to kill the remaining tasks are left out.
+    report their errors before Slurm reports a kill. Tasks that end after srun began to kill tasks do not count.
 
     If a task did not end by itself, its host may be lost, which may have caused the errors of the other tasks. In this
     case an exit code does not count against the node.
@@ -168,7 +168,9 @@ class RequeueDecision(NamedTuple):
 def decide(
     lines: Sequence[Mapping[str, Any]], status: int, step: int, job: str, failure: StepFailure | None, limit: int
 ) -> RequeueDecision:
-    """Decide what happens after a step of `job` ended with `status`, and with a checkpoint of `step` (0: none)."""
+    """Decide what happens after a Slurm step of `job` ended with `status`. The newest checkpoint is that of training
+    step `step` (0: none).
+    """
     why = meaning(status) + (f" ({failure.text})" if failure is not None else "")
     if status in FINAL:
         return RequeueDecision(False, why)

@@ -59,9 +59,8 @@ def split_projections(model: nn.Module) -> None:
 def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
     """Freeze, in place, all parameters that `trainable` does not name. Parameters that are never trained stay frozen.
 
-    If some but not all of queries, keys and values are trained, every packed projection is replaced by three layers;
-    so it is with Muon, which takes each of them as a matrix. Call this after loading weights and before building an
-    engine.
+    Every packed projection is replaced by three layers if some but not all of queries, keys and values are trained, and
+    for Muon, which treats each of the three as a matrix. Call this after loading weights and before building an engine.
     """
     if config.type == "Muon" or len({config.trains(part) for part in QUERY_KEY_VALUE}) > 1:
         split_projections(model)
@@ -130,11 +129,11 @@ class Lion(torch.optim.Optimizer):
 class Muon(torch.optim.AdamW):
     """Muon (Jordan 2024) for the groups with `orthogonal`, and AdamW for the others.
 
-    For a matrix [out, in] with the gradient g: m = mu m + (1 - mu) g, then w -= lr (O + decay w). O is `orthogonalized`
-    (1 - mu) g + mu m. Its size is that of a step of AdamW, so both have the same rate (Liu et al. 2025,
-    arXiv:2502.16982). A weight [n, out, in] is n matrices, and one of a group with `stacked` is that number of matrices
-    below one another. `torch.optim.Muon` takes the same steps, but only of whole matrices, and an engine divides them
-    among ranks. m is `exp_avg` in the state.
+    For a matrix [out, in] with the gradient g: m = mu m + (1 - mu) g, then w -= lr (O + decay w). O is the result of
+    `orthogonalized` for (1 - mu) g + mu m. Its size is that of a step of AdamW, so both have the same rate (Liu et al.
+    2025, arXiv:2502.16982). A weight [n, out, in] counts as n matrices; a weight in a group with `stacked` counts as
+    that number of matrices below one another. `torch.optim.Muon` takes the same steps, but it needs whole matrices, and
+    an engine divides them among ranks. m is `exp_avg` in the state.
     """
 
     def __init__(
@@ -180,7 +179,7 @@ def orthogonalized(matrix: Tensor, stacked: int = 1) -> Tensor:
     """Return the orthogonal factor of a float32 matrix [..., out, in], times 0.2 sqrt(max(out, in)). Five Newton-Schulz
     iterations in bfloat16 map the singular values to about 0.7 to 1.2.
 
-    With `stacked`, the rows are those of that number of matrices, which have a factor each.
+    With `stacked`, the matrix consists of that number of matrices below one another, and each has its own factor.
     """
     a, b, c = NEWTON_SCHULZ
     rows, columns = matrix.size(-2) // stacked, matrix.size(-1)
@@ -243,8 +242,8 @@ def parameter_groups(
     and norms, as in GPT-NeoX, and not to angles.
 
     With `separate_norms`, norms of queries and keys are a group of their own, because DeepSpeed keeps one step count
-    for each group and these norms were added after the other parameters. With `orthogonal`, the matrices of Muon are
-    groups of their own, the first ones. Value and gate of a gated MLP are a matrix each.
+    for each group and these norms were added after the other parameters. With `orthogonal`, the matrices of Muon are in
+    groups of their own, which come first. The value and the gate of a gated MLP count as one matrix each.
 
     `width_ratio` is that of a model with `use_mup`. If it is not 1, each group has the factor `rate_factor` on its
     learning rate, and its weight decay is divided by this factor, so that a step shrinks weights as at the base width.

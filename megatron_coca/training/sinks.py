@@ -94,7 +94,7 @@ def open_sinks(config: Config, start: int, run: str | None = None) -> list[Metri
     except OSError as error:
         raise ConfigError(f"log_dir: {error}; choose a writable folder") from error
     opened += filter(None, (_open(selected, facts) for selected in selected_sinks(config)))
-    return [*opened, Console(facts)]  # last, because the output of other sinks goes above its bar
+    return [*opened, Console(facts)]  # last, because its bar is below the output of the other sinks
 
 
 def _open(selected: SelectedSink, run: RunFacts) -> MetricSink | None:

@@ -18,8 +18,8 @@ class Coordinates(NamedTuple):
 @dataclass(frozen=True)
 class Topology:
     """Sizes of the parallel axes. As in DeepSpeed's grids, the sequence coordinate varies fastest with the rank,
-    followed by the tensor, data and pipeline coordinates. `sequence` ranks divide the heads of a sequence in attention,
-    and `context` times as many divide its tokens; the former are consecutive.
+    followed by the tensor, data and pipeline coordinates. In attention, `sequence` consecutive ranks divide the
+    heads of a sequence, and `sequence` times `context` ranks divide its tokens.
     """
 
     pipe: int

@@ -4,7 +4,7 @@ A process whose variable ERROR_FILE names a file writes its error there, and the
 first error of all (`training/launch/processes.py`). The variable (TORCHELASTIC_ERROR_FILE) and the format are those of
 torchrun, so that torchrun finds the first error, too. All other processes print their errors.
 
-This module imports only the standard library, because importing another library may cause the error to report.
+This module imports only the standard library, because the import of another library may be the error that it reports.
 """
 
 import json

@@ -48,8 +48,8 @@ def partial_folder(final: Path) -> Path:
 def make_once(final: Path, make: Callable[[Path], None], error: Error, wait: bool = False) -> bool:
     """Make a folder unless it exists: `make` fills a new folder, which then gets its name.
 
-    Return False if another process is making it. With `wait`, wait for that process instead, and make the folder if it
-    has not.
+    Return False if another process is making it. With `wait`, wait for that process instead, and make the folder if
+    that process did not.
 
     Raises:
         error: the folder cannot be locked.
@@ -83,8 +83,8 @@ def atomic_dir(final: Path, error: Error) -> Iterator[Path]:
 
 @contextmanager
 def scratch_dir(final: Path, error: Error) -> Iterator[Path]:
-    """Yield an empty folder beside `final`, which may exist. At the end of the block it is removed if it still exists;
-    after a kill, the next process with the same `final` removes it.
+    """Yield an empty folder beside `final`; `final` may exist. The new folder is removed at the end of the block, if it
+    still exists. After a kill, the next process with the same `final` removes it.
 
     Raises:
         error: the folder cannot be written, or another process uses it.

@@ -76,7 +76,9 @@ def exclusive_lock(
 
 
 def is_locked(lock: Path) -> bool:
-    """Return whether a process holds a lock. The check takes less time than a process waits that wants the lock."""
+    """Return whether a process holds a lock. A process that wants the lock meanwhile retries for
+    longer than the check takes.
+    """
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

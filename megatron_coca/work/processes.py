@@ -46,14 +46,14 @@ def start(command: Sequence[str], log: Path | None = None, **options: Any) -> Po
     prepare = ending_with_parent()
     with nullcontext() if log is None else open_to_append(log) as output:
         errors = None if output is None else STDOUT
-        return Popen(command, stdout=output, stderr=errors, preexec_fn=prepare, **options)  # noqa: PLW1509 - see there
+        return Popen(command, stdout=output, stderr=errors, preexec_fn=prepare, **options)  # noqa: PLW1509 - lock-free
 
 
 def run_together(commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None) -> list[int]:
     """Run processes at the same time, and return their exit statuses, which are 128 + n after signal n.
 
-    A signal of `PREEMPTION` to this process and Ctrl-C end them with SIGTERM, wait until they have saved, and raise
-    KeyboardInterrupt.
+    After a signal of `PREEMPTION` or Ctrl-C, this function sends them SIGTERM, waits until they have saved and ended,
+    and raises KeyboardInterrupt.
     """
 
     def interrupt(number: int, frame: object) -> NoReturn:
@@ -82,9 +82,9 @@ class LocalProcess:
     """A child process in its own session that is killed when this process dies.
 
     The terminal's Ctrl-C does not reach the child, so it receives every signal exactly once, through `send`. Signals in
-    `translated` are replaced before they are sent, because they have a different meaning for this command. With
-    `reports`, the child can write its error to an in-memory file, which exists as long as this process. Its output is
-    appended to `log`, if set.
+    `translated` are replaced before they are sent, because they have a different meaning for the child's command. With
+    `reports`, the child can write its error to an in-memory file, which exists as long as this process. The child's
+    output is appended to `log`, if set.
     """
 
     def __init__(

@@ -69,8 +69,8 @@ class CaughtSignals:
     ) -> None:
         """`answer` is written to standard error immediately when the first signal arrives.
 
-        With `last`, the process ends after the block. If it or another rank was preempted, it then ignores the signals
-        of `PREEMPTION`, which may come again: SIGXCPU does in every second of processor time.
+        With `last`, the process ends after the block. If this or another rank was preempted, the process ignores
+        the signals of `PREEMPTION` from then on. They may come again: SIGXCPU does in every second of processor time.
         """
         self.requested: str | None = None
         self._answer, self._last = answer, last

@@ -23,7 +23,7 @@ class SlurmTasks(SlurmPipelineExecutor):
     """An array of tasks.
 
     A task that ends with a status other than FINAL is requeued by its batch script. If Slurm kills the script as well,
-    the work of the task is left to the job that depends on the array, which starts in any case.
+    the job that depends on the array does the work of the task. That job starts in any case.
     """
 
     def __init__(

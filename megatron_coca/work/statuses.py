@@ -32,7 +32,7 @@ FINAL = (DONE, UNUSABLE, DIVERGED, UNSAVED, INTERRUPTED)
 TEMPORARY = (UNAVAILABLE, PREEMPTED, HUNG, UNJOINED)
 """Exit statuses of a child process after which a repetition may succeed, besides signals.
 
-FAILED is not: it is the status of every traceback, and most of them would come again.
+FAILED is not among them: every traceback has this status, and most tracebacks would come again.
 """
 
 

@@ -17,7 +17,7 @@ ATTEMPTS = 3
 
 
 class TaskFailed(RuntimeError):
-    """A command that ended with a status other than 0, the second argument. The first one describes it."""
+    """A command ended with a status other than 0. The arguments are a message and this status."""
 
     @property
     def status(self) -> int:

@@ -34,7 +34,7 @@ def safe_path() -> Iterator[None]:
 
 def begin_worker() -> None:
     """Prepare this worker process, which multiprocessing has started. It ends when its parent is killed, because it
-    would otherwise wait for work forever. It goes on when nobody can read its output.
+    would otherwise wait for work forever. It continues even if nobody can read its output.
     """
     survive("stdout", "stderr")
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -72,7 +72,7 @@ def process_pool(workers: int, initializer: Callable[[], None]) -> "ProcessPoolE
 
 
 def end_pool(pool: "ProcessPoolExecutor") -> None:
-    """End worker processes at once, even during an item. Then its result is missing, and its lock is free."""
+    """End worker processes at once, even during an item. That item has no result, and its lock is free."""
     for process in list((pool._processes or {}).values()):
         process.kill()
     pool.shutdown(cancel_futures=True)

@@ -127,7 +127,7 @@ CHANGED_TESTS = " ".join(
     f"tests/gpu/test_{name}_cuda.py" for name in ("passes", "decoding", "merge", "head", "operands")
 )
 OTHER_TESTS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("triton", "attention", "lengths"))
-"""The files of the GPU tests. Those that failed on a GPU and were changed, or are new since, are first."""
+"""The files of the GPU tests. First come those that failed on a GPU and were then changed, and those that are newer."""
 
 FIRST: dict[str, PlanPart] = {
     "step": PlanPart(
@@ -173,7 +173,9 @@ FIRST: dict[str, PlanPart] = {
         },
     ),
 }
-"""One GPU, one call: what decides most, in less than nine minutes. Models take turns, so that ratios are of one run."""
+"""One GPU, one call: the most important measurements, in less than nine minutes. Models take turns, so that the two
+sides of a ratio are from one run.
+"""
 
 
 def _ranks(check: str, seconds: int) -> Run:

@@ -112,8 +112,9 @@ def missing_packages(run: Run) -> list[str]:
 def execute(item: Item, here: Mapping[str, Any]) -> ItemRecord:
     """Run a process within its limit, and return its record, which is written before and after.
 
-    Results of the same code that a kill or the limit cut off are kept, and the process continues after them. A process
-    that a signal ends in a case, for example a crash of the driver, is started again for the other cases.
+    If a kill or the limit ended an earlier process of the same code, its results are kept, and the new process
+    continues after them. A process that a signal ends in a case, for example a crash of the driver, is started again
+    for the other cases.
     """
     before = read_record(item)
     record: ItemRecord = {"identity": identity(item, here), "machine": dict(here)}
@@ -208,7 +209,7 @@ def end_group(group: int) -> None:
 
 
 def end_orphan(record: ItemRecord) -> None:
-    """Kill the process of a record that still runs because this program was killed before it."""
+    """Kill the process of a record if it still runs, because this program was killed before it ended."""
     number = record.get("process")
     if record.get("status") != RUNNING or number is None:
         return

@@ -57,7 +57,7 @@ LOSSES = {
     "loss head, odd vocabulary": HeadCase(300, 64, 5025, 128),
 }
 SMALL = {"loss head": HeadCase(60, 16, 300, 16), "loss head, odd vocabulary": HeadCase(30, 16, 97, 8)}
-"""The same for the interpreter."""
+"""Smaller cases of the loss head, for the interpreter."""
 
 
 def adamw(device: str, values: bool) -> None:

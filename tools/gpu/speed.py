@@ -68,7 +68,7 @@ CANDIDATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "coca": ({"pos_emb": "coca"}, ("sdpa", "triton", "flex")),
     "pope": ({"pos_emb": "pope"}, ("sdpa", "triton")),
 }
-"""Methods and the backends of each that are compared with the first one."""
+"""For each method, its keys and its backends. The first backend is the base of the others' ratios."""
 TOKENS = 65536
 ROWS = 8
 """Maximum number of tokens and of rows in one call."""

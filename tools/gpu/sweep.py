@@ -155,7 +155,7 @@ def winners(lines: Sequence[dict[str, Any]], told: dict[str, Any]) -> dict[str, 
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return both tables as one; entries of the new one count."""
+    """Return both tables as one. Entries of the new table replace those of the old one."""
     numbers = sorted({*old, *new})
     rows = {number: sorted({*old.get(number, {}), *new.get(number, {})}) for number in numbers}
     return {

@@ -125,15 +125,15 @@ def _flex_attention() -> Any:
 def _compiled_kernel() -> Callable[..., Any]:
     """Compile for each length, because indexing captured tensors of variable length fails (PyTorch 2.13, CPU).
 
-    With `fullgraph`, too many lengths are an error instead of a silent fallback to the dense version.
+    With `fullgraph`, too many lengths raise an error, instead of a silent change to the dense version.
     """
     options: dict[str, Any] = {"recompile_limit": MOST_SHAPES} if LIMITS_EACH else {}
     return torch.compile(_flex_attention(), dynamic=False, fullgraph=True, **options)
 
 
 LIMITS_EACH = "recompile_limit" in inspect.signature(torch.compile).parameters
-"""Whether PyTorch has a limit for each compiled function (2.13). A change of the common limit takes the host 0.05 ms
-per call.
+"""Whether `torch.compile` accepts a limit for one function (PyTorch 2.13). Otherwise every call changes the common
+limit, which takes the host 0.05 ms.
 """
 
 

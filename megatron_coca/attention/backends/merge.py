@@ -144,8 +144,9 @@ class Accumulator:
 
 
 def _sum_dtype(x: Tensor, spans: Sequence[tuple[int, int]], others: int = 0) -> torch.dtype:
-    """Return the dtype in which terms in the dtype of `x` are summed: each is added to the rows of a span (start,
-    size), and `others` are added to all rows. A sum of two terms is rounded once in any case.
+    """Return the dtype in which terms in the dtype of `x` are summed: one term is added to the rows of each span
+    (start, size), and `others` terms are added to all rows. A sum of two terms needs no wider dtype, because it is
+    rounded only once.
     """
     terms = max((sum(low <= start < low + size for low, size in spans) for start, _ in spans), default=0)
     return x.dtype if terms + others <= 2 else torch.promote_types(x.dtype, torch.float32)

@@ -69,8 +69,8 @@ def area_pieces(band: Band, queries: range, keys: range, begin: int) -> tuple[Bl
     queries.
 
     With row = m - low, the query at token m sees the keys row - width < n <= row, limited to the given keys and to the
-    band's first keys. From row to row, the range of visible keys first grows by one. Then it slides, or stays if the
-    keys end before `width`. Finally it shrinks.
+    band's first keys. From row to row, the range of visible keys first grows by one. Then it slides, or does not change
+    if there are fewer keys than `width`. Finally it shrinks.
     """
     if band.chunk is not None:
         return tuple(_fold(_chunks(band, band.chunk, queries, keys, begin)))
@@ -81,7 +81,7 @@ def area_pieces(band: Band, queries: range, keys: range, begin: int) -> tuple[Bl
     stop = min(stop, right + width - 1)
     if left >= right or start >= stop:
         return ()
-    slides, stays = min(left + width, stop), min(right, stop)  # the first row without key `left`, and without its own
+    slides, stays = min(left + width, stop), min(right, stop)  # the first rows that do not see key `left`, or key `row`
     pieces = [*_growing(start, min(slides, stays), left)]
     if slides < stays:
         pieces += _sliding(max(start, slides), stays, width)

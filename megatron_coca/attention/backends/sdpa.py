@@ -33,7 +33,9 @@ _VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 GROUPED = _VERSION >= (2, 5)
 """Whether PyTorch supports fewer key heads than query heads. The CPU kernel of PyTorch 2.3 would read out of bounds."""
 WINDOWED = _VERSION >= (2, 11)
-"""Whether FlashAttention-2 is called with windows. The plugin supports older versions, some of which have none."""
+"""Whether FlashAttention-2 is called with windows. The plugin also supports older versions of PyTorch, some of which
+have no windows.
+"""
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -67,7 +69,7 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the natural log-sum-exp of the scaled scores.
 
-        Causal attention is of as many queries as keys. With a window, the last query sees the last `window` keys, and
+        Causal attention needs as many queries as keys. With a window, the last query sees the last `window` keys, and
         the query i before it sees the `window` keys that end i keys earlier.
         """
         folded, heads = folded_query(q, k), q.shape[1]
@@ -98,7 +100,9 @@ class CudaFlash:
 
     @property
     def windows(self) -> bool:
-        """Whether there are windows. Deterministic runs do without, because no GPU has repeated their gradients yet."""
+        """Whether the kernel is called with windows. Deterministic runs do not use them, because no GPU has repeated
+        the gradients yet.
+        """
         return WINDOWED and not torch.are_deterministic_algorithms_enabled()
 
     def forward(

@@ -144,8 +144,8 @@ def _lm_infinite(s: MapOptions, training_length: int) -> tuple[Band, ...]:
 def _streaming(s: MapOptions, training_length: int) -> tuple[Band, ...]:
     """StreamingLLM (Xiao et al. 2023, section 3.2): positions are indices in a cache of the sinks and the last w keys.
 
-    Pairs in the window keep their distance but not their absolute positions, so a score form that depends on absolute
-    positions is a configuration error.
+    Pairs in the window keep their distance but not their absolute positions, so the configuration must not select a
+    score form that depends on absolute positions.
     """
     if s["sinks"] == 0:
         return (Band(high=s["window"]),)

@@ -91,7 +91,7 @@ def pair_length(x: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """Return ln(1 + e^x), exact in float64, which it would not be with PyTorch's default threshold."""
+    """Return ln(1 + e^x). The result is exact in float64; with PyTorch's default threshold it would not be."""
     return F.softplus(x, threshold=40.0) if torch.compiler.is_compiling() else _Softplus.apply(x)
 
 
@@ -467,8 +467,9 @@ _MAGNITUDES: dict[tuple[str, int], _Magnitudes] = {
     ("relu_mean", 1): _Magnitudes(pair_length, coefficients, torch.abs, torch.relu),
     ("relu_mean", 2): _Magnitudes(squared_length, coefficients, torch.square, torch.relu),
 }
-"""Magnitudes by the options `magnitude` and `power`. Unrotated features with `softplus` are scored as in RoFormer, like
-public code of PoPE. With `relu_mean` they are |q|^power and relu(t), which is CoCA's rule for power 2."""
+"""Magnitudes by the options `magnitude` and `power`. Unrotated features with `softplus` are scored as in RoFormer, as
+they are in public code of PoPE. With `relu_mean` they are |q|^power and relu(t), which is CoCA's rule for power 2.
+"""
 
 
 def polar(options: Mapping[str, Any]) -> ScoreForm:

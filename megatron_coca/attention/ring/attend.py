@@ -63,8 +63,8 @@ class _Call:
         return self.plan.rounds[0].received
 
     def rounds(self, value: Tensor, keys: Sequence[Tensor]) -> Iterator[tuple[Round, Keys | None]]:
-        """Yield every round with its keys, or None if it reads none. The keys of the next round are on their way while
-        a round is computed.
+        """Yield every round with its keys, or with None if the round reads no keys. The keys of the next round are on
+        their way while a round is computed.
         """
         first, *others = self.plan.rounds
         coming = self._post(others[0], value, keys) if others else None

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a ring. They are posted before the computation beside which they are sent."""
+"""Messages between the ranks of a ring. Each message is posted before the computation during which it is sent."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -217,7 +217,7 @@ def _between(
 
 
 def _areas(spans: Spans, queries: range, keys: range) -> list[Area]:
-    """Return the areas of two chunks. A document that has tokens in two different chunks has all tokens between."""
+    """Return the areas of two chunks. A document with tokens in two chunks contains all tokens between them."""
     if keys.start > queries.start:
         return []
     if keys.start == queries.start:

@@ -1,4 +1,4 @@
-"""The interface between the rounds of a ring and what computes one of them."""
+"""The interface between the rounds of a ring and the code that computes a round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Read a Hugging Face folder as changed by adapters that peft trained: low-rank ones, and weights trained as a whole.
 
-peft itself merges the adapters, one module at a time. So a variant of LoRA (rsLoRA, DoRA, patterns of ranks, transposed
-weights) means here what it means there, and only one weight is in memory. Sums are in float32, or in float64 for
-weights in float64. Adapters are files of strangers: of their settings only those in `READ` reach peft, and the model
-that they change is the one that the user names.
+peft itself merges the adapters, one module at a time. So every variant of LoRA (rsLoRA, DoRA, patterns of ranks,
+transposed weights) has the same effect as in peft, and only one weight is in memory. Sums are in float32, or in float64
+for weights in float64. Adapters are files of strangers. Only their settings in `READ` reach peft, and the user names
+the model that they change.
 """
 
 import hashlib
@@ -325,8 +325,8 @@ class AdaptedFolder(Folder):
     def _own_name(self, name: str) -> str | None:
         """Return the name in the base model of a weight that the adapters name, or None if the text network lacks it.
 
-        Classes of transformers name the head `lm_head` where their files have another name, and the class without a
-        head leaves out the first part of all names.
+        Classes of transformers name the head `lm_head`, even if their files use another name. The class without a head
+        leaves out the first part of all names.
         """
         plain = self.base.network.rename(name)
         if plain is None:
@@ -338,7 +338,7 @@ class AdaptedFolder(Folder):
 
     @cached_property
     def network(self) -> Network:
-        """The description of the text network, with as many rows and as many heads as the adapters have."""
+        """The description of the text network after the change: its number of rows, and whether its head is tied."""
         network, settings = self.base.network, dict(self.base.network.settings)
         own = [self.adapters.replaced[name] for name in (self.embedding, self.head) if name in self.adapters.replaced]
         rows = {size for name in own for size in self.adapters.tensors.entries[name].shape[:1]}
@@ -357,7 +357,9 @@ class AdaptedFolder(Folder):
 
     @cached_property
     def separated(self) -> bool:
-        """Whether the base model ties its head to the embedding, but only one of them changes, or to other values."""
+        """Whether the base model ties its head to the embedding, but only one of the two changes, or both change
+        differently.
+        """
         ends, replaced = {self.embedding, self.head}, self.adapters.replaced
         if self.base.config.model.no_weight_tying or not ends & self.adapters.changed:
             return False
@@ -401,7 +403,7 @@ class AdaptedFolder(Folder):
         )
 
     def log(self) -> None:
-        """Log also the adapters that are left out."""
+        """Log what the base class logs, and the adapters that are left out."""
         super().log()
         if self._left_out:
             logger.warning(

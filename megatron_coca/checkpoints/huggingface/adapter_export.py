@@ -1,8 +1,9 @@
 """Export the adapters of a native checkpoint as a PEFT folder, which changes a Hugging Face folder of the same network.
 
-Adapters of parts that one matrix of the class contains (`query_key_value` of GPT-NeoX) become one adapter: its rank is
-the sum of theirs, and the rows of B are 0 where an adapter changes nothing. Adapters of a matrix that the class divides
-(`mlp.linear1` for LLaMA) have the same A. In both cases, the product is exact.
+Where one matrix of the class contains several of our parts (`query_key_value` of GPT-NeoX), their adapters become one
+adapter. Its rank is the sum of their ranks, and the rows of B are 0 where an adapter changes nothing. Where the class
+divides one of our matrices (`mlp.linear1` for LLaMA), the adapters of the pieces have the same A. In both cases, the
+product is exact.
 """
 
 import math
@@ -39,8 +40,8 @@ A, B, NORMS = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 CLASS_HEAD = "lm_head.weight"
 """The name of the output head in the classes of transformers, whatever its name in their files."""
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
-"""Maximum difference between the merged weights of checkpoint and export, as a fraction of the largest weight: both
-merge in this dtype, but in different orders.
+"""The dtype in which weights are merged -> the maximum difference between the merged weights of checkpoint and export,
+as a fraction of the largest weight. Checkpoint and export are merged in different orders.
 """
 
 
@@ -99,7 +100,7 @@ def export_adapters(
 
 
 def _before(weights: AdaptedWeights) -> Weights:
-    """Return the weights before the adapters. Those that the changed model lacks have their trained values."""
+    """Return the weights before the adapters change them. Weights that the base model lacks have trained values."""
     after = weights.weights()
     names = [name for name in after.entries if name in weights.base.entries]
     entries = {**after.entries, **{name: weights.base.entries[name] for name in names}}
@@ -155,8 +156,8 @@ class _Adapters:
     def _trained_whole(
         self, name: str, row: Row, changes: list[Change], heads: Heads, free: set[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the class that contain rows which were trained as a whole. `free` are those without
-        adapters.
+        """Yield each weight of the class that contains rows which were trained as a whole. `free` are the names of the
+        weights without adapters.
         """
         value, marks = self.merged.read(name), torch.zeros(self.weights.shapes[name])
         for each in changes:
@@ -245,7 +246,7 @@ def _check(folder: Path, base: Path, weights: AdaptedWeights) -> None:
     """Compare the written folder, read with its model, with the checkpoint. Raises CheckpointError if they differ."""
     read, expected = open_adapted(read_adapters(folder), base).weights(), weights.weights()
     if different := read.entries.keys() ^ expected.entries.keys():
-        raise CheckpointError(f"{folder}: has not the same weights as the checkpoint ({min(different)})")
+        raise CheckpointError(f"{folder}: does not have the same weights as the checkpoint ({min(different)})")
     for name in expected.entries:
         ours, theirs = expected.read(name), read.read(name)
         if name not in weights.changes:

@@ -1,4 +1,4 @@
-"""Folders as other trainers save them: weight names that contain wrappers, and checkpoints that are not weights."""
+"""Folders as other trainers save them: weights with the names of wrappers, and saves that transformers cannot load."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ and activation checkpointing.
 def without_wrappers(names: Collection[str]) -> dict[str, str]:
     """Map the names of the modules that were wrapped to the names in the files.
 
-    If the shorter names are not unique, they are not those of one model, and every name stands for itself.
+    If two names become equal without their wrappers, they are not those of one model, and no name is shortened.
     """
     plain = {_WRAPPERS.sub("", name): name for name in names}
     return plain if len(plain) == len(names) else {name: name for name in names}

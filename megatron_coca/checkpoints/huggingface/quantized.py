@@ -29,7 +29,7 @@ FP8, FBGEMM, MXFP4 = "fp8", "fbgemm_fp8", "mxfp4"
 READ: dict[str, tuple[str, str]] = {FP8: ("FP8", "float32"), FBGEMM: ("FP8", "float32"), MXFP4: ("MXFP4", "bfloat16")}
 """The `quant_method` of folders that are read -> name of the format, and the dtype of dequantized weights."""
 SCALES = ("_scale_inv", "_scale")
-"""Ends of the name of a weight's scales, after the name of the weight. Both are factors on the numbers."""
+"""Ends of the name of a weight's scales, after the name of the weight. Scales with either end multiply the numbers."""
 UNNEEDED = (".activation_scale", ".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")
 """Ends of the names of scales of a layer's input and of cached keys and values. They only affect FP8 computation."""
 SIZE = "weight_block_size"

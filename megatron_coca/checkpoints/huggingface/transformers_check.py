@@ -109,7 +109,7 @@ def _first_settings(settings: Mapping[str, Any], keys: tuple[str, str], part: Ex
     if "scale_depth" in settings:  # of MiniCPM 3, which divides it by the root of the number of layers
         kept["scale_depth"] = settings["scale_depth"] * sqrt(layers / count)
     kept |= {keys[0]: layers, keys[1]: part.config.model.padded_vocab_size, "dtype": "float32"}
-    # Ids beyond the kept rows are errors in some classes. Not every class accepts a missing id.
+    # Some classes raise an error for ids beyond the kept rows. Not every class accepts a missing id.
     padding = 0 if settings["model_type"] in NEED_PADDING else None
     kept |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": padding}
     if "layers" in (position := settings.get("position") or {}):

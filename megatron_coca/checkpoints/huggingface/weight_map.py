@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 class Heads:
     """Number of query heads and key heads in a packed projection, and the number of rows per head if it is known.
 
-    `rotated` is the number of rotated rows per head, which are the first ones; None if all rows rotate.
+    Only the first `rotated` rows of each head rotate; None if all rows rotate.
     """
 
     query: int

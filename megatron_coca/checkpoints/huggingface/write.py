@@ -334,7 +334,7 @@ def export(
 
 
 def _compare_again(folder: Path, kind: str, config: Config, ours: Weights) -> str:
-    """Compare a folder of an earlier process as `_read_back` does. Raises CheckpointError if its weights are others."""
+    """Compare a folder of an earlier process as `_read_back` does. Raises CheckpointError if it does not match."""
     with scratch_dir(folder, CheckpointError) as scratch:  # a kill must not leave files in the complete folder
         try:
             return _read_back(folder, kind, config, ours, scratch)

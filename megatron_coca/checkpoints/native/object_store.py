@@ -121,8 +121,8 @@ class RemoteFolder(RemoteFiles):
         return folder
 
     def download_base(self, step: int, save: Path) -> None:
-        """Download the checkpoint whose model the adapters of the checkpoint of `step` change, if it is in this run and
-        not in the local folder `save`. Raises CheckpointError.
+        """Download the checkpoint that the adapters in the checkpoint of `step` change, if it is in this run and not in
+        the local folder `save`. Raises CheckpointError.
         """
         base = base_step(checked_meta(self.read_json(step, native.META), f"{self.url}/{_folder(step)}/{native.META}"))
         if base is not None and not self.has(native.step_folder(save, base)):
@@ -161,8 +161,9 @@ class RemoteFolder(RemoteFiles):
 
 
 def base_step(meta: dict[str, Any]) -> int | None:
-    """Return the step of the checkpoint whose model the adapters of a checkpoint change, from its valid meta.json. None
-    if they change a model elsewhere, or if there are no adapters.
+    """Return the step of the checkpoint that adapters change. `meta` is the valid meta.json beside the adapters.
+
+    Return None if they change a model elsewhere, or if there are no adapters.
     """
     adapts = native.adapted_model(meta)
     return native.step_of(Path(adapts.place)) if adapts is not None and adapts.is_beside else None

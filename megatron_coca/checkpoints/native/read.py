@@ -131,7 +131,7 @@ def locate(path: str | Path, step: int | None = None) -> Path:
         return step_folder(path, step)
     if not available:
         if (path / "config.json").exists():
-            raise CheckpointError(f"{path}: is a folder of Hugging Face; run `megatron-coca import` first")
+            raise CheckpointError(f"{path}: is a Hugging Face folder; run `megatron-coca import` first")
         raise CheckpointError(
             f"{path}: no complete checkpoint (neither global_step<N>/{MANIFEST} nor a Hugging Face config.json); "
             "correct the path"

@@ -382,8 +382,9 @@ def layer_shards(model: ModelConfig) -> tuple[LayerShards, ...]:
 
 
 def shapes_by_prefix(model: ModelConfig) -> Iterator[tuple[str, ModelConfig]]:
-    """Yield the shape of the heads with the beginning of the names of their layers: blocks.N. for block N if the heads
-    of layers differ, and an empty string for all blocks otherwise.
+    """Yield pairs of a prefix and the shape of the heads in layers with this prefix.
+
+    If the heads of layers differ, the prefix is blocks.N. for block N. Otherwise, an empty one stands for all blocks.
     """
     if not model.head_shapes:
         yield "", model

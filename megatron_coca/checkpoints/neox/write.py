@@ -113,7 +113,7 @@ def export(
 
 
 def _compare_again(step: Path, config: Config, weights: Weights, tokenizer: Tokenizer | None) -> None:
-    """Compare a folder of an earlier process as `_read_back` does. Raises CheckpointError if it is another export."""
+    """Compare a folder of an earlier process as `_read_back` does. Raises CheckpointError if it does not match."""
     try:
         saved = step / native.TOKENIZER
         found = load_saved_tokenizer(saved).fingerprint if saved.is_dir() else None

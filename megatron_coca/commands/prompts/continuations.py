@@ -109,7 +109,7 @@ class ContinuationsFile:
 def written_to(path: Path, prompts: Sequence[str], settings: str, overwrite: bool) -> Iterator[Continuations]:
     """Open the JSONL file at `path` for the continuations of `prompts`, and sort it at the end of the block.
 
-    `settings` is a digest of everything but the prompts that a continuation depends on. A file with continuations of
+    `settings` is a digest of everything that a continuation depends on, except its prompt. A file with continuations of
     the same prompts and settings is resumed. Raises EvaluationError for another file, unless `overwrite` is set, and if
     the file cannot be written.
     """

@@ -66,7 +66,7 @@ def answer_typed(generator: TextGenerator, args: Namespace, sampling: Sampling, 
 def fitting(
     generator: TextGenerator, opening: Sequence[ChatMessage], chat: Sequence[ChatMessage], max_new_tokens: int
 ) -> list[ChatMessage]:
-    """Return the newest messages of a chat for which the model has positions, from a message of the user on.
+    """Return the newest messages of a chat that fit the model's positions, beginning with a message of the user.
 
     `opening` precedes them. The user is told how many messages are left out. Raises PositionRangeError if the last
     message alone is too long.

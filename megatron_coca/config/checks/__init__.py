@@ -27,6 +27,6 @@ def find_faults(settings: Settings, unreliable: frozenset[str]) -> Iterator[tupl
     """
     for check in CHECKS:
         message = check.find(settings)
-        # Recording takes ten times as long as the check, so only a check that fails is repeated with it.
+        # A check with recording takes ten times as long, so only a check that fails is repeated with it.
         if message is not None and unreliable.isdisjoint(run(check, settings).keys):
             yield check.key, message

@@ -1,4 +1,5 @@
-"""Configuration files that may be somebody else's: those in the folder of a checkpoint or of prepared data.
+"""Checks of configuration files that somebody else may have written: those in the folder of a checkpoint or of prepared
+data.
 
 Such a file may have been downloaded together with the checkpoint or the data. It describes a model, its training and
 its data. It must not run code, connect to an address or write outside the working folder. The user can still name the
@@ -58,7 +59,8 @@ OWN = "in an override or in your own configuration"
 
 def may_be_downloaded(file: Path) -> bool:
     """Return True for a file in the folder of a checkpoint (of this project, GPT-NeoX or Hugging Face) or of prepared
-    data. A file beside the step folders of a run is the user's if the run saves there, and has not been copied.
+    data. A file beside the step folders of a run is the user's own if the run saved in that folder and the folder is
+    not a copy.
     """
     for path in _places(file):
         outer = path.parent.parent if path.parent.name == "configs" else path.parent
@@ -128,7 +130,7 @@ def foreign_keys(file: Path, values: Mapping[str, Any]) -> Iterator[tuple[str, s
 
 def faults(values: Mapping[str, Any], where: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for every key with an address, another computer or a folder elsewhere, if the value comes
-    from a file that may be downloaded.
+    from a file that may have been downloaded.
 
     Args:
         values: the values of all files and overrides together.
@@ -148,7 +150,7 @@ def faults(values: Mapping[str, Any], where: Mapping[str, str]) -> Iterator[tupl
 
 
 def _is_own_save(key: str, value: Any, file: Path) -> bool:
-    """Return True for the save folder in which the checkpoint of the configuration lies: the run goes on there."""
+    """Return True for the save folder in which the checkpoint of the configuration lies: the run continues there."""
     folders = [os.path.realpath(folder) for folder in (file.parent, file.parent.parent)]
     return key == "save" and isinstance(value, str) and os.path.realpath(value) in folders
 
@@ -162,7 +164,7 @@ def _entries(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _problem(key: str, value: Any) -> str | None:
-    """Return why a file that may be downloaded must not set a key to a value, or None if it may."""
+    """Return why a file that may have been downloaded must not set a key to a value, or None if it may."""
     addresses = [text for text in _texts(value) if is_url(text)]
     section, _, name = key.partition(".")
     if addresses:

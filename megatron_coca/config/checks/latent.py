@@ -22,8 +22,8 @@ def _values(settings: Settings) -> str | None:
     if model.kv_lora_rank is None or model.value_dim <= model.score_dim:
         return None
     return (
-        f"{model.value_dim} exceeds the {model.score_dim} features of queries and keys, and kernels have no wider"
-        " values; lower it"
+        f"{model.value_dim} exceeds the {model.score_dim} features of queries and keys, and kernels do not support"
+        " wider values; lower it"
     )
 
 
@@ -32,7 +32,7 @@ def _latent(settings: Settings) -> str | None:
     model, parallel = settings.model, settings.parallel
     if model.kv_lora_rank is None:
         return None
-    per_head = "its heads have one key together and keys of their own"
+    per_head = "the key of a head has features of its own and features that all heads share"
     unsupported = {
         "num_kv_heads": (model.num_kv_heads != model.num_attention_heads, "every head has a key and a value"),
         "kv_channels": (model.kv_channels, "qk_nope_head_dim, qk_rope_head_dim and v_head_dim are its widths"),
@@ -40,11 +40,11 @@ def _latent(settings: Settings) -> str | None:
         "use_qk_layernorm": (model.use_qk_layernorm, per_head),
         "qk_norm": (model.qk_norm, per_head),
         "unweighted_qk_norm": (model.unweighted_qk_norm, per_head),
-        "clip_qkv": (model.clip_qkv, "a cache keeps latents, of which clipped features are not linear maps"),
+        "clip_qkv": (model.clip_qkv, "a cache keeps latents, and clipped features are not linear maps of them"),
         "values_from_keys": (model.values_from_keys, "keys and values have maps of their own"),
-        "value_norm": (model.value_norm, "a cache keeps latents, of which normalised values are not linear maps"),
+        "value_norm": (model.value_norm, "a cache keeps latents, and normalised values are not linear maps of them"),
         "model_parallel_size": (parallel.model_parallel_size > 1, "all heads read the same latents"),
-        "lora": (settings.optimizer.lora is not None, "PEFT's names of its matrices are not known here"),
+        "lora": (settings.optimizer.lora is not None, "this package does not know PEFT's names for its matrices"),
     }
     found = next((f"{name}, because {reason}" for name, (given, reason) in unsupported.items() if given), None)
     if found is not None:

@@ -45,7 +45,7 @@ def _groups(settings: Settings) -> str | None:
     if groups == 1:
         return None
     if experts % groups or experts < 2 * groups:
-        return f"{experts} experts are not {groups} groups of two or more; change it or moe_num_experts"
+        return f"{experts} experts cannot form {groups} equal groups of two or more; change it or moe_num_experts"
     available = experts // groups * chosen
     if model.moe_top_k > available:
         return f"moe_top_k {model.moe_top_k} exceeds the {available} experts of {chosen} groups; raise moe_top_k_groups"

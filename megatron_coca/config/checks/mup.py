@@ -57,8 +57,8 @@ def _mup(settings: Settings) -> str | None:
         return None
     if settings.optimizer.type == "sgd":
         return (
-            "not supported with optimizer.type sgd, whose steps grow with the gradient, which gradient_clipping changes"
-            " by width; set optimizer.type=AdamW"
+            "not supported with optimizer.type sgd: its steps grow with the gradient, and gradient_clipping changes the"
+            " gradient by a factor that depends on the width; set optimizer.type=AdamW"
         )
     if GAU in model.layer_names:
         return "not supported with layers of type gau, which scale by their own key width; remove one of the two"

@@ -139,7 +139,8 @@ def _buckets(settings: Settings) -> str | None:
 
 
 _COUNTING = ("relative_positions", "logit_scaling")
-"""Keys with trained choices that use a position as the number of tokens before it. Gates do not read positions."""
+"""Keys with choices that, in training, use a position as the number of tokens before it. Gates do not read positions.
+"""
 
 
 def _training_positions(settings: Settings) -> str | None:

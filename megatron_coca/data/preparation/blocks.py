@@ -2,8 +2,8 @@
 
 A block is a zip file in `.<output>.blocks` with the tokenized chunks of its units. The file appears only when it is
 complete. Its name is a digest of everything that its content depends on: settings, tokenizer, libraries, and the
-content of the units (`unit_identity`), but neither their paths nor their modification times. A preparation
-that was killed continues with the blocks that are missing. If files or settings change, only the blocks that depend on
+content of the units (`unit_identity`). The paths and modification times of files do not matter. A preparation that was
+killed continues with the blocks that are missing. If files or settings change, only the blocks that depend on
 them are built again.
 """
 
@@ -350,8 +350,8 @@ class Blocks:
             yield number, unit, done(unit, job)
 
     def _end(self, unit: int, damage: DataError | None) -> DataError | None:
-        """Return the error of a unit or piece at its end, or None. A unit that changed before all its chunks were
-        tokenized is also an error.
+        """Return the error of a unit or piece at its end, or None. If the unit changed before all its chunks were
+        tokenized, return an error for that, too.
         """
         source, described = self._inputs.units[unit]
         try:

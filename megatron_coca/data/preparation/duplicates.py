@@ -1,8 +1,8 @@
 """Find the documents with a text that occurred before. The result is exact, and memory does not depend on the corpus.
 
-First, each *group* of blocks becomes sorted runs of (digest, position), each digest once. Then each *range* of digests
-is compared: equal digests of all runs meet in one range, and all but the first position are dropped. Groups and ranges
-are independent of each other, so any process on any host can do any of them.
+First, each *group* of blocks becomes sorted runs of (digest, position), with each digest once per run. Then each
+*range* of digests is compared: equal digests of all runs meet in one range, and all but the first position are dropped.
+Groups and ranges are independent of each other, so any process on any host can do any of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,12 +14,11 @@ from megatron_coca.data.preparation.block_files import read_digests
 from megatron_coca.data.preparation.shard_plan import ShardPlan
 
 SORTED, DROPPED = "sorted", "dropped"
-"""Kinds of results: the runs of a group, each with the documents that it drops, and the documents that a range drops.
-"""
+"""Kinds of results: the runs of a group, each with the documents dropped from it, and those dropped from a range."""
 GROUP = 16
 """Number of blocks in a group."""
 RUN = 1 << 22
-"""Number of documents in a run, or in a range on average. Sorting takes about 80 bytes for each of them."""
+"""Number of documents in a run, or in a range on average. Sorting takes about 80 bytes for each document."""
 _ROWS = 3
 """A run is an array [3, documents] of unsigned 64-bit numbers: both halves of the digests, and the positions.
 

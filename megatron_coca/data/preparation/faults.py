@@ -6,8 +6,8 @@ from megatron_coca.data.readers.source import NOT_COUNTED, ReadingProblems
 from megatron_coca.data.readers.streams import BINARY
 
 FEW, FEW_BYTES = 10, 1 << 16
-"""Up to this many faulty records, and faulty records of up to this size together, are always accepted, so that a bad
-line in a small file does not stop a preparation.
+"""The share of faulty records is not limited up to this number of them, and their share of the bytes is not limited up
+to this size of them together, so that a bad line in a small file does not stop a preparation.
 """
 EARLY_FAULTS, EARLY_SHARE = 10_000, 0.9
 """A preparation stops early if it finds more than `EARLY_FAULTS` faulty records and their share of the records so far

@@ -14,7 +14,7 @@ FEW = 20
 
 
 def with_splits(sources: Sequence[CorpusSource], inputs: Inputs, rules: Rules) -> list[CorpusSource]:
-    """Return the sources with the splits of those that have few documents.
+    """Return the sources, after setting how those with few documents are split.
 
     If the hash would leave the training or a requested split empty, long texts are cut (`CorpusSource.cut`). Chats and
     documents with keys of their own cannot be cut; if all of them would be held out, the last one in the order of the

@@ -33,8 +33,8 @@ _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": Non
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """A written shard: the number of its source, its set, its split, its number within them, and its facts in the
-    manifest. `number` is None if the source is not divided.
+    """A written shard: the number of its source, its set, its split, its number among the shards of these, and its
+    facts in the manifest. `number` is None if the source is not divided.
     """
 
     source: int

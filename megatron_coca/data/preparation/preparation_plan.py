@@ -54,8 +54,8 @@ class Rules:
     Attributes:
         valid_fraction, test_fraction: fractions of the documents that are held out for validation and test, chosen by a
             hash of the document key.
-        strict: whether the first unusable record is an error. Otherwise unusable records are skipped, counted and
-            listed.
+        strict: whether the first unusable record stops the preparation with an error. Otherwise unusable records are
+            skipped, counted and listed.
         accept_tokenizer: whether a tokenizer that loses text is accepted.
         shard_gib: a source with at least twice this size on disk, in GiB, is divided into shards of about this size.
             None writes one shard for each source, set and split.

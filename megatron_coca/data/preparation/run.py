@@ -146,8 +146,8 @@ def prepare_part(
 ) -> str:
     """Do a part of the work of `prepare`, and return a message about it. Raises `DataError` as `prepare` does.
 
-    If blocks are missing, the missing blocks with number % `parts` == `part` are built. If all blocks exist, this
-    process and all others that do the same share the work on the shards, in any number of processes.
+    If blocks are missing, the missing blocks with number % `parts` == `part` are built. If all blocks exist, all
+    processes that call this function share the work on the shards, whatever their number.
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)

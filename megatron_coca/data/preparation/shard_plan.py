@@ -14,7 +14,7 @@ import numpy as np
 from megatron_coca.data.preparation.preparation_plan import CorpusSource
 
 TASK_BYTES = 8 << 30
-"""Small sources are written by one task until they have this size on disk together, unless shards are smaller."""
+"""A task writes small sources until their total size on disk reaches this value, or a shard's size if that is less."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The work consists of three stages, and each stage of items. The result of an item is a folder that appears when it is
 complete. A process locks an item while it works on it, so processes on many hosts share the items, whenever they start.
-The lock of a killed process ends with it, and another process does the item.
+If a process is killed, its lock ends, and another process does the item.
 """
 
 import time
@@ -132,7 +132,7 @@ def run_stages(plan: ShardPlan, execution: Execution, begin: float = 0.0, wait: 
 
     Args:
         begin: the share of the items after which to begin, so that processes rarely want the same item.
-        wait: whether to wait for the shards of other processes. The stages before are always waited for.
+        wait: whether to wait for the shards of other processes. Results of earlier stages are always awaited.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

@@ -10,8 +10,8 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.source import ReadUnit
 
 END_BYTES = 64 << 10
-"""Size in bytes of each end of a file that its digest covers. The digest covers all of a file up to twice this size."""
-version = cache(metadata.version)  # which reads and parses a file at each call, and every block asks for it
+"""The digest of a file covers this many bytes at each end of the file, so all of a file of up to twice this size."""
+version = cache(metadata.version)  # the original reads and parses a file at each call, and every block calls it
 _TOKEN_LIBRARIES = ("sentencepiece", "tokenizers")
 
 

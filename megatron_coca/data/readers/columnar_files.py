@@ -194,7 +194,7 @@ def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[RawRecord]:
             }
         except UnicodeDecodeError as error:
             problems.add(place, "invalid UTF-8", f"byte {error.start}", size)
-        except (ValueError, RecursionError) as error:  # of a column of JSON
+        except (ValueError, RecursionError) as error:  # raised for a column of JSON
             problems.add(place, "invalid JSON", str(error), size)
         else:
             yield RawRecord(place, row, size)
@@ -205,7 +205,7 @@ def _converter(field: Any, in_list: bool = False) -> Callable[[Any], Any] | None
     None if they are equal.
 
     Columns of JSON (`arrow.json`, which `datasets` writes for `Json`) are parsed. Maps become objects. All objects in a
-    list share the keys of one struct, so a null there stands for an absent key.
+    list share the keys of one struct, so a null in such an object stands for an absent key.
     """
     from pyarrow import types
 

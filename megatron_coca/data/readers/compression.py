@@ -1,4 +1,4 @@
-"""Decompress streams and read tar archives in bounded memory. Truncated or damaged data is an error."""
+"""Decompress streams and read tar archives in bounded memory. Truncated or damaged data raises an error."""
 
 import bz2
 import lzma

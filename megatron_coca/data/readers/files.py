@@ -200,8 +200,8 @@ def read_documents(path: Path | str, problems: ReadingProblems | None = None) ->
     """Stream the documents of a file or folder in this process. Only one chunk, or one larger record, is in memory at a
     time.
 
-    Unusable records are added to `problems`; without `problems`, the first unusable record is an error. Raises
-    `DataError` for a file that is missing, unreadable, damaged or of unknown type, or that changed while it was read.
+    Unusable records are added to `problems`; without `problems`, the first unusable record raises `DataError`,
+    and so does a file that is missing, unreadable, damaged or of unknown type, or that changed while it was read.
     """
     problems = ReadingProblems(strict=True) if problems is None else problems
     # The limit on records is very large, because evaluation data is chosen by hand, and one document may be a whole

@@ -35,7 +35,7 @@ _CONVERSIONS = {
     **dict.fromkeys((".zip", ".7z", ".rar"), "unpack the archive"),
     **dict.fromkeys((".pdf", ".html", ".htm", ".epub", ".doc", ".docx"), "convert the document to .txt"),
 }
-"""What to do with files of known types that are not read. Another suffix would not help."""
+"""What to do with files of known types that are not read. Renaming them would not help."""
 _SHORT = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
 # Files that describe the data next to them. If they were read, they would become documents or be reported as damaged.
 _DESCRIPTION = re.compile(

@@ -79,7 +79,7 @@ class ReadingProblems:
     sizes: Counter[str] = field(default_factory=Counter)
     read: int = 0
     files: int = 0
-    # Not compared, because they depend on the division of files into parts. Their difference does not.
+    # Not compared, because each set depends on the division of files into parts. Only their difference does not.
     without_record: set[str] = field(default_factory=set, compare=False)
     with_record: set[str] = field(default_factory=set, compare=False)
 
@@ -170,7 +170,7 @@ class ReadingProblems:
 
 
 def is_utf8(path: str) -> bool:
-    """Return True if a path is valid UTF-8 on disk. In another locale, its characters in Python differ from those."""
+    """Return True if the bytes of a path on disk are valid UTF-8. Python's characters for them depend on the locale."""
     try:
         os.fsencode(path).decode()
     except UnicodeDecodeError:

@@ -144,7 +144,7 @@ documents are skipped.
 
 
 BINARY = "binary data"
-"""A kind of fault: bytes with zeros, such as UTF-16 without a byte order mark, which is valid UTF-8."""
+"""A kind of fault: zero bytes, as in UTF-16 without a byte order mark, which can be valid UTF-8."""
 
 
 def decode(raw: bytes) -> str:
@@ -156,7 +156,7 @@ def decode(raw: bytes) -> str:
 
 
 def _without_zeros(raw: bytes) -> bytes:
-    """Return `raw`. Raises `RejectedRecord` if it contains a zero byte; a JSON text can contain only its escape."""
+    """Return `raw`. Raises `RejectedRecord` if it contains a zero byte, which JSON can contain only as an escape."""
     if (place := raw.find(b"\0")) >= 0:
         raise RejectedRecord(BINARY, f"byte {place} is zero")
     return raw

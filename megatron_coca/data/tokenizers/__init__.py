@@ -92,7 +92,9 @@ def _assembled(tokenizer_type: str, folder: Path) -> Files | None:
         TOKENIZERS.get(tokenizer_type, (None, None))[1] is _GPT2_FILES
         and (name := class_of(folder)) == "Qwen2Tokenizer"
     ):
-        raise DataError(f"{folder}: is a {name}, which divides texts otherwise than {tokenizer_type}; use HFTokenizer")
+        raise DataError(
+            f"{folder}: has a {name}, which divides texts differently from {tokenizer_type}; use HFTokenizer"
+        )
     return None
 
 

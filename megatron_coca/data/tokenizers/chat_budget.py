@@ -1,8 +1,8 @@
 """The budget of steps for rendering an untrusted chat template, and the sizes of the values that it makes.
 
 Every value has a size: one for each character, and 16 for each item of a container, including nested items. One step
-pays for a size of 64. An operation pays an upper bound of the size of its result before it computes the result, and no
-value may be larger than a fixed part of the budget. Memory and time are bounded by this rule, whatever the operation.
+pays for a size of 64. Before an operation computes its result, it pays for an upper bound of the result's size, and
+no value may be larger than a fixed part of the budget. This rule bounds memory and time, whatever the operation.
 """
 
 import re
@@ -18,7 +18,9 @@ CHARACTERS, ITEMS = 6, 2
 ITEM = 1 << CHARACTERS - ITEMS
 """The size of an item in addition to the size of its content."""
 LARGEST_VALUE = 4
-"""No value may be larger than what 1 / 2^2 of the budget's steps pay for. The constant is the exponent of a step."""
+"""No value may be larger than 2^4 for each step of the budget, which is 1 / 2^2 of what the steps pay for. The constant
+is the exponent.
+"""
 LARGEST_BITS = 4096
 """Maximum number of bits of a computed integer."""
 LARGEST_ARGUMENT = 1000

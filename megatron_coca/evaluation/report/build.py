@@ -84,7 +84,8 @@ def build_report(
 def _remove_earlier(folder: Path, files: Collection[str]) -> None:
     """Remove the page of an earlier report, and its tables and figures that are not among the new `files`.
 
-    A paper would go on showing their numbers. Files that the earlier report did not write stay.
+    A paper that includes these files would otherwise still show the old numbers. Files that the earlier report did not
+    write are not removed.
     """
     (folder / PAGE).unlink(missing_ok=True)
     try:

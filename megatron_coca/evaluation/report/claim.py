@@ -43,7 +43,7 @@ def headline(sections: Sequence[Section], options: ReportOptions) -> Headline | 
 
 def _learned(table: Table, measure: Measure) -> bool:
     values = [cell.value for row in table.rows for cell in row.cells if cell.value is not None]
-    return not all(value < measure.least for value in values)  # NaN is a number that the page must not pass over
+    return not all(value < measure.least for value in values)  # NaN counts as learned, so that the page shows it
 
 
 def _ours(table: Table, measure: Measure) -> Table:
@@ -61,9 +61,10 @@ def _finite(cell: TableCell) -> bool:
 
 
 def _measured(table: Table) -> list[int]:
-    """Return the columns in which the largest number of rows has a number, in order; empty if there is no number.
+    """Return the columns with the most numbers, in order; empty if no column has a number.
 
-    An infinite perplexity is a number: without it, the top of the page would hide the length at which a model fails.
+    An infinite perplexity counts as a number. Otherwise the top of the page would hide the length at which a model
+    fails.
     """
     counts = [sum(row.cells[at].value is not None for row in table.rows) for at in range(len(table.header) - 1)]
     most = max(counts, default=0)

@@ -144,7 +144,7 @@ class Section:
 class Headline:
     """The top of a report: a sentence, how its difference was tested, a small table, and the plot of these numbers.
 
-    The plot is also in a section, which does not show it again. `names` explain the labels.
+    The plot belongs to a section of the report, but is shown only at the top. `names` explain the labels.
     """
 
     sentence: str
@@ -271,7 +271,7 @@ def from_spreadsheet(text: str) -> str:
 
 
 Drawings = Mapping[str, Mapping[str, bytes]]
-"""The images of every plot by its name and the ends of their file names: `.svg` for pages, `-narrow.svg` for phones."""
+"""The images of each plot, by the plot's name and the end of the file name: `.svg` (pages), `-narrow.svg` (phones)."""
 
 
 def html_page(document: ReportDocument, drawings: Drawings) -> str:

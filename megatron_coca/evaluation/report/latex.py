@@ -34,10 +34,10 @@ SYMBOLS = {
     "·": r"$\cdot$",
     "∞": r"$\infty$",
     **{letter: rf"$\{name}$" for letter, name in GREEK.items()},
-    "[": "{[}",  # after the end of a row it would begin an option, as the asterisk
+    "[": "{[}",  # after the end of a row, "[" would begin an option; so would "*"
     "*": r"\textsuperscript{*}",
 }
-"""Characters that the fonts of LaTeX lack, or that have a meaning there, besides those that pandas escapes."""
+"""Characters that LaTeX's fonts lack or that LaTeX reads as syntax, besides those that pandas escapes."""
 _SYMBOLS = re.compile("|".join(map(re.escape, SYMBOLS)))
 LETTERS = (
     "ÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÕÖØÙÚÛÜÝßàáâãäåæçèéêëìíîïñòóôõöøùúûüýÿĀāĂăĆćĈĉĊċČčĎďĒēĔĕĖėĚěĜĝĞğĠġĤĥĨĩĪīĬĭİıĴĵĹĺŁłŃńŅņŇňŌōŎŏŐő"
@@ -49,7 +49,7 @@ UNICODE = r"""% The letters in \nonlatin appear with LuaLaTeX and XeLaTeX and a 
 % \usepackage{fontspec}\setmainfont{Noto Serif CJK SC}. pdfLaTeX prints their code points.
 \providecommand{\nonlatin}[2]{\ifdefined\Umathchar #1\else #2\fi}
 """
-"""The start of a table with other characters, so that it compiles with every engine."""
+"""The start of a table with characters beyond ASCII and LETTERS. With it, the table compiles with every engine."""
 _SPECIAL = re.compile(r"([&%$#_{}])|(~)|(\^)|(\\)")
 _REPLACED = (r"\{}", r"\textasciitilde{}", r"\textasciicircum{}", r"\textbackslash{}")
 COLUMN_CHARACTERS = 50

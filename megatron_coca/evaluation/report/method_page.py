@@ -103,7 +103,7 @@ class ShownMethod:
 def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, length: int) -> list[ShownMethod]:
     """Return the methods of all layer types of one model with one variant.
 
-    If the variant changes nothing, `trained` and `evaluated` are the same configuration.
+    If the variant changes nothing, `trained` and `evaluated` must be the same object.
 
     Raises:
         BackendError, ConfigError: a method cannot be built or drawn.
@@ -211,7 +211,7 @@ def _scores(shown: ShownMethod) -> Curves:
     token, bias = drawn.expand(-1, model.num_attention_heads, -1), _bias(shown)
     factor = shown.method.layer_factor()
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)  # of the initial angles
+        torch.manual_seed(0)  # the angles have random initial values
         offset = shown.method.layer_offsets()
     learned = (None if module is None else module().detach().double() for module in (factor, offset))
     swept = sweep.scores(token, token, bias, *learned)

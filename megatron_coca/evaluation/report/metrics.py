@@ -18,7 +18,7 @@ MISSING_TEXT = {"refused": "not supported", "out of memory": "OOM", "not run": "
 """Cell text for each kind of missing entry."""
 FormatNumber = Callable[[float], str]
 LARGE = 1e6
-"""Numbers from here on have an exponent: a perplexity beyond the training length can have ninety digits."""
+"""Numbers of at least this size have an exponent: a perplexity beyond the training length can have ninety digits."""
 
 
 def decimal(value: float, digits: int = 2) -> str:
@@ -132,7 +132,10 @@ class Metric:
         return replace(cell, detail=f"{low:.2f}–{high:.2f}", low=low, high=high)
 
     def _sample(self, series: Series, key: tuple[Any, ...]) -> tuple[float, ...]:
-        """Return the sum of every document that all seeds have, as a mean over them; empty if no seed has the entry."""
+        """Return, for each document that all seeds have, the mean of its sums over the seeds.
+
+        Seeds without the entry are left out. The result is empty if no seed has it.
+        """
         assert self.sums is not None
         sums = [self.sums(replicate.entries[key]) for replicate in series.replicates if key in replicate.entries]
         return tuple(fmean(values) for values in zip(*sums, strict=False))

@@ -10,9 +10,9 @@ AS_TRAINED = ("as trained", "no change at evaluation")
 
 
 def explained(members: Iterable[Member], sentence: str = "") -> tuple[tuple[str, str], ...]:
-    """Return the names of models and variants with an explanation of their methods, each explanation once.
+    """Return pairs of names and an explanation: models or variants with the same methods share one explanation.
 
-    An explanation has the first name with these methods, and all other such names that `sentence` contains.
+    An explanation has the first of these names, and those of the others whose labels are in `sentence`.
     """
     found: dict[str, list[str]] = {}
     changed = False

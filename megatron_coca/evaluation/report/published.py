@@ -45,7 +45,7 @@ TABLES = [PublishedTable(**table) for table in read_yaml(Path(__file__).with_suf
 
 
 def tables_of(metric: str, training_lengths: Collection[int] = ()) -> list[PublishedTable]:
-    """Return the tables with a metric that are shown next to models of these training lengths, if asked for."""
+    """Return the tables with a metric that a report with all published numbers shows for these training lengths."""
     chosen = [table for table in TABLES if table.metric == metric]
     return [table for table in chosen if not table.same_length or table.training_length in training_lengths]
 

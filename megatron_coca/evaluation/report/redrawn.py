@@ -33,7 +33,7 @@ COUNTS, NUMBERS = ("seed", "length", "trained"), ("value", "low", "high")
 
 
 def read_frame(path: str | Path) -> pd.DataFrame:
-    """Read results.csv as a pandas table in which every label is the text that it was.
+    """Read results.csv as a pandas table that keeps every label as it is written.
 
     `pandas.read_csv` by itself turns the labels NA, None and null into missing values, and 007 into the number 7.
     """

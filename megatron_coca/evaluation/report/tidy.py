@@ -60,8 +60,8 @@ def tidy_rows(groups: ResultGroups, members: Mapping[str, Member]) -> list[TidyR
 def speed_rows(loaded: Iterable[LoadedResult]) -> list[TidyRow]:
     """Return the times of `speed`: the label is the method, and the weights are the shape of the model.
 
-    Times of different files are never averaged: with several files, the task's name has the file's number, as in the
-    page's tables, with its label and device.
+    Times of different files are never averaged. With several files, the name of the task therefore contains the file's
+    number (that of the page's tables), label and device.
     """
     files: list[Any] = [item.result for item in loaded if item.result.task == SPEED.name]
     rows = []

@@ -44,7 +44,7 @@ CHOICES: dict[str, Changes] = {
 """The config overrides of each method. The factor is the number after the colon, or else that of --to."""
 
 CONTROL = "none"
-"""The fine-tuning that changes nothing: the same tokens at the same rate."""
+"""The fine-tuning that changes no config key: only the same tokens at the same rate."""
 
 
 def _original(kind: str) -> Changes:

@@ -47,7 +47,8 @@ class Done(NamedTuple):
 def stretch(args: Namespace, like: MarginResult | None = None) -> Done:
     """Measure the methods and write the page. `args.plan` is a plan or None (`plans.planned`). Raises InputError.
 
-    `like` is the result of the model before fine-tuning: the same tokens are scored, also at its lengths.
+    `like` is the result of the model before fine-tuning. With it, the same tokens are scored as for that model, also at
+    that model's lengths.
     """
     check_writable(args.output / MARKDOWN)
     lock = args.output / f".{RESULTS}.lock"
@@ -92,7 +93,7 @@ def _measure(args: Namespace, like: MarginResult | None) -> Done:
             f"--budget: too small for any measurement (first left out: {result.left_out[0]}); raise it, or free memory"
         )
     configs = {subject.label: subject.config for subject in subjects}
-    declared = None if plan and plan.finetune else plan  # those contrasts belong to the page of all models
+    declared = None if plan and plan.finetune else plan  # with fine-tuning, only the page of all models has contrasts
     text, decision = write_page(result, configs, args.output, declared), decide(result)
     overrides = next(method.overrides for method in methods if method.name == decision.chosen)
     return Done(text, decision.chosen, reason(decision), args.model, [*overrides, *ignored])
@@ -119,7 +120,7 @@ def lengths_up_to(to: float, length: int) -> list[int]:
 
 
 def chat_of(tokenizer: Tokenizer, date: str | None = None) -> ChatRecord | None:
-    """Return the settings of the model's chat template; None if it has none, or none that keeps the text.
+    """Return the settings of the model's chat template; None without a template, or if it changes the text.
 
     `date` is the date that earlier prompts have, if the template prints one.
     """

@@ -14,21 +14,22 @@ from megatron_coca.evaluation.stretch.choices import simplicity
 from megatron_coca.evaluation.stretch.records import HOLDS, StretchResult
 
 LOOKS = 5
-"""Times at which methods are compared: with 4, 8, 16, 32 and 64 facts."""
+"""How many times methods are compared: with 4, 8, 16, 32 and 64 facts."""
 FEWEST = 4
 """Fewest facts that are compared; fewer say too little about their variation."""
 POWER = 0.8
 MOST_NEEDED = 1000
-"""Largest number of facts that would decide which is computed."""
+"""The number of facts that would decide is computed up to this limit."""
 WINDOWS_AGREE = 0.05
 """Largest error of the mean logarithm of a perplexity ratio, also from one window. In studies/real_model, the ratios
 of methods near the limit have standard deviations of 0.02 to 0.04 between books."""
 
 
 class Compared(NamedTuple):
-    """A method against the leader, by the number of `facts` that both have. Differences are method minus leader.
+    """A method against the leader, compared by the facts that both have. Differences are method minus leader.
 
     Attributes:
+        facts: the number of these facts.
         found: the difference of the shares of facts found, with its interval.
         margin: the difference of the margins in nats; without an interval for a single fact.
         by: what separates the method from the leader: "facts found", "margin" or "" (undecided).
@@ -67,8 +68,8 @@ def confidence(result: StretchResult) -> float:
     """Return the confidence of each interval of a difference, so that all hold together: the best method is wrongly
     excluded with a probability of at most 5%.
 
-    Every method except the leader is compared LOOKS times. Two quantities are compared, but only
-    the upper end of each interval can exclude a method, so their number does not count.
+    Every method except the leader is compared LOOKS times. Two quantities are compared, but only the upper end of each
+    interval can exclude a method, so the number of quantities does not count.
     """
     return simultaneous(max(1, len(result.supported) - 1) * LOOKS)
 
@@ -111,7 +112,7 @@ def decide(result: StretchResult) -> Decision:
     length = max(map(result.reach, ranked))
     if not length:
         return Decision(0, "", (), result.plain)
-    leader = ranked[0]  # it holds the farthest, and finds the most facts there of those that do
+    leader = ranked[0]  # of the methods that hold the farthest, it finds the most facts there
     hidden = bool(result.facts(leader, length))
     possible = [name for name in ranked if name != leader and not failed(result, name, length)]
     measured = [name for name in possible if result.facts(name, length) or not hidden]

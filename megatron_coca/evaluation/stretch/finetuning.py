@@ -56,9 +56,10 @@ def is_outdated(page: Path, steps: int) -> bool:
 
 
 def _claim(args: Namespace, folder: Path, trial: dict[str, object]) -> None:
-    """Write the model, data and keys of the trial beside its folder. A longer trial of the same ones can continue it.
+    """Write the model, data and keys of the trial beside its folder.
 
-    Raises EvaluationError if the folder has another trial or more steps, unless it may be overwritten.
+    A longer trial with the same model, data and keys can continue this one. Raises EvaluationError if the folder has
+    another trial or more steps, unless it may be overwritten.
     """
     from megatron_coca.checkpoints import open_checkpoint
 

@@ -64,7 +64,7 @@ def _document(
     changes: str,
     more: Sequence[Section],
 ) -> ReportDocument:
-    """Return the content of the page; `changes` is the YAML of the chosen method, which has the configuration."""
+    """Return the content of the page. `config` is the configuration of the chosen method, and `changes` its YAML."""
     figure = tables.figure(result)
     own = ReportBlock(
         text=(f"{decision.chosen}, {reason(decision)}, for this project ({OVERLAY}):",), code=changes.rstrip()
@@ -249,7 +249,7 @@ def _given(value: object) -> object:
 
 
 def for_transformers(config: Config, length: int) -> tuple[str, str]:
-    """Return a sentence and the `rope_parameters` of transformers, which are empty if it has no such method."""
+    """Return a sentence and transformers' `rope_parameters`, which are empty if transformers lacks the method."""
     position = config.position
     stock = position.extension.name in methods.names("rope_scaling", huggingface="stock")
     if not stock or position.relative_positions is not None or position.logit_scaling != "none":

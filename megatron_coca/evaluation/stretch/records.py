@@ -56,7 +56,8 @@ class StretchResult:
         results: the result of each method, by its name.
         costs: the costs of each method, by their names in the cost file.
         left_out: what was not measured, and why.
-        too_short: if the budget was too short for one window and one fact of every method: a sentence that says so.
+        too_short: a sentence that says that the budget was too short for one window and one fact of every method; empty
+            if it was long enough.
     """
 
     results: Mapping[str, MarginResult]
@@ -190,9 +191,11 @@ class StretchResult:
         return margin > 0  # not if it is NaN
 
     def ranked(self) -> list[str]:
-        """Return the methods, best first: by reach, then by the facts found, the margin and the perplexity there, and
-        last by those of all lengths from the longest. Small differences mean nothing; `decision.decide` says which
-        methods differ.
+        """Return the methods, best first: by reach, then by the facts found, the margin and the perplexity at this
+        length.
+
+        The longest measured length comes next, and last the same three numbers at all lengths, from the longest. Small
+        differences mean nothing; `decision.decide` says which methods differ.
         """
 
         def at(name: str, length: int) -> tuple[float, float, float]:

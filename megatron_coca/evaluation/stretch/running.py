@@ -40,13 +40,14 @@ CALIBRATED = 512
 ATTENTION = 2.0
 """Time of an operation of attention relative to one of a matrix product, which is faster on most devices."""
 NOT_SHARED = 0.6
-"""Share of the time of a prompt that remains if it shares its beginning with the prompt before, on average."""
+"""Average share of a prompt's time that remains if the prompt shares its beginning with the one before it."""
 
 
 class Pace:
     """Estimates of the seconds of a forward pass: its operations, times the seconds per operation of each method.
 
-    The seconds per operation follow from the method's own results, or from the last result of any method until then.
+    The seconds per operation follow from the method's own results. Until it has any, they follow from the last result
+    of another method or, at first, from a timed pass.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -196,8 +197,8 @@ class Runner:
         )
 
     def _plan(self, lengths: Sequence[int], cases: Mapping[int, int]) -> None:
-        """Measure all windows, and the planned facts. Those at the shortest length, which the model was trained for,
-        are measured last.
+        """Measure all windows, and the planned facts. The facts at the shortest length, which the model was trained
+        for, are measured last.
         """
         windows = len(self.documents)
         self._goals = {
@@ -286,8 +287,8 @@ class Runner:
         """Take inputs from `scores` until all of them are measured, or the budget is spent.
 
         The entry is listed as left out if the budget is spent, the model has no such positions, or memory runs out. The
-        pace follows from measurements that the end of the budget did not interrupt. `counts` are the numbers of inputs
-        that are measured already and of all inputs.
+        pace is learned only from measurements that the end of the budget did not interrupt. `counts` are the numbers of
+        inputs that are measured already and of all inputs.
         """
         start, (done, count), store = time.monotonic(), counts, self._stores[subject.label]
         noted = len(store.noted)

@@ -63,7 +63,7 @@ def write_trials(
 ) -> tuple[str, Decision]:
     """Write the page of all models to `output`, and return its text and its decision.
 
-    `before` has the results of the model before, and `untrained` the configurations of its methods. The first of
+    `before` has the results before fine-tuning, and `untrained` the configurations of its methods. The first of
     `trials` is the control. The contrasts of `plan` are added. Raises EvaluationError.
     """
     results, costs = dict(before.results), dict(before.costs)

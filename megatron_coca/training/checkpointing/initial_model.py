@@ -27,14 +27,16 @@ logger = logging.getLogger(__name__)
 
 POSITION_KEYS = ("seq_length", *(key for key, place in KEYS.items() if place.group == "position"))
 CLEX_WEIGHTS = re.compile(r"positions\.(others\.\w+\.)?clex\..+")
-"""Weights of a learned frequency extension. Position weights that match neither pattern belong to `pos_emb`."""
+"""Weights of a learned frequency extension. Position weights that match neither this pattern nor `GATE_WEIGHTS` belong
+to `pos_emb`.
+"""
 GATE_WEIGHTS = re.compile(r".+\.position_gates\..+")
 """Weights of forgetting gates."""
 
 
 class InitialModel(NamedTuple):
-    """A model, the identity of the checkpoint from which its weights were loaded (None if they are random), and for a
-    run with adapters the record of the model that they change.
+    """A model, the identity of the checkpoint from which its weights were loaded (None if they are random), and, in a
+    run with adapters, the record of the model that the adapters change.
     """
 
     model: GPT
@@ -45,9 +47,9 @@ class InitialModel(NamedTuple):
 def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = None, verify: bool = True) -> InitialModel:
     """Build a model for `device` with its weights in host memory. All ranks get the same weights.
 
-    With `finetune`, the weights are loaded from the checkpoint `load`. If its position method is different, its learned
-    position weights are dropped, and those of the new method are drawn at random. If only the run has norms of queries
-    and keys, these have their initial weights.
+    With `finetune`, the weights are loaded from the checkpoint `load`. If the checkpoint has another position method
+    than the run, its learned position weights are dropped, and those of the run's method are drawn at random. If the
+    run has norms of queries and keys that the checkpoint lacks, the norms begin with their initial weights.
 
     Args:
         tokenizer: the tokenizer of the run's data, or None if unknown.
@@ -74,11 +76,11 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
 def model_to_adapt(config: Config, device: str, folder: Path, verify: Callable[[Path], None]) -> InitialModel:
     """Build the model that the adapters of a run change, in host memory. The run resumes from the checkpoint `folder`.
 
-    It is the model that the checkpoint names or, if a stage begins to train adapters, the checkpoint itself. Native
-    checkpoints are given to `verify` before they are read.
+    The weights are those of the model that the checkpoint names or, if a stage begins to train adapters, those of the
+    checkpoint itself. `verify` is called with the folder of a native checkpoint before its weights are read.
 
     Raises:
-        CheckpointError: the model is not found, or is another one than when the adapters began.
+        CheckpointError: the model is not found, or it has changed since the adapters began.
         ConfigError: see `initial_model`.
     """
     keys, overrides = config.checkpoint, source_overrides(config)
@@ -100,7 +102,7 @@ def model_to_adapt(config: Config, device: str, folder: Path, verify: Callable[[
 
 
 def _record(source: OpenedCheckpoint, config: Config) -> AdaptedModel:
-    """Return the record of the model in the key `load` of a run, by which a later launch finds it."""
+    """Return the record by which a later launch finds the model that the key `load` of the run names."""
     keys, folder = config.checkpoint, source.folder
     if not native.is_step_folder(folder):
         folder = local_folder(str(keys.load), keys.iteration)

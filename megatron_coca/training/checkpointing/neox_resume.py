@@ -49,7 +49,7 @@ def starts_from_neox(keys: CheckpointConfig) -> bool:
 def convert_from_neox(stages: Sequence[OpenedStage]) -> Path:
     """Convert the GPT-NeoX checkpoint in `load` to a checkpoint of this run in `save`, and return the new folder.
 
-    From then on, it is a checkpoint like any other. With `no_load_optim`, the moments are 0. Random generator states
+    The new folder is a checkpoint like any other. With `no_load_optim`, the moments are 0. Random generator states
     and data order are not converted, because this project has its own.
 
     Raises:
@@ -104,7 +104,7 @@ def _same_run(
 
 
 def _meta(source: OpenedCheckpoint, opened: OpenedStage, optimizer: NeoxOptimizer | None, adds: bool) -> dict[str, Any]:
-    """Return the content of meta.json. `adds`: whether norms of queries and keys begin with this checkpoint."""
+    """Return the content of meta.json. `adds`: whether the run adds norms of queries and keys."""
     step, count = source.step or 0, optimizer.step if optimizer is not None else 0.0
     return {
         "step": step,

@@ -58,7 +58,7 @@ class RemoteCheckpoints:
     """The object store of `save`, if `save` is a URL.
 
     Attributes:
-        failure: on rank 0, the error of an upload, which `wait` raises. After it, nothing more is uploaded.
+        failure: on rank 0, the error of a failed upload. `wait` raises it, and nothing more is uploaded.
     """
 
     def __init__(self, given: CheckpointConfig, local: CheckpointConfig) -> None:

@@ -60,7 +60,7 @@ MOST_THREADS = 16
 
 
 def _real(path: str | Path) -> Path:
-    """Resolve links like `Path.resolve`, which raises an error for a loop of links before Python 3.13."""
+    """Resolve links. Unlike `Path.resolve` before Python 3.13, this raises no error for a loop of links."""
     return Path(os.path.realpath(path))
 
 
@@ -128,15 +128,15 @@ def runs_of(folders: Iterable[Path]) -> set[str | None]:
 
 
 def home_of_copy(meta: Mapping[str, Any], save: str) -> str | None:
-    """Return the folder from which the checkpoint with this `meta.json` was copied to `save`; None if it was not.
+    """Return the folder from which the checkpoint with this `meta.json` was copied to `save`; None if it is no copy.
 
-    It is a copy if the checkpoint was written to another folder, and that folder still has checkpoints of the same run.
-    If it has none, the run was moved.
+    The checkpoint is a copy if it was written to another folder, and that folder still has checkpoints of the same run.
+    If the other folder has none, the run was moved.
     """
     home = meta.get("save")
     if not isinstance(home, str) or _real(home) == _real(save):
         return None
-    with suppress(OSError):  # one of them does not exist
+    with suppress(OSError):  # one of the two folders does not exist
         if os.path.samefile(home, save):
             return None
     try:
@@ -265,7 +265,7 @@ def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> N
         key: f"{key} (saved {meta.get(name)!r}, now {shared[name]!r})"
         for name, key in RECORDED.items()
         if name in shared and meta.get(name) != shared[name]
-    }  # the configuration may set one of these keys only now, so its saved value says less
+    }  # compared with meta.json, because the saved configuration may not have set these keys
     free = FREE_GROUPS | {"optimizer"} if anew else FREE_GROUPS
     problems = differing_run(saved, corpus.config, free, form | recorded.keys())
     if anew:  # all other keys of the optimizer may change
@@ -291,7 +291,7 @@ def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> N
 
 
 def _rate(config: Config, step: int) -> float | None:
-    """Return the learning rate after `step` completed steps, or None if the configuration does not say it."""
+    """Return the learning rate after `step` completed steps, or None if the configuration does not determine it."""
     if config.optimizer.lr is None or config.schedule.train_iters is None:
         return None
     stages = config.run_stages()
@@ -321,8 +321,8 @@ def _is_own(keys: CheckpointConfig, folder: Path) -> bool:
 
 
 def begins_optimizer(keys: CheckpointConfig, folder: Path) -> bool:
-    """Return whether `no_load_optim` resets the optimizer states when resuming from `folder`. It does not for the run's
-    own checkpoints.
+    """Return whether `no_load_optim` resets the optimizer states when resuming from `folder`. It never resets them
+    when resuming from the run's own checkpoints.
     """
     return keys.no_load_optim and not _is_own(keys, folder)
 

@@ -116,8 +116,9 @@ class Checkpoints:
 
     def restore(self, how: StageStart) -> dict[str, Any]:
         """Restore the engine and the random state from a checkpoint, and return its `meta.json`. Every rank must call
-        this. Adapters, and norms of queries and keys, that are not in the checkpoint keep their initial weights and
-        states. With new adapters, all trained weights do, because the engine was built with their values.
+        this. Norms of queries and keys that are not in the checkpoint keep their initial weights and states. If the
+        stage adds adapters, all trained weights do, because the engine was built with the checkpoint's weights and the
+        new adapters.
 
         Raises:
             CheckpointError: state that this rank needs is missing from the checkpoint or does not match.
@@ -153,13 +154,14 @@ class Checkpoints:
 
     def _own_id(self, folder: Path, meta: Mapping[str, Any]) -> str:
         """Return the id of the run that continues from the checkpoint in `folder`. A copy of a run gets a new id,
-        because the metrics of both runs would otherwise be mixed. Local copies of an object store are one run.
+        because the metrics of both runs would otherwise be mixed. A local copy of a checkpoint in the object store of
+        `save` keeps its id.
         """
         known, save = str(meta.get("run", self._run)), self._keys.save
         if save is None or self._remotes.holds(folder) or (home := home_of_copy(meta, save)) is None:
             return known
         logger.warning(
-            "%s: continues a copy of the run in %s, which still has its checkpoints; it gets its own id, also at "
+            "%s: continues a copy of the run in %s, which still has its checkpoints; the copy gets its own id, also at "
             "Weights & Biases",
             save,
             home,
@@ -388,7 +390,7 @@ def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     for path in (rng, state):
         path.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()
-    torch.save(snapshot.rng, buffer)  # for a file, its error would not say that the disk is full
+    torch.save(snapshot.rng, buffer)  # if it wrote to a file, its error would not say that the disk is full
     rng.write_bytes(buffer.getvalue())
     if snapshot.pieces:
         write_pieces(state, snapshot.pieces, snapshot.slices)

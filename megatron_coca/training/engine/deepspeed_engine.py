@@ -56,8 +56,8 @@ RESERVED = {
     *("train_batch_size", "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "checkpoint"),
     *("bf16", "bfloat16", "fp16", "torch_autocast", "optimizer", "scheduler"),
 }
-"""DeepSpeed keys that this project's own keys replace. The total batch is left to DeepSpeed, because in some places it
-counts tensor-parallel ranks as data-parallel ranks; it does not use this number.
+"""DeepSpeed keys that this project's own keys replace. DeepSpeed computes the total batch itself, because in some
+places it counts tensor-parallel ranks as data-parallel ranks. It does not use the result.
 """
 PER_HEAD = r".*\.(position_(bias|sinks|factor|offsets)|positions\.(others\.\w+\.)?(bias|clex))\..*"
 """Learned parameters that are replicated on all tensor-parallel ranks. Each rank uses them only for its own heads, so
@@ -201,7 +201,7 @@ class DeepSpeedEngine:
                 "option that reorders them (round_robin_gradients)"
             )
         self.device = self._engine.device
-        if names is None:  # LanguageModelLoss calls its model `model`
+        if names is None:  # `saved_names` removes `model.`, the prefix of the model in LanguageModelLoss
             names = state.saved_names(model, config.optimizer.lora is not None)
         self._names = names
         self._added_at: float | None = None
@@ -314,7 +314,7 @@ class DeepSpeedEngine:
         return self._mean
 
     def _step_loss(self) -> float:
-        """Return the loss of the current step over all ranks, and read it from the device after an fp16 overflow."""
+        """Return the loss of the current step over all ranks. After an fp16 overflow, this reads it from the device."""
         if self._loss is None:
             self._loss = float(self._mean_loss())
         return self._loss
@@ -386,7 +386,9 @@ def _head_shard(config: Config) -> HeadShard:
 
 
 def _sequence_shard(parallel: ParallelConfig) -> SequenceShard:
-    """Return this rank's shard of a sequence. Consecutive ranks divide heads; every so many ranks form a ring."""
+    """Return this rank's shard of a sequence. `sequence_parallel_size` consecutive ranks divide the heads; the ranks at
+    the same place in each of these groups form a ring.
+    """
     heads, ranks, group = (
         parallel.sequence_parallel_size,
         parallel.context_parallel_size,

@@ -1,10 +1,11 @@
 """All uses of DeepSpeed internals (everything beyond its public interface) that the engine reads, calls or replaces,
 except the attributes of its optimizers and parameters that layouts.py reads.
 
-Other modules use only these two and the documented parts of DeepSpeed: `initialize`, `init_distributed`,
-`deepspeed.pipe` and the methods of its engines. INTERNALS in tests/unit/training/engine/test_deepspeed_internals.py
-lists each internal name, its use, and the DeepSpeed version in which its code was read. After an upgrade of DeepSpeed,
-the test reports which of them changed (docs/parallelism.md, "Versions of DeepSpeed").
+Other modules use DeepSpeed only through this module, through layouts.py and through its documented parts: `initialize`,
+`init_distributed`, `deepspeed.pipe` and the methods of its engines. INTERNALS in
+tests/unit/training/engine/test_deepspeed_internals.py lists each internal name, its use, and the DeepSpeed version in
+which its code was read. After an upgrade of DeepSpeed, the test reports which of them changed (docs/parallelism.md,
+"Versions of DeepSpeed").
 """
 
 import gc
@@ -39,8 +40,8 @@ get_sequence_parallel_group = parallel_state_sp.get_sequence_parallel_group
 def use_gloo() -> None:
     """Stop DeepSpeed from compiling a shared-memory all-reduce for the CPU. Gloo works without a compiler.
 
-    DeepSpeed asks this table for no other operation. To read the table would fill it, which runs the compiler for
-    every operation that DeepSpeed knows.
+    This replaces DeepSpeed's table of operations without reading it. A read would fill the table, and that runs the
+    compiler for every operation that DeepSpeed knows. DeepSpeed asks the table for no other operation.
     """
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
@@ -54,7 +55,7 @@ def join() -> None:
 
 def sequence_grid(size: int) -> Any:
     """Return the grid of sequence-parallel ranks that `deepspeed.initialize` takes as `mpu`; None if `size` is 1."""
-    if size > 1 and parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # creating the groups twice is an error
+    if size > 1 and parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # a second creation fails
         parallel_state_sp.initialize_sequence_parallel(size)
     return parallel_state_sp if size > 1 else None
 
@@ -100,8 +101,8 @@ def stay_on_device(optimizer: Any, wait: Literal["device", "stream"]) -> None:
 
     DeepSpeed reads the norm on the host three times per parameter group and launches two kernels per parameter. The
     functions here compute bitwise equal results in a few launches. With fp16, DeepSpeed still clips, because loss
-    scaling needs the norm on the host anyway. Gradients in 16 bits are added to their sums in float32 without a copy in
-    float32, which DeepSpeed makes.
+    scaling needs the norm on the host anyway. Gradients in 16 bits are added directly to their sums in float32;
+    DeepSpeed copies them to float32 first.
 
     `wait` is the value of `reduction_wait`. With "device", the host waits for overlapped reductions, as in DeepSpeed.
     With "stream", only the optimizer's stream waits for the stream of the reductions. Gradient hooks of compiled blocks
@@ -155,8 +156,8 @@ def _group_norm(
 
 
 def pair_norms(optimizer: Any, groups: int) -> None:
-    """Let ZeRO 1 and 2 compute a gradient norm from `groups` parameter groups, the number that the pipeline stage with
-    the most of them has. Other optimizers are not changed.
+    """Let ZeRO 1 and 2 compute a gradient norm from `groups` parameter groups, the largest number of groups that any
+    pipeline stage has. Other optimizers are not changed.
 
     DeepSpeed adds the squares of each group over the stages, so a stage with fewer groups than another would wait
     forever. Missing groups are empty here. A stage has fewer groups if, for example, it has no embedding and the

@@ -21,7 +21,9 @@ from megatron_coca.training.optimizer import Muon, orthogonalized
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 ALIGNMENT = 2
-"""Number that divides the size of each rank's part, as in ZeRO, so that parts in 16 bits begin at 4 bytes."""
+"""Number that divides the size of each rank's part, as in ZeRO, so that parts in 16 bits begin at multiples of 4
+bytes.
+"""
 
 
 class FlatRange(NamedTuple):
@@ -121,7 +123,7 @@ class FlatWeights:
     def __init__(
         self, optimizer: torch.optim.Optimizer, rank: int, ranks: int, bucket_size: int, sums_in_float32: bool
     ) -> None:
-        """Move the parameters of `optimizer`, which updates each element by itself or is Muon, to flat tensors.
+        """Move the parameters of `optimizer` to flat tensors. The optimizer updates each element alone, or is Muon.
 
         Args:
             rank, ranks: this rank and the number of ranks of the default process group, which must exist if there are
@@ -230,7 +232,7 @@ class FlatWeights:
         self.refresh()
 
     def _move_matrices(self, optimizer: Muon) -> None:
-        """Update this rank's parts of the matrices of Muon, which are orthogonalized as a whole."""
+        """Update this rank's parts of Muon's matrices. Each matrix is orthogonalized as a whole."""
         for group, buckets in zip(optimizer.param_groups, self._groups, strict=True):
             for bucket in buckets if group["orthogonal"] else ():
                 own = optimizer.averaged(group, bucket.master)
@@ -245,7 +247,7 @@ class FlatWeights:
                 bucket.master.grad = None
 
     def refresh(self) -> None:
-        """Give all ranks the weights of all masters."""
+        """Copy the masters to this rank's parts of the weights, and give all ranks the parts of the others."""
         parts = [bucket.own for bucket in self._buckets() if bucket.own is not bucket.master]
         if parts:
             torch._foreach_copy_(parts, self.masters())

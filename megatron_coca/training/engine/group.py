@@ -89,7 +89,9 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
 
 @contextmanager
 def _notices(rank: int, awaited: Callable[[], str], limit: str, active: bool) -> Iterator[None]:
-    """Log what the block waits for, while it waits. A thread logs it, because the lookup of a name may take minutes."""
+    """Log what the block waits for, while it waits. A thread logs it, because the block may wait for minutes in the
+    lookup of a name.
+    """
     over, started = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -198,7 +200,7 @@ def init_distributed(timeout: float | None = None, join_timeout: float = 600.0, 
         rank=rank,
         world_size=world_size,
         timeout=limit,
-        # As DeepSpeed does if it creates the group; a single process has no peers.
+        # DeepSpeed sets this, too, if it creates the group. A single process has no peers.
         device_id=torch.device(local_device()) if cuda and world_size > 1 else None,
     )
     return peers

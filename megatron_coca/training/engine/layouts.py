@@ -1,7 +1,7 @@
 """Where an optimizer keeps this rank's weights: the ranges of the parameters in the tensors that it updates.
 
-This file does not import DeepSpeed, which takes a second and which the native engine does not need. It reads attributes
-of DeepSpeed's optimizers and parameters; the test of deepspeed_internals.py lists these, too.
+This file does not import DeepSpeed: the import takes a second, and the native engine does not need it. It reads
+attributes of DeepSpeed's optimizers and parameters; the test of deepspeed_internals.py lists these, too.
 """
 
 from collections.abc import Callable, Iterator

@@ -25,7 +25,7 @@ from megatron_coca.training.topology import zero_section
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CLIP_MARGIN = 1e-4
-"""Norms that are below the limit by this share are not clipped, whatever the rounding of their quotient."""
+"""A norm that is at least this share below the limit is not clipped, whatever the rounding errors of `clip`."""
 
 
 class WholeWeights:
@@ -73,7 +73,8 @@ class NativeEngine:
     loss_scale: float | None = None
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
-        """Move the weights to the memory of the engine. All ranks begin with those of rank 0, and must call this.
+        """Move the weights to the memory of the engine. All ranks begin with the weights of rank 0. Every rank must
+        call this.
 
         Args:
             model: maps samples int64 [micro_batch, length + 1] and the other arrays of a batch to a scalar loss.
@@ -104,7 +105,7 @@ class NativeEngine:
 
     @property
     def _states(self) -> FlatWeights | torch.optim.Optimizer:
-        """The object that `state` takes: it has the optimizer states."""
+        """The object with the optimizer states, which the functions of state.py take as `optimizer`."""
         return self._weights if isinstance(self._weights, FlatWeights) else self._weights.optimizer
 
     def train_step(

@@ -27,11 +27,11 @@ def run_pass(module: nn.Module, inputs: Mapping[str, Any], parts: int) -> Tensor
 
 
 class CapturedPass:
-    """Calls `run_pass`, after `WARMUP` micro-batches of the same shapes as a CUDA graph. Micro-batches of other shapes
-    than those of the graph run operation by operation.
+    """Calls `run_pass` and, after `WARMUP` micro-batches of the same shapes, launches it as a CUDA graph instead.
+    Micro-batches of other shapes than those of the graph run operation by operation.
 
     The graph writes the gradients of a micro-batch to memory of its own. They become the gradients of the parameters,
-    or are added to these, so that the sums have the same bits as without a graph.
+    or are added to those that exist already, so that the sums have the same bits as without a graph.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -73,8 +73,8 @@ class CapturedPass:
         self._inputs, self._gradients, self._sums = {}, {}, {}
 
     def _run_on_stream(self, inputs: Mapping[str, Any], parts: int) -> Tensor:
-        """Run a micro-batch on the stream of the capture: if autograd's nodes of the parameters still exist then, they
-        run on the stream of their first use.
+        """Run a micro-batch on the stream of the later capture. Autograd runs a parameter's node on the stream of its
+        first use, and the node may still exist at the capture.
         """
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)

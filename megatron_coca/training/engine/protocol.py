@@ -39,7 +39,7 @@ class Engine(Protocol):
 
     @property
     def copies(self) -> frozenset[str]:
-        """Names of the parameters that another rank of this model has a copy of and saves."""
+        """Names of the parameters that this rank does not save, because another rank of this model saves its copy."""
 
     @property
     def partitioned(self) -> bool:

@@ -30,7 +30,9 @@ MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     Lion: ("exp_avg",),
     Muon: ("exp_avg",),
 }
-"""The state tensors that each optimizer keeps per parameter, and Muon per matrix. Its other parameters have AdamW's."""
+"""The state tensors that each optimizer keeps per parameter. Muon's are for its matrices; its other parameters have
+AdamW's.
+"""
 STEP, ADDED_AT = "step", "added_at"
 """Counters: the optimizer's step count, and this count when norms of queries and keys were added, if they were added
 after other parameters.
@@ -169,8 +171,8 @@ def _frozen_owners(optimizer: Any, names: Names) -> Iterator[tuple[nn.Parameter,
 
 
 def in_known_order(optimizer: Any) -> bool:
-    """Return whether, before the first step, every range contains the values of its parameter. Some DeepSpeed keys
-    silently reorder ranges.
+    """Return whether every range contains the values of its parameter, as it must before the first step. Some DeepSpeed
+    keys silently reorder ranges.
     """
     for flat_range in layouts.layout(optimizer).ranges(optimizer):
         start, part = layouts.trained_part(flat_range.parameter)

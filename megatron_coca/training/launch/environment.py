@@ -66,7 +66,7 @@ def interface_towards(address: str) -> str | None:
 class RankLocation(NamedTuple):
     """The rank of a process, and the address of rank 0 (None if the variables do not specify it).
 
-    `sole_on_host`: whether the scheduler started only one process per host, which may start the host's other processes.
+    `sole_on_host`: whether the scheduler started only one process per host. This process may then start the others.
     """
 
     rank: int
@@ -334,8 +334,8 @@ def unused_gpus(config: Config, world_size: int) -> str | None:
 
 
 def unaligned_mlp(config: Config) -> str | None:
-    """Return a warning if a rank's rows of the MLP, in 16 bits, have no multiple of 16 bytes. A GPU then multiplies
-    matrices with slower kernels, which load fewer bytes at a time.
+    """Return a warning if the bytes of a rank's rows of the MLP, in 16 bits, are not a multiple of 16. A GPU then
+    multiplies matrices with slower kernels, which load fewer bytes at a time.
     """
     ranks = config.parallel.model_parallel_size
     width = config.model.ffn_hidden_size

@@ -89,7 +89,7 @@ class Monitor:
         profiled = config.logging.profile and rank in config.logging.profile_ranks
         self._trace = Trace(config, start, rank) if profiled else None
         self._spent = {"waiting": 0.0, "saving": 0.0, "validating": 0.0}
-        # One rank is enough, and on a GPU the cores hardly compute.
+        # Only rank 0 on a CPU reports crowded cores: one rank is enough, and beside a GPU the cores hardly compute.
         self._cores = CrowdedCores(1 if rank > 0 or device is not None else torch.get_num_threads())
         self._begin = self._after_first = self._lap = clock()
 

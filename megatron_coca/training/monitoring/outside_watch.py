@@ -33,7 +33,7 @@ class OutsideWatch:
         faulthandler.register(END, file=STDERR, all_threads=True, chain=True)
         values = (os.getpid(), limit, grace, rank)
         command = [sys.executable, "-I", "-S", os.path.abspath(__file__), *map(str, values)]
-        # In a session of its own, signals to the group of this process do not reach it.
+        # The child has a session of its own, so that signals to the group of this process do not reach it.
         self._process = subprocess.Popen(
             command, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
         )

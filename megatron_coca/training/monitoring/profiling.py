@@ -67,8 +67,8 @@ class Trace:
         first, last = self._start + self._first + 1, self._start + min(self._done, self._last)
         path = self._folder / f"trace_steps_{first}-{last}_rank_{self._rank}.json"
         try:
-            path.unlink(missing_ok=True)  # a link would be followed
+            path.unlink(missing_ok=True)  # the profiler would write through a link
             recorded.export_chrome_trace(str(path))
             logger.info("profile: %s", path)
-        except (OSError, RuntimeError) as error:  # a trace is not worth a run
+        except (OSError, RuntimeError) as error:  # a failed trace must not end the run
             logger.warning("profile: %s: %s", path, why_not_written(error, "choose another log_dir"))

@@ -1,6 +1,6 @@
 """The watchdog, which ends a hanging process.
 
-This module imports only the standard library, because importing another library may cause the error to report.
+This module imports only the standard library, because the import of another library may be what hangs.
 """
 
 import faulthandler

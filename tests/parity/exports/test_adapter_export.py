@@ -218,5 +218,5 @@ def test_a_place_in_a_checkpoint_is_a_folder_that_was_not_downloaded(tmp_path: P
     for place in ("hf://gpt2", "s3://bucket/run", "nowhere", "a\0b", "x" * 5000):
         assert "name its folder with --base FOLDER" in named(place=place)
     assert "name its folder with --base FOLDER" in named(base_model="hf://gpt2")
-    assert "its adapters change a model that contains them" in named(place="global_step7")
-    assert "its adapters change a model that contains them" in named(place=str(tmp_path / "run"))
+    assert "its adapters change a model that contains these adapters" in named(place="global_step7")
+    assert "its adapters change a model that contains these adapters" in named(place=str(tmp_path / "run"))

@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"moe_router_type": "sinkhorn"},
         "moe_router_type: sinkhorn is not supported; set moe_router_type=topk",
     ),
-    "groups": ({"moe_num_groups": 4}, "moe_num_groups: 6 experts are not 4 groups of two or more"),
+    "groups": ({"moe_num_groups": 4}, "moe_num_groups: 6 experts cannot form 4 equal groups of two or more"),
     "chosen groups": ({"moe_top_k_groups": 2}, "moe_num_groups: moe_top_k_groups 2 exceeds moe_num_groups 1"),
     "choices": ({"moe_num_groups": 3, "moe_top_k": 3}, "moe_num_groups: moe_top_k 3 exceeds the 2 experts of 1 groups"),
     "xielu": ({"activation": "xielu"}, "activation: xielu is not supported with moe_num_experts"),

@@ -63,7 +63,7 @@ def last_in_pairs(heads: int, before: int, rotated: int) -> WeightPacking:
 
 
 def latent_rows(model: ModelConfig, neighbours: bool) -> Rows:
-    """Return the rows of latent attention, `neighbours` is whether the class rotates pairs of neighbouring features."""
+    """Return the rows of latent attention. `neighbours` is whether the class rotates pairs of neighbouring features."""
     queries = last_in_pairs(model.num_attention_heads, model.unrotated_dim, model.head_dim) if neighbours else SINGLE
     down = last_in_pairs(1, model.kv_lora_rank or 0, model.head_dim) if neighbours else SINGLE
     modules = {
@@ -81,7 +81,7 @@ def latent_rows(model: ModelConfig, neighbours: bool) -> Rows:
 
 
 def with_latents(table: WeightTable, neighbours: bool = True) -> WeightTable:
-    """Return the table of a family with latent attention. `table` is that of the family without."""
+    """Return the table of a family with latent attention. `table` is its table with ordinary attention."""
 
     def rows(model: ModelConfig) -> Rows:
         others = [row for row in table(model) if ".attention.query_key_value." not in row.ours]

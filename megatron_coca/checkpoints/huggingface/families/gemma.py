@@ -233,7 +233,8 @@ def _to_gemma4(config: Config, defaults: Json) -> dict[str, Any]:
         return settings | {"num_global_key_value_heads": wide.num_kv_heads}
     if wide.num_kv_heads == narrow.num_kv_heads:
         return settings
-    change = {"head_dim": wide.head_dim, "num_key_value_heads": wide.num_kv_heads}  # by `global` keys only with k = v
+    # The class reads `num_global_key_value_heads` only if values are keys, so other models list the heads of layers.
+    change = {"head_dim": wide.head_dim, "num_key_value_heads": wide.num_kv_heads}
     numbers = (number for number, name in enumerate(model.layer_names) if not slides[name])
     return settings | {"per_layer_config": {str(number): change for number in numbers}}
 

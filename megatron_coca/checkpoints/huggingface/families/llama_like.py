@@ -206,11 +206,11 @@ def _modernbert(config: Json, keys: Json) -> dict[str, Any]:
         raise NotSupported(
             "local_attention: null is not supported; set the window, and list full layers in layer_types"
         )
-    raw = dict(config)  # with the names of the file, in which the class also reads sliding_window
+    raw = dict(config)  # under the names in the file; the class also reads the file's sliding_window
     if raw.get("sliding_window") not in (None, raw.get("local_attention", 128) // 2):
         raise NotSupported("sliding_window: differs from half of local_attention; correct one of the two")
     section = (config.get("rope_parameters") or {}).get(FULL) or {}
-    base, slides = config.get("global_rope_theta"), "sliding_window_width" in keys  # in all layers
+    base, slides = config.get("global_rope_theta"), "sliding_window_width" in keys  # every layer slides
     return {} if slides or base is None or "rope_theta" in section else {"rotary_emb_base": float(base)}
 
 

@@ -61,7 +61,7 @@ from megatron_coca.config import Config
 from megatron_coca.config.model import EXPERTS
 
 NORMALIZED: dict[str, Any] = {**DEEPSEEK_3, "moe_norm_topk_prob": True}
-"""The router of DeepSeek 3 without a key for the sum of its weights."""
+"""The router of DeepSeek 3, for classes that always normalize its weights and have no key for that."""
 FURTHER = frozenset({"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"})
 
 

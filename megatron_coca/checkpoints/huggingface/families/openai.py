@@ -18,7 +18,7 @@ def _rows_last(packed: Tensor) -> Tensor:
 
 
 def _join_pairs(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """Return value, then gate, from columns in which gate and value alternate."""
+    """Reorder columns in which gate and value alternate: first all columns of the value, then all of the gate."""
     packed = parts[0]
     return _rows_last(torch.cat((packed[..., 1::2], packed[..., ::2]), dim=-1))
 

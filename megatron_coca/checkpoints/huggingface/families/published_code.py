@@ -122,7 +122,7 @@ def _join_fused_neighbours(parts: Sequence[Tensor], heads: Heads) -> Tensor:
 FUSED_NEIGHBOURS = WeightPacking(
     _join_fused_neighbours, lambda packed, heads, count: [*NEIGHBOURS.split(packed, heads, 3)], shape_fused
 )
-"""As FUSED, but for a model that rotates pairs of neighbouring features. It is not written."""
+"""As FUSED, but for a model that rotates pairs of neighbouring features. Exports do not use it."""
 
 _LAYERS = "encoder.layers"
 CHATGLM = renamed(
@@ -172,7 +172,7 @@ def _baichuan_rows(model: ModelConfig) -> Rows:
 
 
 def _baichuan(config: Json, keys: Json) -> dict[str, Any]:
-    """Read the positions: only the sizes of 7B rotate, and only they have `max_position_embeddings`."""
+    """Read the positions: only the models of size 7B rotate, and only they have `max_position_embeddings`."""
     if config.get("max_position_embeddings") is not None:
         return {}
     return {"pos_emb": "alibi", "rope_scaling": None, "seq_length": config["model_max_length"]}

@@ -30,13 +30,13 @@ RENAMED = {
     "attention.sliding_window_pattern": "sliding_window_pattern",
     "rope.freq_base_swa": "rope_local_base_freq",
 } | {name: name for name in SAME_NAMES}
-"""Keys of a GGUF file after the name of the architecture -> keys of config.json, which transformers does not read."""
+"""Keys that transformers does not read in a GGUF file, without the name of the architecture -> keys of config.json."""
 BASE, ROTATED, NORM = "rope.freq_base", "rope.dimension_count", "attention.layer_norm_epsilon"
 RMS_NORM, WINDOW = "attention.layer_norm_rms_epsilon", "attention.sliding_window"
 DEFAULT_BASE = 10000.0
-"""The value of BASE in a file without this key, for every architecture. Classes of transformers have others."""
+"""The value of BASE in a file without this key, for every architecture. Classes of transformers have other defaults."""
 REQUIRED = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
-"""Keys without a default. transformers takes the values of some model of the architecture instead."""
+"""Keys without a default. If one is missing, transformers takes the value of some model of the architecture."""
 EPSILONS = {"falcon": "layer_norm_epsilon", "nemotron": "norm_eps"}
 """Architectures of which transformers does not read NORM -> its key of config.json."""
 PARTLY_ROTATED = ("stablelm", "nemotron", "phi3")
@@ -54,7 +54,7 @@ NO_EFFECT = frozenset(
 """Keys that follow from others, or that the weights' names and shapes show."""
 CAUSAL, KEY_HEADS = "attention.causal", "attention.head_count_kv"
 BIASES = {"attn_q.bias": "attention_bias", "ffn_down.bias": "mlp_bias"}
-"""Biases in the first layer -> the key of config.json that says so, in the classes that have this key."""
+"""Bias in the first layer -> the key of config.json that announces such biases, in the classes that have the key."""
 EXTENSION = "rope.scaling."
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that contain a frequency extension."""
@@ -185,7 +185,7 @@ class GgufFile:
 
     def _check_not_extended(self, given: Json) -> None:
         """Raise CheckpointError if the file has a frequency extension. A factor without a type is that of linear
-        interpolation, and 0 means 1.
+        interpolation, and a factor of 0 means 1.
         """
         kind, factor = given.get(f"{EXTENSION}type", "linear"), given.get(f"{EXTENSION}factor") or 1.0
         found = [name for name in FACTORS if name in self.tensors]

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 MOST_VALUES = 1 << 22
-"""Maximum number of values in a header. The largest vocabularies have a tenth of it. The package gguf makes an object
-for each of them.
+"""Maximum number of values in a header. The largest vocabularies need a tenth of this number. The package gguf makes an
+object for each value.
 """
 
 
@@ -16,7 +16,10 @@ def read_header(path: Path) -> Any:
     import gguf
 
     class HeaderReader(gguf.GGUFReader):
-        """The package's reader returns empty values beyond the end of the file, as often as the header asks for."""
+        """A reader that stops with an error at the end of the file, or after `MOST_VALUES` values.
+
+        The package's own reader returns empty values beyond the end of the file, as often as the header asks for.
+        """
 
         _values = 0
 

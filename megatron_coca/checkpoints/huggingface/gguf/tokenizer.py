@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file: what transformers does not read of it.
+"""Read what transformers does not read of the tokenizer in a GGUF file.
 
 transformers converts the vocabulary. It ignores how a text is divided before merges, unless it knows the name
 (`tokenizer.ggml.pre`), whether a space begins a text, and which further tokens end an answer.

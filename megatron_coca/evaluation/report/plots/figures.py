@@ -121,7 +121,8 @@ PRINTERS: dict[str, Callable[[Canvas, io.BytesIO], Any]] = {
     ),
     ".png": lambda canvas, image: FigureCanvasAgg(canvas).print_png(image, metadata={"Software": None}),
 }
-"""Printing without dates and versions, so that the same plot gives the same bytes. PDF embeds TrueType fonts."""
+"""Functions that print a plot without dates and versions, so that the same plot gives the same bytes. PDF embeds
+TrueType fonts."""
 
 
 def _printed(canvas: Canvas, kind: str) -> bytes:
@@ -142,6 +143,6 @@ def images(figure: Figure) -> dict[str, bytes]:
             canvas = drawn(figure, layout)
             for kind, end in kinds.items():
                 found[end] = _printed(canvas, kind)
-                canvas.set_layout_engine("none")  # the places stay as the first printer computed them
+                canvas.set_layout_engine("none")  # keep the layout that the first printer computed
                 canvas.set_facecolor("white")
     return found

@@ -13,7 +13,7 @@ OWN = "DejaVu Sans"
 """The font that is part of matplotlib. It has Latin, Greek, Cyrillic and Arabic letters, and symbols."""
 
 BOXES = "Last Resort"
-"""The start of the name of fonts with a box for every letter."""
+"""The start of the names of fonts that draw every letter as a box."""
 BOX = "□"
 """The sign for a letter that no font has."""
 
@@ -25,7 +25,9 @@ def _letters(path: str) -> frozenset[int]:
 
 @cache
 def families(letters: frozenset[str]) -> tuple[list[str], str]:
-    """Return the names of fonts that together have these letters, matplotlib's own first, and the letters no font has.
+    """Return the names of fonts that together have these letters, and the letters that no font has.
+
+    Matplotlib's own font comes first.
 
     A warning names the letters that no installed font has, and the remedy.
     """

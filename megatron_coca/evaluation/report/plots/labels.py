@@ -42,7 +42,8 @@ Points = tuple[Sequence[float], Sequence[float]]
 class Covered:
     """What a name in these axes should not cover.
 
-    `curves` are [SAMPLES] y values in pixels at the x values `at`, NaN beyond a curve's ends; `bands` are pairs.
+    `curves` are [SAMPLES] y values in pixels at the x values `at`, NaN beyond a curve's ends. `bands` are pairs of such
+    curves, the lower and the upper end of a band.
     """
 
     axes: Axes
@@ -90,8 +91,8 @@ def place_name(covered: Covered, name: str, along: str, value: float, gap: float
     """Write `name` beside the dotted line at the data coordinate `value`, where it covers least.
 
     `along` is "x" for a vertical line and "y" for a horizontal one. `gap` is the distance to other things, in pixels. A
-    name that covers a curve everywhere is broken into shorter lines, if that helps. If several places cover equally
-    little, the first is taken, which is the lowest or leftmost, or the last if `last` is set.
+    name that covers a curve everywhere is broken into shorter lines, if that helps. Of several places that cover
+    equally little, the name takes the first (the lowest or leftmost), or with `last` the last one.
     """
     axes = covered.axes
     text = axes.annotate(name, (0, 0), xycoords="axes fraction", ha="left", va="bottom", color=colour, linespacing=1.0)

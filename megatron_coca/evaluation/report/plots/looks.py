@@ -63,7 +63,8 @@ def numbered(index: int) -> Look:
 
 
 CHANGES = (("relative_positions", "type"), ("rope_scaling", "rope_type"), ("logit_scaling", "type"))
-"""Keys that evaluation may change, the one that changes a method most first, and the option with the method's name."""
+"""Keys that evaluation may change, each with its option that names the method. The key that changes a method most is
+first."""
 
 
 def method_of(result: Result) -> str:
@@ -156,7 +157,7 @@ def _variant(label: str, base: str) -> str:
 
 
 def apart(found: Sequence[Member]) -> list[Member]:
-    """Return the members with other dashes and markers for every look that occurs twice; colours stay."""
+    """Return the members with other dashes and markers for every look that occurs twice, but the same colours."""
     taken: set[Look] = set()
     wanted = {member.look for member in found}
     kept = []

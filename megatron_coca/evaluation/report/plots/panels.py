@@ -33,9 +33,9 @@ MOST_TOGETHER = 4
 MOST_LENGTHS = 9
 """Largest number of lengths that all have a tick."""
 INSIDE = 0.72
-"""Share of a panel's height between its axes, about."""
+"""Approximate height of a panel's axes as a share of the panel's height."""
 CHARACTER = 0.6
-"""Width of a character in units of the text's size, about."""
+"""Approximate width of a character in units of the text's size."""
 DARKER = 0.72
 """Factor on the colour of a line for the text beside it, which needs more contrast."""
 
@@ -246,7 +246,7 @@ def _length_ticks(lengths: set[float]) -> list[float]:
 
 
 def _thinned(texts: list[str], most: int) -> list[str]:
-    """Return the texts with some left empty, so that at most about `most` remain; the last text stays."""
+    """Return the texts with some left empty, so that at most about `most` remain. The last text always remains."""
     step = math.ceil(len(texts) / max(1, most))
     return [text if (len(texts) - 1 - index) % step == 0 else "" for index, text in enumerate(texts)]
 

@@ -42,8 +42,8 @@ LOCAL_FORMATS = frozenset({"arrow", "csv", "json", "pandas", "parquet", "text", 
 
 
 def sources_of(dataset_path: object, function: str) -> tuple[str, ...]:
-    """Return the sources of a task with this `dataset_path`, and this function as `custom_dataset`, or "" without
-    one.
+    """Return the sources of a task with this `dataset_path`. `function` is the task's `custom_dataset`; "" if it has
+    none.
     """
     own = [dataset_path] if isinstance(dataset_path, str) and is_remote(dataset_path) else []
     return (*own, *READ_BY_CODE.get(function, ()))

@@ -20,7 +20,7 @@ from megatron_coca.evaluation.tasks.lm_eval.task import LM_EVAL, HarnessProtocol
 BENCHMARK_COMPARABLE: Comparable = {
     name: path for name, path in LM_EVAL.comparable.items() if path != "protocol.metadata"
 }
-"""The lengths in the metadata are columns of the tables."""
+"""The metadata may differ within a table, because the lengths in it are columns of the table."""
 PREFIX = "longbench_"
 AVERAGE, MEAN = "Avg", "mean"
 TOGETHER = "mean of the common tasks"
@@ -193,8 +193,9 @@ def table_of(
     head: str,
     measure: Measure | None = None,
 ) -> Table:
-    """Return a table with a row for each label and entry of `rows`, which maps patterns for the label to cells'
-    rows.
+    """Return a table with a row for each label and each entry of `rows`.
+
+    `rows` maps patterns for the row's name, in which {} is the label, to the rows of the cells.
     """
     made = []
     for pattern, row in rows.items():

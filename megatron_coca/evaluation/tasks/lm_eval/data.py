@@ -29,7 +29,7 @@ FETCH = "python tools/fetch_benchmarks.py"
 class PromptTokenizer:
     """The checkpoint's tokenizer, for tasks that generate prompts of a given length with a transformers tokenizer.
 
-    Counts the tokens of a prompt as the model reads it, with the tokens that are added around it.
+    It counts the tokens of a prompt as the model reads it, with the tokens that are added around the prompt.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], vocab_size: int) -> None:
@@ -44,7 +44,7 @@ class TaskData:
     """The sources of documents.
 
     Attributes:
-        tokenizer: measures generated prompts, if the metadata does not name another tokenizer than `name`.
+        tokenizer: measures generated prompts, unless the metadata names a tokenizer other than `name`.
         name: the name of this tokenizer in the metadata.
         folder: the folder of `--datasets`; None: data sets come from the hub or its cache.
     """

@@ -76,7 +76,10 @@ class PromptEncoding:
         return (*spelled, *(self.tokenizer.turn_ends()[1] if self.chat else ()))
 
     def encode(self, text: str, add: bool | None = None) -> list[int]:
-        """Return token ids. `add` puts tokens around the text, by default unless it begins with the prefix."""
+        """Return token ids.
+
+        `add`: whether to put tokens around the text; by default, they are added unless the text begins with the prefix.
+        """
         self._warn_of_names(text)
         if add is None:
             add = not text.startswith(self.tokenizer.piece(self.prefix))

@@ -1,4 +1,7 @@
-"""Checks of ruler's lengths. If the shortest prompt exceeds the length, its code never ends or makes empty prompts."""
+"""Checks of ruler's lengths.
+
+If the shortest prompt exceeds a length, ruler's code never ends or makes empty prompts.
+"""
 
 import importlib
 from collections.abc import Callable, Mapping

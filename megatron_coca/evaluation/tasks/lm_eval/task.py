@@ -46,7 +46,7 @@ class HarnessProtocol(Record):
     prefix: int | None = None  # token before a text without context; None: start, or the end-of-document token
     ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
     chat: ChatRecord | None = None  # None: prompts are plain text
-    plain_tasks: list[str] = []  # tasks with plain prompts although those of others are chats
+    plain_tasks: list[str] = []  # tasks whose prompts are plain text, although other prompts are chats
     truncate: TruncatedPart = "beginning"  # the part that prompts above max_length lose
     metadata: dict[str, JsonValue] = {}  # values passed to the code of the tasks
     local_data: bool = False  # whether data sets come from the folder of --datasets
@@ -84,7 +84,8 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
     add("--max-length", type=token_count, metavar="N", help=longest)
     sides = "which part of a prompt is cut off: its beginning, as in lm_eval, or its middle, as in LongBench"
     add("--truncate", choices=TRUNCATED_PARTS, default=TRUNCATED_PARTS[0], help=f"{sides}; default: %(default)s")
-    start = "put this token before every text; '' for none; default: the tokens that the model's own library adds"
+    start = "put this token before every text; '' for none; default: the tokens that the model's own"
+    start += " library adds; for a checkpoint trained here, none"
     add("--start-token", metavar="TOKEN", help=start)
     add_chat_options(parser, examples=True)
     plain = "with --apply-chat-template: tasks or groups with prompts that stay plain text"

@@ -85,7 +85,7 @@ def key_tokens(
 
 
 TokenSpan = tuple[int, int]
-"""The first character of a piece of text, and the character after it."""
+"""The index of the first character of a piece of text, and that of the first character after the piece."""
 
 
 def merged(spans: Sequence[TokenSpan]) -> list[TokenSpan]:

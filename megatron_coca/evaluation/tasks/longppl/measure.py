@@ -167,7 +167,7 @@ def through_text(
 ) -> Prepared:
     """Return a text for the evaluated model, with the key tokens that an evaluator with another tokenizer finds.
 
-    `keys` finds the places of key tokens in the evaluator's tokens. `start` is the token before the model's own text.
+    `keys` finds the places of key tokens in the evaluator's tokens. `start` is put before the evaluated model's tokens.
     """
     ids, spans = evaluators.encode_rendered(text)
     prefix = evaluators.start

@@ -37,7 +37,7 @@ from megatron_coca.model.shared_prefix import common_prefix
 from megatron_coca.support.console import Progress
 
 MOST_NEEDLES = 1_000_000
-"""Needles of one length with different seeds."""
+"""Largest number of needles of one length that all have different seeds."""
 FOILS = 7
 """Wrong answers per case. With equal probabilities, the right one of eight answers is the likeliest in 1/8 of cases."""
 DIGITS = 7
@@ -173,7 +173,7 @@ def score_facts(subject: Subject, store: Store[MarginResult], cases: Cases, leng
 def last_loss(model: GPT, tokens: np.ndarray, window: int, scored: int, start: int | None = None) -> float:
     """Return the sum of the nll in nats of the last `scored` tokens of a document (int64 [tokens]), given the tokens
     before them. The model reads `window` tokens, the last of which predicts the document's last token. A token `start`
-    replaces the first of them.
+    replaces the first of these tokens.
     """
     device = next(model.parameters()).device
     ids = torch.from_numpy(tokens[len(tokens) - 1 - window : -1].astype(np.int64)).to(device)

@@ -22,7 +22,7 @@ class DocumentRecord(Record):
 
 
 class DocumentScores:
-    """The scores of the documents of one result file; `path` None keeps nothing."""
+    """The scores of the documents of one result file. If `path` is None, nothing is kept."""
 
     def __init__(self, path: Path | None, empty: Result) -> None:
         identity = json.dumps(empty.measurement(), sort_keys=True)
@@ -49,7 +49,7 @@ class DocumentScores:
         write_atomically(path, record.model_dump_json().encode())
 
     def remove(self) -> None:
-        """Remove all scores of the result file, which is complete."""
+        """Remove all scores of the result file. It must be complete."""
         if self._all is not None:
             shutil.rmtree(self._all, ignore_errors=True)
 

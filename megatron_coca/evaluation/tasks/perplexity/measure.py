@@ -280,7 +280,8 @@ def plan_windows(length: int, window: int, stride: int) -> list[Window]:
     """Return the windows of a document of `length` tokens. Together they score each of tokens 1 .. length-1 once.
 
     A token is predicted at the position before it, so each later window starts one token before the tokens it scores.
-    Hence every token is scored even if stride == window, when windows do not overlap otherwise.
+    Hence every token is scored even if stride == window: such windows overlap in one token, and the last one may
+    overlap in more.
     """
     windows = [Window(0, 1, window)]
     while windows[-1].end < length:
@@ -345,7 +346,7 @@ def score_document(
 
 def score_on_rank(model: GPT, rows: Tensor, held: Tensor, bounds: Tensor, vocabulary: int | None = None) -> Tensor:
     """Return `score_hidden` of the tokens that a rank of a ring scores; see `Score`. The token at index i is predicted
-    at index i - 1, by the rank that has it.
+    at index i - 1, by the rank that has the token there.
     """
     hidden, states, targets = model.hidden_states(rows[:, :-1]), [], []
     for row, (first, end) in enumerate(bounds.tolist()):

@@ -33,7 +33,7 @@ class WindowResult(Entry):
     perplexity: float  # exp(nll); infinite if it overflows
     nll: float  # nats, mean over the scored tokens
     nll_stderr: float | None  # standard error of the mean over documents; None for a single document
-    accuracy: Share  # of the scored tokens that the model predicted as likeliest
+    accuracy: Share  # share of the scored tokens that the model predicted as likeliest
     tokens_scored: int
     documents: int
     nll_by_document: list[float]  # nats, sum over each document's scored tokens

@@ -54,7 +54,7 @@ ORDERED_PROTOCOL = (
     "not see the order can only choose among the values of the key; inside, beyond, shifts and scores as in recall"
 )
 PROTOCOLS = {"recall": PROTOCOL, ORDERED: ORDERED_PROTOCOL}
-"""By the synthetic task of the model's training."""
+"""The protocols, by the synthetic task that the model was trained on."""
 
 
 NO_KIND = -1

@@ -39,7 +39,7 @@ class RecallEntry(Tally, Entry):
     inside: Tally | None
     beyond: Tally | None
     heads: list[HeadScores]
-    questions: dict[str, Tally] | None = None  # of ordered recall: by what is asked for
+    questions: dict[str, Tally] | None = None  # tallies of ordered recall, by the kind of question
 
     @property
     def key(self) -> tuple[int, int]:

@@ -63,7 +63,7 @@ def unfinished_text(group: ResultGroup) -> tuple[str, ...]:
 
 
 def by_side(metric: Metric) -> dict[str, Metric]:
-    """Return separate rows for facts inside and beyond the training length from the end of the prompt."""
+    """Return the metrics of two rows: facts within the training length of the prompt's end, and earlier facts."""
     return {f"{{}}, {side}": replace(metric, tally=attrgetter(side)) for side in ("inside", "beyond")}
 
 

@@ -44,7 +44,9 @@ def test_qwen2_divides_and_normalizes_texts_in_its_own_way(tmp_path: Path) -> No
         assert tokenizer is not None and tokenizer.encode(TEXT) == theirs(TEXT).input_ids
         assert tokenizer.encode_prompt("a<|im_end|>") == theirs("a<|im_end|>").input_ids
         assert tokenizer.eod == len(vocabulary) + 1
-    with pytest.raises(DataError, match="is a Qwen2Tokenizer, which divides texts otherwise .*; use HFTokenizer"):
+    with pytest.raises(
+        DataError, match="has a Qwen2Tokenizer, which divides texts differently from .*; use HFTokenizer"
+    ):
         load_tokenizer("GPT2BPETokenizer", tmp_path)
 
 

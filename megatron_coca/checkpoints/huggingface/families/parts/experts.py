@@ -19,7 +19,7 @@ ReadKeys = Callable[[Json, Json], dict[str, Any]]
 
 
 def _join_experts(parts: Sequence[Tensor], heads: Heads, each: int) -> Tensor:
-    """Stack the matrices of experts, `each` of which are one matrix of ours. At most two parts are in memory."""
+    """Stack the matrices of experts. Every `each` parts form one of ours. At most two parts are in memory."""
     first = parts[0]
     rows, *others = first.shape
     stacked = first.new_empty((len(parts) // each, each * rows, *others))
@@ -30,7 +30,7 @@ def _join_experts(parts: Sequence[Tensor], heads: Heads, each: int) -> Tensor:
 
 
 def of_experts(each: int) -> WeightPacking:
-    """Return the packing of the experts' matrices, in the order of experts, `each` of which are one matrix of ours."""
+    """Return the packing of the experts' matrices, in the order of experts. Every `each` parts form one of ours."""
     return WeightPacking(
         lambda parts, heads: _join_experts(parts, heads, each),
         lambda packed, heads, count: [part for expert in packed for part in expert.chunk(each)],
@@ -46,12 +46,12 @@ class ExpertNames:
         mlp: name of the MLP in layers with a mixture. `{i}` is the number of the layer.
         router: the router's linear map.
         parts: the up, gate and down projections of an expert.
-        whole: (name, packing) of the tensor with the first layers of all experts, and of that with their second layers,
-            instead of the parts; None if every expert has its own tensors.
+        whole: (name, packing) of each of two tensors: the first layers of all experts, and their second layers. These
+            tensors replace the parts; None if every expert has its own tensors.
         shared: the shared MLP, or None.
         shared_gate: the gate of the shared MLP.
-        correction: the numbers that change only the choice.
-        corrections: their packing.
+        correction: the router's correction, which changes only the choice of the experts.
+        corrections: the packing of the correction.
     """
 
     mlp: str = "model.layers.{i}.mlp"
@@ -225,7 +225,7 @@ def listed_experts(config: Json, dense: int) -> dict[str, Any]:
 
 
 def shared_count(model: ModelConfig) -> int:
-    """Return the inner width of the shared MLP in widths of an expert; 0 without a shared MLP."""
+    """Return the inner width of the shared MLP as a multiple of an expert's width; 0 without a shared MLP."""
     return (model.moe_shared_intermediate_size or 0) // model.expert_width
 
 

@@ -48,7 +48,7 @@ class Windows:
         listed: whether config.json lists the type of each layer in `layer_types`.
         switched: whether config.json turns the window on with `use_sliding_window`.
         nullable: whether the class of a `listed` window supports a model without a window.
-        multiple: value of the window's key in config.json, in windows.
+        multiple: the factor from the window to the value of its key in config.json.
     """
 
     read: Callable[[Json, int], list[bool]]
@@ -247,13 +247,13 @@ FROM_LAYER = Windows(_from_layer, switched=True)
 FROM_LAST = Windows(
     lambda config, count: _listed(config, (i >= config.get("max_window_layers", 62) for i in range(count)))
 )
-"""Layers from number `max_window_layers` on have the window unless others are listed, as in dots.llm1."""
+"""Layers from number `max_window_layers` on have the window unless `layer_types` lists others, as in dots.llm1."""
 FIRST_OF_TWO = Windows(lambda config, count: _listed(config, (i % 2 == 0 for i in range(count))))
 """Every other layer, from the first on, has the window, as in gpt-oss."""
 LISTED = Windows(lambda config, count: _listed(config, [True] * count))
-"""All layers have the window unless they are listed, as in Ministral."""
+"""All layers have the window unless `layer_types` says otherwise, as in Ministral."""
 NO_LAYERS = Windows(lambda config, count: _listed(config, [False] * count))
-"""No layer has the window unless it is listed, as in Cohere Compass."""
+"""No layer has the window unless `layer_types` says so, as in Cohere Compass."""
 FIRST_WITHOUT = Windows(lambda config, count: _listed(config, (bool(i % 4) for i in range(count))))
 """Every fourth layer, from the first on, has no window, as in CWM."""
 FIRST_OF_PERIOD = Windows(
@@ -276,7 +276,7 @@ WITH_WINDOW = Rotating(lambda config, sliding: sliding)
 WITH_BASE = Rotating(
     lambda config, sliding: [bool(base) for base in config.get("layer_rope_theta") or [1] * len(sliding)]
 )
-"""Layers with a rotary base in a list rotate, as in Granite with windows."""
+"""Layers rotate if `layer_rope_theta` lists a rotary base for them, as in Granite with windows."""
 WITH_SECTION = Rotating(_has_section)
 """Layers rotate unless the section of their type in rope_parameters is null, as in Cohere Compass."""
 WITH_WINDOW_IF_ANY = Rotating(
@@ -493,7 +493,7 @@ def _older_keys(family: Family, sections: Mapping[str, Json]) -> dict[str, Any]:
 
 
 def readable_by_older(family: Family, settings: Json) -> bool:
-    """Return whether transformers 4 can run the model described by an exported config.json, or raises an error."""
+    """Return whether transformers 4 can run the model that an exported config.json describes, without an error."""
     if not family.in_older or ("rope_theta" in settings and settings["rope_theta"] is None):
         return False
     return family.older is None or "rope_type" not in (settings.get("rope_scaling") or {})

@@ -1,5 +1,5 @@
-"""Check the rows of `families.FAMILIES` when they are loaded, so that a mistake in a row does not look like one in a
-folder.
+"""Check the rows of `families.FAMILIES` when they are loaded, so that a mistake in a row does not look like a fault of
+a folder.
 
 `tests/unit/checkpoints/huggingface/test_family_rows.py` compares the rows with the classes of transformers.
 """
