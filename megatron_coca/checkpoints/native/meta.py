@@ -71,7 +71,7 @@ class AdaptedModel(_Part):
         identity: its identity (`OpenedCheckpoint.identity`).
         place: its folder, or the name of a step folder beside the checkpoint.
         base_model: the folder of the model that it changes, if it consists of PEFT adapters.
-        ignore_keys: the value of this key with which it was opened.
+        ignore_keys: the value that the configuration key `ignore_keys` had when the model was opened.
     """
 
     identity: str

@@ -58,7 +58,7 @@ GROUPS = 4
 
 
 def _join_codegen(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """Pack CodeGen's rows [queries | values | keys] of each group of heads."""
+    """Convert CodeGen's rows, [queries | values | keys] for each group of heads, into our packed tensor."""
     groups = parts[0].view(GROUPS, 3, -1, *parts[0].shape[1:])
     q, v, k = (kind.reshape(-1, *parts[0].shape[1:]) for kind in groups.unbind(1))
     return NEIGHBOURS.join([q, k, v], heads)

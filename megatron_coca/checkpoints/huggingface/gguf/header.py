@@ -16,7 +16,7 @@ def read_header(path: Path) -> Any:
     import gguf
 
     class HeaderReader(gguf.GGUFReader):
-        """A reader that stops with an error at the end of the file, or after `MOST_VALUES` values.
+        """A reader that stops with an error if values end beyond the file or number more than `MOST_VALUES`.
 
         The package's own reader returns empty values beyond the end of the file, as often as the header asks for.
         """

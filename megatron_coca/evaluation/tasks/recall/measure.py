@@ -78,7 +78,9 @@ class Questions(NamedTuple):
 
 
 Maker = Callable[[int], list[Questions]]
-"""A function that makes the cases for a length in tokens, grouped by the exact length of their inputs."""
+"""A function from a length in tokens to the questions for it. Inputs may be shorter than this length. Each `Questions`
+has those of one exact length.
+"""
 
 
 def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskSettings) -> Maker:
