@@ -15,11 +15,14 @@ import yaml
 
 from tests.fast_cases import fewest, wanted
 
-LIMIT = 1.5
+LIMIT = 0.5
 """Seconds of processor time that the fast suite spends on one test with all its cases, if the test can be divided."""
+LONGEST_CASE = 1.5
+"""Seconds of processor time up to which the fast suite runs one case of a test whose cases take longer than LIMIT."""
 TABLE = Path(__file__).with_suffix(".yml")
 HEAD = f"""# Tests that take longer than {LIMIT} s of processor time, with the number of cases that the fast suite runs.
-# With 0, only the slow suite runs them. `make test-costs` writes this file. A test marked `always` is never in it.
+# It runs at least one if a case takes up to {LONGEST_CASE} s. With 0, only the slow suite runs the test.
+# `make test-costs` writes this file. A test marked `always` is never in it.
 """
 
 
@@ -44,7 +47,8 @@ def most_cases(seconds: Sequence[float]) -> int:
     """Return how many cases the fast suite runs of a test, from the processor time of each case."""
     if sum(seconds) <= LIMIT:
         return len(seconds)
-    return int(LIMIT * len(seconds) / sum(seconds))
+    case = sum(seconds) / len(seconds)
+    return int(LIMIT / case) or int(case <= LONGEST_CASE)
 
 
 def write(seconds: Mapping[str, Sequence[float]]) -> None:

@@ -82,7 +82,8 @@ def test_cases_with_the_most_values_go_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "cases"), [([1.4], 1), ([1.6], 0), ([0.5] * 4, 3), ([2.0] * 4, 0), ([0.1] * 10, 10), ([0.1] * 100, 15)]
+    ("seconds", "cases"),
+    [([1.4], 1), ([1.6], 0), ([0.2] * 4, 2), ([1.0] * 4, 1), ([2.0] * 4, 0), ([0.1] * 4, 4), ([0.1] * 100, 5)],
 )
 def test_long_tests_are_cut_to_the_limit(seconds: list[float], cases: int) -> None:
     assert long_tests.most_cases(seconds) == cases

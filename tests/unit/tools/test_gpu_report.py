@@ -47,10 +47,10 @@ DRIVER = """
 import sys, types
 sys.modules["tools.records"] = types.SimpleNamespace(machine=lambda: {here!r})
 from tools import gpu_report
-from tools.gpu.plans import Part, Run
+from tools.gpu.plans import PlanPart, Run
 gpu_report.unusable = lambda *arguments: None
 gpu_report.PLANS[1] = {{
-    name: Part(f"Does {{name}} run?", {{"cases": Run({command!r}, 20, needs=())}}) for name in {parts!r}
+    name: PlanPart(f"Does {{name}} run?", {{"cases": Run({command!r}, 20, needs=())}}) for name in {parts!r}
 }}
 sys.exit(gpu_report.main(["--output", {output!r}]))
 """
