@@ -198,7 +198,7 @@ def main(arguments: list[Any]) -> int:
 
 
 DRAWN = 16
-"""Configurations that a test draws; about half a second of processor time for each rank of each."""
+"""Configurations that a test draws."""
 
 
 @pytest.mark.slow
@@ -211,9 +211,9 @@ def test_drawn_configurations_train_as_on_one_rank(first: int, server: ForkServe
         launches.setdefault((draw.ranks, json.dumps(draw.division)), []).append(seed)
     alone: dict[int, list[list[float]]] = {}
     compared = 0
-    for (world, division), seeds in launches.items():
+    for number, ((world, division), seeds) in enumerate(launches.items()):
         runs = [draws[seed].keys | json.loads(division) for seed in seeds]
-        out = tmp_path / f"{world} {len(alone)} {compared}"
+        out = tmp_path / f"launch_{number}"
         launch = server.start_program("tests.integration.runs.test_drawn_runs", [str(out), runs], world)
         assert launch.end() == [0] * world, f"{division}, {seeds}: {launch.output()}"
         for rank in range(world):

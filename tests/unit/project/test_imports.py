@@ -173,13 +173,14 @@ def _run_at_import(body: Sequence[ast.stmt]) -> Iterator[ast.Import | ast.Import
 def unfinished(root: Path) -> list[str]:
     """Names that are imported from a module before it has run, if a program imports some module first."""
     known, found = modules(root), set[str]()
-    wanted: dict[str, list[tuple[str, bool]]] = {name: [] for name in known}  # modules, and whether a name is taken
+    wanted: dict[str, list[tuple[str, bool]]] = {name: [] for name in known}  # our modules; whether a name is taken
     for source, file in known.items():
         for node in _run_at_import(ast.parse(file.read_text(), str(file)).body):
             origin = node.module if isinstance(node, ast.ImportFrom) else None
             for alias in node.names:
                 inner = f"{origin}.{alias.name}" if origin else alias.name
-                wanted[source].append((inner, False) if inner in known else (str(origin), True))
+                if within(inner, PACKAGE):
+                    wanted[source].append((inner, False) if inner in known else (str(origin), True))
 
     def load(module: str, begun: set[str], done: set[str]) -> None:
         parts = module.split(".")
