@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        drop_output(sys.stdout)  # or the flush at exit fails again
+        drop_output(sys.stdout)  # otherwise the flush at exit would fail again
         named = error.filename or "the output or a file"
         print(plain(f"megatron-coca: {named}: {why_not_written(error, 'write elsewhere')}"), file=sys.stderr)
         return UNUSABLE

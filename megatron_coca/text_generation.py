@@ -140,8 +140,8 @@ class TextGenerator:
                 shows the progress; `pushed`, a function that is called with a continuation after each of its tokens;
                 `ended`, a function that is called with the index of a prompt and its continuation when the continuation
                 is complete; `left_out`, indices of prompts to leave out, which keep empty continuations;
-                `dynamic_length` as in `generate_tokens`. A batch has at least one prompt, and its prompts have one
-                length.
+                `dynamic_length` as in `generate_tokens`. A batch has at least one prompt, and all its prompts
+                have the same length.
         """
         ids = [self.encode(prompt) for prompt in prompts]
         rows = [Continuation(self.tokenizer, row, stops) for row in ids]

@@ -3,11 +3,11 @@
     python tools/bench_decoding.py --methods coca
     python tools/bench_decoding.py --layers 4 --lengths 8192 --dtypes bfloat16
 
-The model is that of configs/350M with random weights. In every round each way decodes --tokens greedy tokens. Before
-them, the cache has each of --lengths tokens in turn, with random keys and values. The script measures CPU time with one
-thread, because it depends less on other programs than the time of a clock. "compile" is the CPU time that the first
-call of the compiled step takes beyond a later call, with the compiler's processes. The compiled code is read from no
-cache.
+The model is that of configs/350M with random weights. In every round each way decodes --tokens greedy tokens. The cache
+already holds random keys and values for a number of tokens, each of --lengths in turn. The script measures CPU time
+with one thread, because other programs change it less than the elapsed time. "compile" is the CPU time that the first
+call of the compiled step takes beyond a later call, with the compiler's processes. PyTorch's cache of compiled code is
+off.
 
 The script appends one JSON line for each method, dtype, length and way to --output.
 """
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 4096, 8192], help="default: %(default)s")
     parser.add_argument("--layers", type=int, default=24, help="layers of the model (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=4, help="tokens of a call (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=4, help="tokens in one call (default: %(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
     parser.add_argument("--keys", nargs="+", default=[], metavar="key=value", help="keys of the model")
     options = parser.parse_args(arguments)

@@ -9,9 +9,9 @@ and these processes take turns in every round:
 
 - window: seconds to score the last --scored tokens of one input. The plain loop is that of transformers' documentation:
   labels that are ignored outside the scored tokens, and logits at every position. "last logits" computes only the
-  logits of the scored positions, as our code does. The losses must agree.
-- decode: seconds for each of --tokens greedy tokens after a cache as long as that input. The cache is filled with
-  random keys and values, because a prefill would take minutes.
+  logits of the scored positions, as our code does. The losses of all implementations must agree.
+- decode: seconds for each of --tokens greedy tokens, after a cache with as many tokens as that input. The cache is
+  filled with random keys and values, because a prefill would take minutes.
 
 float32 on both sides compares the same arithmetic. `megatron-coca evaluate --dtype auto` takes bfloat16 where it is
 faster, so it is compared with transformers in both dtypes. --layers keeps only the first layers of both models, for
@@ -46,7 +46,7 @@ from tools.records import ChildProcess, append_records, benchmark_parser, compar
 AGREEMENT = {"float32": 1e-3, "bfloat16": 0.05}
 """Largest difference from the first loss, in nats per token, by dtype."""
 USUAL = 10.0
-"""A whole model's loss of random tokens, in nats. For larger losses, the largest difference grows in proportion."""
+"""A whole model's loss on random tokens, in nats. For larger losses, the largest difference grows in proportion."""
 OURS, THEIRS, LAST = "ours", "transformers", "transformers, last logits"
 
 Calls = tuple[Callable[[np.ndarray, int], float], Callable[[int, int], float]]

@@ -5,11 +5,11 @@
 
 A random model with about 40 million parameters scores documents of random tokens with `megatron-coca evaluate
 perplexity`, once with one process and once with --jobs processes. Every process has one thread. The result files must
-be equal, byte by byte. Documents are the unit of division, so all processes get the same number of them.
+be equal, byte by byte. The processes divide the work by documents, and each gets the same number of documents.
 
 `ratio` compares the whole commands. They include the start: imports, reading the model, and the report of the result.
-`seconds_start` is the time of the same command if all results exist, and `ratio_scoring` compares the times without it.
-The script appends one JSON line to --output.
+`seconds_start` is the time of the same command if all results exist, and `ratio_scoring` compares the times without
+this start. The script appends one JSON line to --output.
 """
 
 import os
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = benchmark_parser(__doc__, "jobs.jsonl", rounds=1)
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="number of processes (default: %(default)s)")
     parser.add_argument("--window", type=int, default=4096, metavar="W", help="tokens (default: %(default)s)")
-    seconds = "desired time of the scoring with one process, which sets the length of the documents"
+    seconds = "desired time of the scoring with one process; it sets the length of the documents"
     parser.add_argument("--seconds", type=float, default=125, help=f"{seconds} (default: %(default)s)")
     documents = "documents of each process (default: %(default)s)"
     parser.add_argument("--documents", type=int, default=2, metavar="N", help=documents)

@@ -143,7 +143,9 @@ def launches(name: str) -> float:
 
 
 def errors(name: str, rounds: int) -> dict[str, Any]:
-    """Return the errors of a method against the oracle and transformers; of a layer pattern, only the latter."""
+    """Return the errors of a method against the oracle and transformers; for a layer pattern, only against
+    transformers.
+    """
     own = oracle_error(METHODS[name], ERROR_LENGTH) if name in METHODS else None
     return {"oracle_error": own, "stock": FAMILIES.get(name), "stock_error": stock_error(name)}
 

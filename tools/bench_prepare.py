@@ -13,9 +13,9 @@ The text is Python source code of this installation in JSONL files. All methods 
 
 Whole commands are timed, imports included, in turns; for `shards` only the steps are timed. Each record has the seconds
 of all rounds, and its share of the ideal: the speed of one process times the number of processes. `pip install
-'megatron-coca[cluster]'` installs datatrove; --datatrove names the Python that has it, and without it datatrove is left
-out. --tables computes the tables of benchmarks/data.md from the newest records. On two cores the defaults take about
-five minutes.
+'megatron-coca[cluster]'` installs datatrove; --datatrove names the Python that has it. Without this option, datatrove
+is left out. --tables computes the tables of benchmarks/data.md from the newest records. On two cores the defaults take
+about five minutes.
 """
 
 import argparse
@@ -286,7 +286,7 @@ def limited(size: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A corpus and a cluster of a table.
+    """A corpus and the cluster that prepares it, for one row of a table.
 
     Attributes:
         name: a text for the table.

@@ -4,8 +4,8 @@
     python tools/bench_rings.py --length 16384 --set pos_emb=coca sliding_window_width=256
 
 The model has 4 layers of width 256 with 8 heads. It is trained on one sequence of random tokens in float32 on the CPU,
-with one thread per process. The CPU time of all processes is summed: unlike the time of a clock, it does not depend on
-how many processors are free. The script appends one JSON line for each division of the sequence to --output.
+with one thread per process. The CPU time of all processes is summed: unlike the elapsed time, it does not depend on how
+many processors are free. The script appends one JSON line for each division of the sequence to --output.
 """
 
 import json
@@ -74,8 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print and append the records; return the exit status."""
     parser = benchmark_parser(__doc__, "rings.jsonl", rounds=3)
     parser.add_argument("--length", type=int, default=4096, help="tokens of the sequence (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=4, help="most processes (default: %(default)s)")
-    parser.add_argument("--set", nargs="+", default=["pos_emb=coca"], metavar="KEY=VALUE", help="of the model")
+    parser.add_argument("--processes", type=int, default=4, help="maximum number of processes (default: %(default)s)")
+    parser.add_argument("--set", nargs="+", default=["pos_emb=coca"], metavar="KEY=VALUE", help="keys of the model")
     parser.add_argument("--measure", action="store_true", help="train in this process, one of a launch")
     options = parser.parse_args(arguments)
     if options.measure:

@@ -4,8 +4,8 @@
     python tools/bench_spinning.py --settings GOMP_SPINCOUNT=3000 OMP_WAIT_POLICY=passive --kinds train --rounds 9
 
 A thread that has done its share of a parallel loop waits for the others at a barrier. It spins before it sleeps. On
-idle cores spinning is fast, because a sleeping thread wakes late. If another process needs the core, spinning keeps it
-from the thread that everyone waits for (docs/speed.md). `default` is PyTorch without a setting.
+idle cores spinning is fast, because a sleeping thread wakes late. If another process needs the core, a spinning thread
+keeps the core from the thread that all others wait for (docs/speed.md). `default` is PyTorch without a setting.
 
 Every setting has a process of its own, because libgomp reads its settings when it is loaded. The processes take turns
 in every round, for --seconds each, first on idle cores and then beside --busy processes that compute without end:
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--settings", nargs="*", default=[*settings, "OMP_WAIT_POLICY=passive"], help="NAME=VALUE")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of work; default: all")
     parser.add_argument("--busy", type=int, default=1, help="other processes that compute (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of one turn (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of one turn (default: %(default)s)")
     options = parser.parse_args(arguments)
     for setting in options.settings:
         if setting.partition("=")[0] not in SETTINGS:

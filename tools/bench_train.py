@@ -7,7 +7,7 @@ Our implementation runs the step of `megatron-coca train`, engine included; the 
 process, as its users do. On a CPU, the peer is measured a second time with our C library setting that keeps freed
 memory. All implementations take turns, step by step, on the same random tokens, so that a slow phase of the machine
 affects all of them. A ratio is the median over the rounds. The CPU time of each process is recorded too, because other
-processes on the same cores change it less than the time of a clock. With `lora=...` and `--peer llama`, the peer trains
+processes on the same cores change it less than the elapsed time. With `lora=...` and `--peer llama`, the peer trains
 adapters with peft. The script appends one JSON line per implementation to --output. On a GPU, with 350M parameters and
 bfloat16:
 
@@ -234,11 +234,11 @@ def with_peft(model: torch.nn.Module, lora: LoraConfig, kind: str) -> torch.nn.M
     """Return the peer with the adapters of `lora`, as peft adds them.
 
     Raises:
-        ConfigError: the classes have no such modules.
+        ConfigError: the peer's class has no modules for the parts that `lora` names.
     """
     if kind != "llama" or not (set(lora.targets) <= ADAPTED.keys() and set(lora.also) <= WHOLE.keys()):
         raise ConfigError(
-            f"lora: adapters of peft are compared with --peer llama, targets {', '.join(ADAPTED)}, and "
+            f"lora: peft's adapters are supported only with --peer llama, for targets {', '.join(ADAPTED)}, and for "
             f"{', '.join(WHOLE)} in also; change lora, or leave out --peer"
         )
     from peft import LoraConfig as Settings

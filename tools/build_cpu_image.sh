@@ -3,8 +3,8 @@
 #
 #   tools/build_cpu_image.sh FOLDER [OPTIONS OF buildah build] [-- COMMAND]
 #
-# The base image is a Debian root with Python that mmdebstrap makes from packages; it gets the name that the Dockerfile
-# gives after FROM. All other steps of the Dockerfile run unchanged. FOLDER holds the root and the images, about 15 GB.
+# The base image is a Debian root with Python that mmdebstrap makes from packages. It gets the name after FROM in the
+# Dockerfile. All other steps of the Dockerfile run unchanged. FOLDER holds the root and the images, about 15 GB.
 # An image that FOLDER already has is used again. COMMAND is `make quickstart` by default.
 # Needs root, and the packages mmdebstrap and buildah. Options such as --volume DIR:DIR:ro or --env NAME=VALUE pass
 # a package index or a proxy of this machine into the build.
@@ -30,7 +30,7 @@ run_buildah() {
 }
 
 if run_buildah inspect --type image localhost/megatron-coca-cpu > /dev/null 2>&1; then
-    echo "$folder has an image, which is used; remove the folder to build it again"
+    echo "$folder has an image, which is used again; remove the folder to build another one"
 else
     if [ ! -f "$folder/root.tar" ]; then
         include=ca-certificates,python3,python3-dev,python3-venv

@@ -10,7 +10,7 @@ limits. One call takes less than ten minutes (--minutes). The same command conti
 A process that was killed runs again. A process that finished does not, unless its code, a library or the type of the
 GPU changed. After every process the page is written again. The report installs nothing.
 
-The exit status is 0 if all parts are done, 1 if a part failed or misses a package, 2 without a usable GPU or a writable
+The exit status is 0 if all parts are done, 1 if a part failed or lacks a package, 2 without a usable GPU or a writable
 folder or with wrong options, 3 if parts are left for the next call, and 130 after Ctrl-C.
 """
 
@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", metavar="PART", help=only)
     parser.add_argument("--skip", nargs="+", default=[], metavar="PART", help="leave out these parts or runs")
     parser.add_argument(
-        "--minutes", type=positive, default=9.5, metavar="M", help="of this call (default: %(default)s)"
+        "--minutes", type=positive, default=9.5, metavar="M", help="time for this call (default: %(default)s)"
     )
     limits = "multiply the limits of all processes, for a slow machine (default: %(default)s)"
     parser.add_argument("--limits", type=positive, default=1.0, metavar="FACTOR", help=limits)
@@ -137,7 +137,7 @@ def positive(text: str) -> float:
 
 
 def selected(plan: Mapping[str, PlanPart], options: argparse.Namespace) -> dict[str, PlanPart]:
-    """Return the parts and runs that the options select, those of --only in its order.
+    """Return the parts and runs that the options select, in the order of --only if that is given.
 
     Exits with status 2 and a message if the options name a part of another plan, if no run is left, or if a limit is
     longer than the call.

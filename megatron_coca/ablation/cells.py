@@ -192,7 +192,7 @@ def training_seconds(run: Path, until: int | None = None) -> float:
 
 
 def last_step(run: Path) -> int:
-    """Return the last step in the end of a run's metrics, which is read often; 0 if there is none."""
+    """Return the last step in a run's metrics, or 0. Only the end is read, because this is called often."""
     path = run / METRICS
     if not path.is_file():
         return 0
@@ -309,7 +309,7 @@ def packed_records(results: Path) -> list[dict[str, Any]]:
 
 
 def unpack(results: Path) -> None:
-    """Extract the files that the results folder lacks from its archive, if there is one. Raises EvaluationError."""
+    """Extract from the archive, if there is one, the files that the results folder lacks. Raises EvaluationError."""
     archive = archive_of(results)
     if not archive.is_file():
         return

@@ -14,7 +14,7 @@ UNITS = {"perplexity": "perplexity, nats per byte", "margin": "margin, nats", "l
 
 
 def entries_of(study: str, figures: Figures) -> list[ContrastEntry]:
-    """Return the declared contrasts of a study; empty as long as not all of its models are finished."""
+    """Return the declared contrasts of a study; empty until all of its models are finished."""
     if figures.finished < figures.planned:
         return []
     entries = []

@@ -135,8 +135,8 @@ def _statement(contrast: DeclaredContrast, difference: Estimate, level: float) -
 
 
 def _with_difference(numbers: Sequence[float], digits: int, none: float) -> list[str]:
-    """Return the numbers with `digits` after the decimal point, or as many more as the first needs to differ from
-    `none`, the number for no difference.
+    """Return the numbers with `digits` digits after the decimal point, or with as many more as the first number needs
+    to differ from `none`, which stands for no difference.
     """
     needed = (each for each in range(digits, MOST_DIGITS + 1) if f"{numbers[0]:.{each}f}" != f"{none:.{each}f}")
     digits = next(needed, digits)

@@ -122,7 +122,8 @@ def commands_of(
     imports = config.position.imports  # passed explicitly, because evaluation ignores the imports named by a checkpoint
     own = [f"imports={json.dumps(imports)}"] if imports else []
     paths = config.data.test_data_paths or []
-    own += [f"test_data_paths={json.dumps(paths)}"] if any(map(is_url, paths)) else []  # likewise for addresses
+    # Addresses are passed explicitly for the same reason.
+    own += [f"test_data_paths={json.dumps(paths)}"] if any(map(is_url, paths)) else []
     checkpoint = CheckpointEntry(path=str(run), variants=entry.variants, set=own)
     suite = SuiteFile(title="", checkpoints={label: checkpoint}, tasks=dict(tasks))
     return plan_commands(suite, {label: config.model.seq_length}, results, device, dtype)

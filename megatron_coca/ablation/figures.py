@@ -50,7 +50,11 @@ class Contrast:
 
 
 class Figures:
-    """The perplexities and losses of finished cells, by label, seed and multiple of the training length."""
+    """The perplexities, recall and validation losses of finished cells, with contrasts and plots of them.
+
+    Perplexities and recall have a label, a seed and a multiple of the training length. Validation losses have a model,
+    a seed and a share of the training steps.
+    """
 
     def __init__(self, file: AblationFile, cells: Sequence[Cell]) -> None:
         self._file, self._cells = file, cells
@@ -170,7 +174,7 @@ class Figures:
         return [seed for seed, accuracy in sorted(self.accuracies(label).items()) if accuracy < least]
 
     def sensitivity(self, without: Collection[int]) -> list[Step[DeclaredContrast]]:
-        """Return the contrasts of a sequence without some seeds, as if all were tested.
+        """Return the contrasts of a sequence over all seeds but those in `without`, as if every contrast were tested.
 
         The file does not declare this analysis.
         """

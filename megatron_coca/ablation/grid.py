@@ -267,7 +267,7 @@ def _chosen_by(config: Config) -> str:
 
 
 def _data_without_reading(config: Config, recorded: Mapping[str, DataRecord]) -> DataRecord:
-    """Return the recorded training data or, without a record, one that identifies nothing.
+    """Return the record of the training data, or a record that identifies nothing if there is none.
 
     Raises ConfigError if only the data could tell the vocabulary size.
     """
@@ -275,7 +275,7 @@ def _data_without_reading(config: Config, recorded: Mapping[str, DataRecord]) ->
         return found
     if config.model.vocab_size is None:
         raise ConfigError(
-            "vocab_size: not set, and the training data that would tell it are not here; set it, or prepare the data"
+            "vocab_size: not set, and the training data that determine it are not here; set it, or prepare the data"
         )
     return DataRecord(chosen_by=chosen_by, vocab_size=None, identity={})
 

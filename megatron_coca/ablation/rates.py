@@ -70,7 +70,7 @@ def middle_rates(file: AblationFile) -> AblationFile:
 
 
 def found_rates(file: AblationFile) -> dict[str, float]:
-    """Return the best rate of each model: that with the lowest last validation loss, as the mean over seeds.
+    """Return the best rate of each model: that with the lowest mean over seeds of the last validation loss.
 
     Raises EvaluationError if a run of the sweep is missing or has no validation loss, or if the best rate is the
     smallest or the largest one, because an even better one may lie beyond.

@@ -31,7 +31,7 @@ TRAIN, EVALUATE = (*PROGRAM, "train"), (*PROGRAM, "evaluate")
 LOG, CONFIG = "log.txt", "ablation.yml"
 POLL_SECONDS = 0.2
 PROGRESS_SECONDS = 2.0
-"""Seconds between two looks at the progress within the running cells, which reads their metrics."""
+"""Seconds between two readings of the running cells' metrics, for the progress within these cells."""
 TRAINING_SHARE = 0.8
 """The share of a cell's time that training is assumed to take. It is used to estimate the time left."""
 LOG_TAIL = 20_000
@@ -128,7 +128,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The last step of the training that was reported."""
+        """The last training step that was reported."""
         return files.last_step(self.cell.run)
 
     @property
@@ -297,7 +297,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[Failur
                     all_locks.push(lock)
                     if _begin(cell, lock, status):
                         running[number] = Job(cell, share, machine.device), lock
-            if waiting and not running:  # the cells that are left wait for weights that nothing here trains
+            if waiting and not running:  # the cells that are left wait for weights that no running cell trains
                 failures += [_without_start(cell, status) for cell in waiting]
                 break
             for number, (job, lock) in list(running.items()):
@@ -324,7 +324,7 @@ def _next(waiting: deque[Cell]) -> Cell | None:
 
 
 def _without_start(cell: Cell, status: "StatusLines") -> Failure:
-    """Return why a cell cannot start. The failure is temporary if the cell that it starts with is not finished."""
+    """Return why a cell cannot start. The failure is temporary if the cell whose weights it needs is not finished."""
     assert cell.start is not None
     finished = files.state_of(cell.start) is State.DONE
     remedy = (

@@ -102,8 +102,8 @@ class RotaryFrequencies:
         inverse_frequencies: theta_j, [d/2], in radians per position.
         multiplier: factor on cos and sin, as in Hugging Face. Its square multiplies the logits of rotated features.
         decay: whether queries and keys get xPos's exponential factors.
-        both: whether the multiplier applies to queries and to keys, instead of its square to the queries. This makes
-            no difference unless operands are normalised.
+        both: whether queries and keys are both multiplied by the multiplier, instead of queries alone by its square.
+            This makes no difference unless operands are normalised.
     """
 
     inverse_frequencies: Tensor

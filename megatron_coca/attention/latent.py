@@ -1,4 +1,6 @@
-"""Latent attention: keys and values are linear maps of a small latent, which decoding caches instead of them."""
+"""Latent attention: keys and values are linear maps of a small latent. Decoding caches only the latent and a key that
+all heads share.
+"""
 
 import torch.nn as nn
 from torch import Tensor
@@ -10,7 +12,7 @@ from megatron_coca.attention.layer import CachedTokens, SelfAttention
 from megatron_coca.attention.method import PositionMethod
 
 DECODING = ReferenceBackend()
-"""Computes attention of one token over latents, whose heads are wider than those that some backends support."""
+"""The backend that computes attention of one token over latents, whose heads are too wide for some other backends."""
 
 
 class LatentAttention(SelfAttention):
@@ -84,7 +86,7 @@ class LatentAttention(SelfAttention):
         else:
             up = self._of_heads(self.key_value_up(latent[:, 0]), self.widths.unrotated + self.widths.value)
             k_rest, v = up.split((self.widths.unrotated, self.widths.value), -1)
-            if self.share.count > 1:  # to exchange tokens for heads, the shared key needs as many heads
+            if self.share.count > 1:  # the exchange of tokens for heads needs a copy per head
                 copies = k.transpose(1, 2).expand(-1, -1, q.shape[1] * self.share.count, -1)
                 k = self.share.gather(copies).transpose(1, 2)
             dropout = self.dropout if self.training else 0.0

@@ -190,7 +190,7 @@ class Cache:
             length, cached decoding equals the full forward pass at that length. With None, every step rotates all keys
             with its own frequencies, but the hidden states of earlier tokens were computed with earlier frequencies.
         reached: the largest cached position + 1.
-        decoder: what decodes single tokens in the buffers of this cache, kept for its next use, or None.
+        decoder: the object that decodes single tokens in the buffers of this cache, kept for its next use, or None.
     """
 
     def __init__(self, windows: Sequence[int | None], length: int | None = None, capacity: int | None = None) -> None:
@@ -276,8 +276,8 @@ class SelfAttention(ShardedModule):
     then all keys, then all values. For CoCA, the k rows are the T projection. Methods with learned parameters per layer
     add `position_bias`, `position_sinks`, `position_factor`, `position_gates` or `position_offsets`. An output gate
     multiplies the outputs of the heads by sigmoid(`output_gate` x) before `dense`, where x is the layer's input (Qiu et
-    al. 2025, arXiv:2505.06708). With `values_from_keys`, the projection has no rows for values: all queries, then all
-    keys.
+    al. 2025, arXiv:2505.06708). With `values_from_keys`, the projection has no rows for values: it has all queries,
+    then all keys.
 
     The number of heads is derived from the rows of the projection, because tensor parallelism splits them across ranks.
     """

@@ -137,7 +137,7 @@ def check_kernel(key: str, name: str, device_type: str) -> None:
     """Check that the kernel set by `key: name` (`operand_kernel` or `loss_kernel`) runs on this type of device.
 
     Raises:
-        BackendError: the kernel does not run on it.
+        BackendError: the kernel does not run on this type of device.
     """
     reason = missing_triton(device_type) if name == "triton" else None
     if reason is not None:
@@ -150,7 +150,8 @@ class LatentWidths:
 
     Attributes:
         rank: features of the latent of keys and values.
-        unrotated: features of every query and key beside the `head_dim` features on which the position method acts.
+        unrotated: features of every query and key in addition to the `head_dim` features on which the position method
+            acts.
         value: features of every value.
     """
 
@@ -181,13 +182,13 @@ class PositionMethod:
         sinks: whether every layer learns sink logits.
         chunk: chunk length in tokens if queries attend only within their chunk, or None.
         initial_factor: initial value of the learned factor that each head applies to its logits, or None.
-        factor_bias: whether a learned bias is added to the product of that factor and the logit scaling.
+        factor_bias: whether a learned bias is added to the product of the learned factor and the logit scaling.
         gates: function that builds a layer's module of forgetting gates, or None.
         offsets: function that builds a layer's module of constant angles, or None.
         queries_per_key: number of query heads per key head.
         norms_rotated: whether layers normalise Q' and K'.
         magnitudes: whether the backend receives magnitudes instead of Q' and K' (see `with_backend`).
-        latent: the widths of latent attention, or None. The key of the position method is then shared by all heads.
+        latent: the widths of latent attention, in which all heads share the key of the position method, or None.
     """
 
     name: str
@@ -232,7 +233,7 @@ class PositionMethod:
 
     @property
     def unrotated(self) -> int:
-        """Features of every query and key beside `head_dim`, which no form changes."""
+        """Number of features of every query and key in addition to `head_dim`. No form changes these features."""
         return 0 if self.latent is None else self.latent.unrotated
 
     @property
@@ -257,7 +258,7 @@ class PositionMethod:
         return not self.form.decay and not self.magnitudes and (length is not None or not by_length)
 
     def moving(self, length: int | None) -> str | None:
-        """Return None if every token can be computed with the same shapes from what is cached, or the reason why not.
+        """Return None if every token can be computed from the cache with the same shapes, or the reason why not.
         `length` is as in `keys_stay`. Decoding with fixed shapes (`attention/static_cache.py`) supports only methods
         for which the result is None.
         """
@@ -517,7 +518,7 @@ class PositionEncoding(ShardedModule):
         return self._frequencies(length, 1 if self.clex is None else self.clex.factor_for(length), device)
 
     def _frequencies(self, length: int, extended: int, device: torch.device) -> RotaryFrequencies | None:
-        """Return the frequencies for `length` tokens or, for CLEX, for its factor `extended`."""
+        """Return the frequencies for `length` tokens or, for CLEX, for the extension factor `extended`."""
         rotary, decay = self.method.rotary, self.method.form.decay
         if rotary is None:
             return None

@@ -73,7 +73,7 @@ class StaticLayer:
 
     def attend(self, backend: Backend, inputs: AttentionInputs) -> Tensor:
         """Compute the attention of the step's token, [batch, heads, 1, width of V]. The slots are the keys of `inputs`;
-        `backend`, which computes other lengths, is not used.
+        `backend`, which computes several tokens at a time, is not used.
         """
         bands = tuple(segment.band for segment in inputs.segments)
         segments = self._once((bands, self._method.chunk), lambda: self._segment_of_slots(bands))

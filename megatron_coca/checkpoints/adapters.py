@@ -48,9 +48,9 @@ def has_adapters(folder: Path) -> bool:
 def find_adapters(folder: Path, base: Path | None) -> tuple[Adapters, Path]:
     """Return the adapters in a folder that has some, and the folder of the model that they change.
 
-    `base` is the folder that the user names. If it is None, the model must be beside the adapters. The name in
-    adapter_config.json is not followed, because it is the name of a place on the computer of whoever trained them.
-    Raises CheckpointError.
+    `base` is the folder that the user names. If it is None, the model must be beside the adapters. The model
+    that adapter_config.json names is not opened, because the name is a place on the computer of whoever trained the
+    adapters. Raises CheckpointError.
     """
     try:
         adapters = read_adapters(folder)

@@ -157,8 +157,9 @@ def check_same_architecture(folder: Path, saved: Config, wanted: Config) -> None
 
 
 def _learned_difference(key: str, before: PositionConfig, after: PositionConfig, lengths: list[int]) -> str | None:
-    """Return text on how a `trained` choice of `key` differs, or None. `lengths` are the training lengths before and
-    after.
+    """Return the part of a message that says how a `trained` choice of `key` differs, or None.
+
+    `lengths` are the training lengths of `before` and `after`.
     """
     trained, used = (
         next((choice.name for choice, _ in position.choices() if choice.key == key and choice.trained), None)

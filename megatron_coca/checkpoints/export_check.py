@@ -9,7 +9,7 @@ Only a part of the model computes the logits: the first 4,096 rows of the vocabu
 512 MiB, with at least one layer of every type. For a model of 7 billion parameters this is one layer of 0.2 billion
 parameters, which takes 0.8 GB of memory for the source and then for the export. Models of up to about 100 million
 parameters are compared whole. The input has 64 tokens, or up to 1,024 if that many are needed to exceed a window, a
-chunk or the training length. Differences that appear only on longer inputs can be found by step 1 only.
+chunk or the training length. Only step 1 can find differences that appear on longer inputs only.
 """
 
 import logging

@@ -100,7 +100,7 @@ def pickled_digests(path: Path) -> dict[str, str]:
 
 
 def with_ignored(identity: str, ignored: Iterable[str]) -> str:
-    """Return the identity of a model with keys of its config.json ignored. Without ignored keys, it is unchanged."""
+    """Return the identity of a model that is read without the keys `ignored`; if there are none, return `identity`."""
     names = sorted(set(ignored))
     return hashlib.sha256(json.dumps([identity, *names]).encode()).hexdigest() if names else identity
 

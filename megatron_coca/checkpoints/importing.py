@@ -34,7 +34,7 @@ class Imported:
         folder: save folder with one checkpoint, of step 0.
         config: configuration of the model.
         parameters: number of parameters.
-        tokenizer_note: why the tokenizer or its end-of-text token could not be used, or which text it loses; or None.
+        tokenizer_note: why the tokenizer or its end-of-text token could not be used, or which text is lost; or None.
         huggingface_folder: the source folder if it is a Hugging Face folder, else None.
     """
 

@@ -37,15 +37,16 @@ class Description:
         holds: "run" if a run can resume from the checkpoint, "weights" if it has weights only, None without a manifest.
         meta: content of meta.json: step, topology, versions, progress, samples read.
         keys: values of `SHOWN_KEYS` in the configuration.
-        imports: method files that the configuration imports. They are not run, and with them `keys` are not validated.
+        imports: method files that the configuration imports. They are not run. If there are any, `keys` are not
+            validated.
         parameters: number of parameters; None if the weights are missing or unreadable.
         sizes: size in bytes of each top-level entry of the folder.
         unlisted: files in the folder that its manifest does not list.
         verified: whether checksums were compared.
         damage: the first error that was found, or None.
         layout: the name of a layout that is not ours, or None.
-        stored: number of tensors in each format on disk, for another layout.
-        tokenizer: a description of the tokenizer, or why there is none, for another layout.
+        stored: number of tensors in each format on disk, only for a layout that is not ours.
+        tokenizer: a description of the tokenizer, or why there is none, only for a layout that is not ours.
     """
 
     folder: Path
@@ -121,10 +122,10 @@ def describe(folder: Path, verify: bool = True) -> Description:
 
 
 def describe_other(folder: Path, layout: str, overrides: Overrides = ()) -> Description:
-    """Describe a checkpoint of another layout. It has no checksums: names and shapes of its weights are compared with
-    its configuration. `overrides` are those of `open_checkpoint`.
+    """Describe a checkpoint of another layout. `overrides` are those of `open_checkpoint`.
 
-    Raises CheckpointError or ConfigError if its configuration cannot be read.
+    Such a checkpoint has no checksums. Instead, the names and shapes of its weights are compared with its
+    configuration. Raises CheckpointError or ConfigError if its configuration cannot be read.
     """
     opened = open_checkpoint(folder, overrides=overrides)
     found = Description(folder, layout=layout, verified=False)

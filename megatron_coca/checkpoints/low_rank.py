@@ -54,9 +54,9 @@ class Change(NamedTuple):
     """A change of some rows of a weight: a new value, or an adapter.
 
     Attributes:
-        module: the module in training.
+        module: the name of the module in training.
         rows: the rows of the weight; None for all.
-        whole: the name of the weight that takes their place, or None.
+        whole: the name of the weight that takes the place of the rows, or None.
         parts: the parameters of the adapter, by their names in PEFT's files -> their names in the checkpoint.
     """
 
@@ -77,7 +77,7 @@ class AdaptedWeights:
     """
 
     def __init__(self, base: Weights, own: Weights, config: Config) -> None:
-        """Raises CheckpointError if a weight is in neither `base` nor `own`, or if `own` has one that no module has."""
+        """Raises CheckpointError if `base` and `own` lack a weight of the model, or if the model lacks one of `own`."""
         self.base, self.own, self.config = base, own, config
         assert config.optimizer.lora is not None
         self.lora, self.shapes = config.optimizer.lora, model_entries(config)

@@ -159,8 +159,9 @@ class OpenedCheckpoint:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()) -> None:
-    """Copy `weights` into `model` one at a time. Weights named in `drawn` may be missing; the model keeps its own.
+    """Copy `weights` into `model` one at a time.
 
+    A weight named in `drawn` may be missing in `weights`; the model then keeps its own.
     Raises CheckpointError, which names every weight that does not fit; the model is unchanged then.
     """
     own, given = model.state_dict(), weights.entries

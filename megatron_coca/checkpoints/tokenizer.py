@@ -59,7 +59,7 @@ def find_tokenizer(
         folder: folder of the checkpoint.
         saved: folder of the tokenizer that `Tokenizer.save` saved with the weights, or None.
         trained: configuration of the checkpoint.
-        end: the token that ended documents in training, or None if it is unknown. The vocabulary may not have it.
+        end: the token that ended documents in training, or None if it is unknown. The vocabulary may lack it.
         given: configuration values that overrides set.
 
     Raises:
@@ -113,7 +113,7 @@ def fits(tokenizer: Tokenizer, rows: int) -> bool:
 
 
 def _with_ends(tokenizer: Tokenizer, folder: Path, saved: Path | None) -> Tokenizer:
-    """Add the ids that end a text, from a Hugging Face folder or from a saved tokenizer that encodes texts alike."""
+    """Add the ids that end a text, from a Hugging Face folder or from a saved tokenizer that encodes texts equally."""
     rules = find_rules(folder)
     if saved is not None:
         with suppress(DataError):  # a damaged saved tokenizer does not matter, because overrides replace it

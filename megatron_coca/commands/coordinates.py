@@ -10,7 +10,7 @@ from megatron_coca.training.coordinate_check import KINDS, Coordinate, check_coo
 
 PARAMETRIZATIONS = {True: "muP", False: "standard"}
 PICTURES: dict[str, Callable[[Figure], bytes]] = {".svg": svg, ".png": png}
-"""How a picture is printed, by the end of its file's name."""
+"""The function that draws a picture, by the end of its file's name."""
 
 
 def measure(config: Config, widths: Sequence[int], steps: int) -> list[Coordinate]:

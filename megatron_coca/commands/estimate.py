@@ -30,7 +30,7 @@ SOURCE = "the CoCA paper's run on one host with 8 A100"
 GPUS_OF_SOURCE = 8
 
 OPERANDS = {False: "are wider than V", True: "are computed from magnitudes"}
-"""The operands of polar forms, by whether the attention backend receives magnitudes."""
+"""What a note says of the operands of polar forms; the key says whether the attention backend receives magnitudes."""
 
 
 class Gpu(NamedTuple):
@@ -184,7 +184,7 @@ def _lines(config: Config, result: "RunEstimate", options: Namespace) -> Iterato
 
 
 def _operands(config: Config, result: "RunEstimate") -> str:
-    """Return how attention gets the operands of polar forms, if a layer has one."""
+    """Return a note on the operands of polar forms; an empty text if no layer has such a form."""
     from megatron_coca.model.cost import operand_method
 
     types, model = config.layer_types, config.model

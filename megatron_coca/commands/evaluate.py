@@ -1,6 +1,6 @@
 """The command `megatron-coca evaluate`: a subcommand for each task, and those for reports and suites.
 
-PyTorch takes seconds to import, so only a subcommand that needs it does, after the options are read.
+PyTorch takes seconds to import, so only the subcommands that need it import it, after the options are read.
 """
 
 import os
@@ -32,8 +32,8 @@ class Subcommand:
         help: description in the command's help.
         add_arguments: function that declares the options.
         example: options for the example in the help.
-        run: function that runs on the parsed options and returns the exit status. It raises one of the errors that
-            `main` reports, and imports the modules that it needs.
+        run: function that runs on the parsed options and returns the exit status. It imports the modules that it
+            needs, and may raise InputError.
     """
 
     help: str

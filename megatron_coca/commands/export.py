@@ -123,7 +123,7 @@ def write_adapters(args: Namespace) -> list[str]:
 
     done = export_adapters(args.checkpoint, args.folder, [*args.overrides, *source_keys(args)], args.with_base)
     print(f"{done.folder}: adapters for the model in {done.base}")
-    print("merged into it and imported, they give the weights of the checkpoint, as a comparison showed")
+    print("checked: merged into this model and imported, they give the weights of the checkpoint")
     return []
 
 

@@ -41,8 +41,8 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import
     from megatron_coca.text_generation import Continuation, TextGenerator
 
 EPILOG = """\
-Without --prompt and --file, the command asks for prompts on a terminal. Otherwise, the whole standard input is one
-prompt. Configuration files may contain GPT-NeoX's generation keys, such as text-gen-type and maximum_tokens.
+Without --prompt and --file, the command asks for prompts if it runs on a terminal. If not, the whole standard input is
+one prompt. Configuration files may contain GPT-NeoX's generation keys, such as text-gen-type and maximum_tokens.
 
 `megatron-coca generate --chat` is a conversation with a model that has a chat template.
 
@@ -199,7 +199,7 @@ def upstream_defaults(args: Namespace, layer: Layer) -> dict[str, Any]:
             except (ValueError, TypeError, ArgumentTypeError) as error:
                 place = layer.where[key]
                 raise ConfigError(f"{place}: {key}: not a valid value ({error}); correct it or leave it out") from error
-    if defaults.get("top_p") == 0:  # disables the filter in GPT-NeoX
+    if defaults.get("top_p") == 0:  # in GPT-NeoX, 0 disables the filter
         del defaults["top_p"]
     mode = given.get("text_gen_type")
     if mode not in (None, *MODES):

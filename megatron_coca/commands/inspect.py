@@ -354,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             write_file(options.json, json.dumps(result.facts, indent=1) + "\n")
     except OSError as error:
-        if error.filename is None:  # of the output
+        if error.filename is None:  # an error of the output
             raise
         print(f"megatron-coca inspect: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

@@ -85,12 +85,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--input", nargs="+", metavar="NAME=PATH", help="files or folders of each source; a name may be repeated"
     )
-    parser.add_argument("--output", type=expanded, help="output folder; with --builtin, its parent (data)")
+    parser.add_argument(
+        "--output", type=expanded, help="output folder; with --builtin, the folder above it (default: data)"
+    )
     cores = _cores()
     parser.add_argument(
         "--workers",
         type=int,
-        help=f"number of worker processes ({cores}; with --engine, --cpus); 0 uses the main process",
+        help=f"number of worker processes (default: {cores}, with --engine that of --cpus); 0 uses the main process",
     )
     parser.add_argument(
         "--part",
@@ -100,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
     parser.add_argument("--root", type=expanded, help="with a recipe: folder or URL that replaces the recipe's root")
-    plain = parser.add_argument_group("options for --input; a recipe sets its own values")
+    plain = parser.add_argument_group("options for --input (defaults in parentheses); a recipe sets its own values")
     _add_tokenizer_options(plain.add_argument)
     _add_record_options(plain.add_argument)
     _add_split_options(plain.add_argument)

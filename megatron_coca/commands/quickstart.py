@@ -37,7 +37,7 @@ REPAIRS = {" + dynamic NTK": DYNAMIC_NTK, " + ReRoPE, log n": ("relative_positio
 TEXT, TEXT_LABEL = "roformer_coca", "RoFormer + CoCA"
 """Name and label of the run on text, which is killed midway."""
 TITLE = "Quickstart: beyond the training length of 64, with facts among random tokens (README's figure: facts in books)"
-"""The figure in README has another task and longer training, so methods can have another order there."""
+"""The figure in README has another task and longer training, so methods may rank differently there."""
 WINDOWS, STRIDE = "64,128,256,512,1024", "64"
 CASES, STEPS, DOCUMENTS = 192, 300, 58
 """Number of questions for each length, of steps of the run on text, and of documents for its perplexity, if nothing is
@@ -101,8 +101,8 @@ def recall(keys: Sequence[str]) -> tuple[list[Path], float]:
 
 
 def train(name: str, keys: Sequence[str], share: float = 1.0) -> None:
-    """Train on text to the last step, for a share of the usual steps. The run is killed midway and resumed from its
-    latest checkpoint. A run that was begun keeps its number of steps.
+    """Train on text for a share of the usual steps. The run is killed midway and resumed from its latest checkpoint. A
+    run that an earlier command began keeps its number of steps.
     """
     from megatron_coca.checkpoints import native, open_checkpoint
     from megatron_coca.config import load_config

@@ -18,7 +18,7 @@ from megatron_coca.commands import command_parser, train
 from megatron_coca.training.launches import GAVE_UP, REQUEUED, append, decide, first_failure, read_launches
 
 STOP = 3
-"""The exit status if the job is not to be requeued. 1 and 2 are errors of this command."""
+"""The exit status if the job is not to be requeued. Statuses 1 and 2 mean that this command failed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

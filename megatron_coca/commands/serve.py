@@ -4,7 +4,7 @@ megatron-coca serve exported/coca
 megatron-coca serve exported/coca --length 8192
 
 FOLDER is a Hugging Face folder, such as `megatron-coca export huggingface` writes, or a folder with PEFT adapters.
-Nothing is started. docs/serving.md says what was run with which version.
+The command starts nothing. docs/serving.md says what was run with which version.
 """
 
 from collections.abc import Sequence

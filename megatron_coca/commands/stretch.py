@@ -71,7 +71,7 @@ def parser() -> ArgumentParser:
         type=multiple,
         default="4x",
         metavar="4x",
-        help="the longest input in training lengths; default: %(default)s",
+        help="the longest input, as a multiple of the training length; default: %(default)s",
     )
     chosen = f"methods to compare; default: {','.join(DEFAULT)}"
     add("--methods", type=names, default=DEFAULT, metavar="NAME,...", help=chosen)
@@ -146,8 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(args: Namespace, trials: Sequence[str], before: "Done") -> tuple[int, "Done"]:
-    """Train each method, measure it at the same lengths, and write the page of all. Return the exit status of the first
-    training that failed, or 0, and the choice among all models.
+    """Train each method, measure it at the same lengths, and write the page on all models. Return the exit status of
+    the first training that failed, or 0, and the choice among all models.
     """
     from megatron_coca.evaluation.stretch.command import compare_trials, stretch
     from megatron_coca.evaluation.stretch.finetuning import finetune, is_outdated, read_trial, trained_folder

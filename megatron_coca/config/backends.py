@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class DeclaredBackend(NamedTuple):
-    """What other code knows of an attention backend.
+    """What other code knows about an attention backend.
 
     Attributes:
         place: its module in `attention/backends` and its class, as `module.Class`.
@@ -31,7 +31,7 @@ BACKENDS: dict[str, DeclaredBackend] = {
     ),
     "merge": DeclaredBackend(
         "merge.MergeBackend",
-        "several calls of PyTorch's flash kernels, merged by log-sum-exp; in half precision on a GPU, in any on a CPU",
+        "several calls of PyTorch's flash kernels, merged by log-sum-exp; on a GPU only in half precision",
         sinks=True,  # it computes the log-sum-exp of every row
         rings=True,
     ),

@@ -32,7 +32,7 @@ class SyntheticConfig(ConfigGroup):
         None, "ordered_recall: number of values that each key of a sample gets, one after the other; required."
     )
     back: Count | None = key(
-        None, "ordered_recall: greatest k; questions ask for the value told k facts earlier; default: `facts`."
+        None, "ordered_recall: largest k in questions for the value told k facts earlier; default: `facts`."
     )
     ngram: int = Field(default=3, ge=2, description="ngram: length of the repeated n-gram in tokens.")
     filler_tokens: Count = key(
@@ -97,7 +97,8 @@ class DataConfig(ConfigGroup):
     )
     weighted_sampler_alpha: NotNegative | None = key(
         None,
-        "weight_by_num_documents: exponent of a shard's share of the documents; below 1 favours small shards. null: 1.",
+        "weight_by_num_documents: exponent of a shard's share of the documents; a value below 1 favours small shards."
+        " null: 1.",
     )
     split: Annotated[str, BeforeValidator(_join)] = key(
         "969, 30, 1", "Proportions of training, validation and test documents in data_path; a string or a list."

@@ -98,8 +98,8 @@ class Problems:
         """Change the location of every error that a later layer causes to that layer.
 
         Without this, if a key of the command line contradicts a file, the error would be reported for the file.
-        `source` is the result of merging `layers`; `faults_of` returns the key and message of all errors of other
-        merged layers.
+        `source` is the result of merging `layers`; `faults_of` returns the key and message of every error of any other
+        merged layer.
         """
         rest = dict(self.found)
         for number in range(len(layers) - 1, 0, -1):

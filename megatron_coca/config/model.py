@@ -130,7 +130,8 @@ class ModelConfig(ConfigGroup):
         "Inner width of the MLP. As in GPT-NeoX, value and gate of a gated MLP together have two thirds of this width.",
     )
     mlp_multiple_of: Size = key(
-        1, "Round the inner width of the MLP up to a multiple of this. GPUs need 8 in 16 bits, and 16 in float8."
+        1,
+        "Round the inner width of the MLP up to a multiple of this. GPUs need 8 for 16-bit dtypes, and 16 for float8.",
     )
     expansion_factor: Annotated[float, Field(gt=0.0, le=1024.0)] | None = key(
         None, "Inner width of the MLP as a multiple of hidden_size, instead of intermediate_size."
@@ -307,7 +308,7 @@ class ModelConfig(ConfigGroup):
     mup_base_hidden_size: Size | None = key(
         None,
         "With use_mup: hidden_size of the model for which the learning rate and the initial values were chosen. All"
-        " other widths of that model have the same ratio to those of this model.",
+        " other widths of the two models differ by the same factor.",
     )
     mup_init_scale: Positive = key(1.0, "With use_mup: factor on the initial values of matrices and embeddings.")
     mup_attn_temp: Positive = key(
@@ -372,8 +373,8 @@ class ModelConfig(ConfigGroup):
     )
     loss_chunk_size: WholeNumber | Literal["auto"] = key(
         "auto",
-        "Compute the loss in chunks of this many tokens, so that only one chunk's logits are in memory; 0: one chunk."
-        " auto: 1,024 tokens, or with loss_kernel triton 1 GiB of logits if that is more.",
+        "Compute the loss in chunks of this many tokens, so that only one chunk's logits are in memory; 0: all tokens"
+        " at once. auto: 1,024 tokens, or with loss_kernel triton 1 GiB of logits if that is more.",
     )
     loss_kernel: Literal["auto", "torch", "triton"] = key(
         "auto",
@@ -558,7 +559,9 @@ def layer_names(attention_config: list[Any] | None, num_layers: int) -> tuple[st
             case _:
                 raise ValueError('expected a list such as [[["global"], 12]]')
     if len(names) != num_layers:
-        raise ValueError(f"covers {len(names)} layers, but num_layers is {num_layers}; change it or leave it out")
+        raise ValueError(
+            f"covers {len(names)} layers, but num_layers is {num_layers}; change one, or leave this key out"
+        )
     return tuple(GLOBAL if name == "flash" else str(name) for name in names)
 
 

@@ -113,7 +113,7 @@ class OptimizerConfig(ConfigGroup):
         0.01,
         "Factor on the balancing loss of mixtures of experts (Switch): the mean over layers of E sum_i f_i p_i, where E"
         " is the number of experts, f_i the share of expert i in the choices, and p_i its mean score. The loss is 1 if"
-        " all experts get the same share. It adds to the gradient, but not to the loss that a run reports.",
+        " all experts get the same share. This loss adds to the gradient, but not to the loss that a run reports.",
     )
     moe_z_loss_coeff: NotNegative = key(
         0.0, "Factor on the mean of the squared log-sum-exp of the router's logits, as in ST-MoE."

@@ -67,7 +67,7 @@ class ParallelConfig(ConfigGroup):
     distributed_backend: Literal["nccl", "gloo"] | None = key(
         None,
         "nccl: train on GPUs, and stop with an error if there are none; gloo: train on the CPU; null: like nccl if"
-        " num_gpus is set, otherwise on GPUs if the host has any, else on the CPU.",
+        " num_gpus is set; otherwise train on GPUs if the host has any, else on the CPU.",
     )
 
     @property

@@ -117,7 +117,7 @@ def read_choice(key: str, value: Any) -> Any:
             place = key if key == "pos_emb" else selector
             message = f"{option} has no effect with {place} {name}; it is an option of {listed}"
             faults.append(_fault("option", message, given))
-    if faults and not (unknown and selector not in values):  # the unknown name may be a misspelt selector, as `type` is
+    if faults and not (unknown and selector not in values):  # the unknown name may mean the selector, as `type` does
         raise _error(*faults)
     return _model_of(choice).model_validate(kept)
 

@@ -47,8 +47,8 @@ class SourceSamples:
     Attributes:
         source: number of the source.
         rows: the rows of the batch that contain these samples, int64 [n].
-        starts: for each sample, the offset of its first token in the shard, int64 [n]. If samples consist of whole
-            documents, the number of the sample instead.
+        starts: for each sample, the offset of its first token in the shard, int64 [n]; for samples of whole documents,
+            the sample's number instead.
     """
 
     source: int

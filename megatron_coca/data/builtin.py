@@ -105,7 +105,7 @@ def _read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
             warnings.simplefilter("ignore", DeprecationWarning)
             tree = ast.parse(source)
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
-        problems.add(str(path), "not a source of this Python", str(error))
+        problems.add(str(path), "cannot be parsed by this version of Python", str(error))
         return "", ""
     return docstrings(tree), without_docstrings(source, tree)
 

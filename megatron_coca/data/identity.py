@@ -1,4 +1,4 @@
-"""The identity of data, by which a resumed run checks that its data are still the same, and differences in words."""
+"""Identities of data: a resumed run compares its identity with the saved one, and reports the differences."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence

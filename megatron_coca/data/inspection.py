@@ -233,8 +233,8 @@ def with_answers(
 
 
 def read_chat(path: str, number: int) -> tuple[str, dict[str, Any]]:
-    """Return (place, record) of the chat with a number, from 0, among those of a file or folder. The record has the
-    keys `messages` and `tools`, as for `encode_chat`.
+    """Return (place, record) of the chat `number`, counted from 0, in a file or folder. The record has the keys
+    `messages` and `tools`, as for `encode_chat`.
 
     Raises `DataError` if there are fewer chats, or if a file cannot be read.
     """

@@ -40,7 +40,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Packing:
-    """How document boundaries within a sample are treated. The first two names are Megatron's.
+    """How document boundaries within a sample are treated. The first two attributes have Megatron's names.
 
     Attributes:
         reset_attention_mask: attention does not cross from one document into another.
@@ -61,8 +61,8 @@ class Packing:
 
     def batch(self, tokens: np.ndarray, begins: np.ndarray | None, mask: np.ndarray | None = None) -> Batch:
         """Make a batch from tokens [samples, seq_length + 1]. `begins`, bool [samples, seq_length], marks the inputs
-        that start a document; it may be None unless `needs_documents`. `mask` is the loss mask of the data, if the data
-        has one.
+        that start a document; it may be None if `needs_documents` is False. `mask` is the loss mask of the data, if the
+        data has one.
         """
         if self.masked_token is not None:
             kept = tokens[:, :-1] != self.masked_token

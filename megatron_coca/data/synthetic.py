@@ -66,11 +66,11 @@ class TaskSettings:
         return self.filler_tokens + self.keys * self.values + self.keys + values
 
     def first(self, keys: np.ndarray) -> np.ndarray:
-        """Tokens that ask for the first value of a key (`ordered_recall`)."""
+        """Return the tokens that ask for the first values of keys (`ordered_recall`)."""
         return self.filler_tokens + self.keys * self.values + self.keys + self.values + keys
 
     def earlier(self, facts: np.ndarray) -> np.ndarray:
-        """Tokens that ask for the value of the last fact (1), the one before it (2), ... (`ordered_recall`)."""
+        """Return the tokens that ask for the value of the last fact (1), the one before (2), ... (`ordered_recall`)."""
         return self.first(np.array(self.keys)) + facts - 1
 
 
@@ -109,7 +109,8 @@ def _answers(shape: tuple[int, int], rows: np.ndarray, inputs: np.ndarray) -> np
 
 
 def recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Generated:
-    """Generate facts at random positions, and one question for each fact after it: a key token, then the value.
+    """Generate facts at random positions, and somewhere after each fact a question about it: a key token, then the
+    value.
 
     The `facts` facts (one token each) and the same number of questions (two tokens each) occupy random slots between
     filler tokens. Slots are paired at random, and the fact takes the earlier slot of a pair. The keys of a sample are

@@ -1,4 +1,4 @@
-"""The declaration of an evaluation task: everything that other code knows of it. Nothing here imports PyTorch."""
+"""The declaration of an evaluation task: everything that other code knows about it. Nothing here imports PyTorch."""
 
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +9,7 @@ from megatron_coca.evaluation.numbers import Number, Reading
 from megatron_coca.evaluation.results import Result
 
 LAST = 1000
-"""The place of a task or section that declares none: after all others, by its name."""
+"""The place of tasks or sections that declare none: after all others, in the order of their names."""
 Comparable = Mapping[str, str]
 """The properties in which the results of one table agree: their names in headings, and their paths in a result."""
 

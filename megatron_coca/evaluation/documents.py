@@ -94,7 +94,7 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
 def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Tokenizer | None) -> None:
     """Check that the checkpoint's tokenizer prepared the shards; warn once about all shards that cannot be checked.
 
-    No other check notices a different tokenizer with the same vocabulary size, which makes the perplexity meaningless.
+    A different tokenizer with the same vocabulary size makes the perplexity meaningless, and no other check notices it.
     Raises EvaluationError for a different tokenizer, DataError for a damaged manifest.
     """
     unverified = []
@@ -171,7 +171,7 @@ def collect_documents(
 
     With `repeated`, a document needs only that many tokens: its first `repeated` tokens are tiled to `max_length`, as
     in Su's pages on ReRoPE (kexue.fm/archives/9708). With `joined`, if too few documents are long enough, the rest of
-    the data is joined and divided.
+    the data is joined into one text and divided into documents.
 
     `names` are those of `find_sources`; text files need the tokenizer. Raises DataError for unreadable sources,
     EvaluationError for token ids outside 0 .. vocab_size-1 or if no document is long enough.
@@ -215,7 +215,7 @@ def collect_documents(
 
 
 def note_losses(names: Sequence[str], kept: Sequence[np.ndarray], sample: Sample, tokenizer: Tokenizer | None) -> None:
-    """Warn about unknown tokens and about text that the tokenizer loses, which make documents easier to predict."""
+    """Warn about unknown tokens and about text that the tokenizer loses. Both make documents easier to predict."""
     if tokenizer is None:
         return
     if loss := sample.loss(tokenizer.vocab_size):
@@ -278,7 +278,7 @@ def default_data(evaluation: Evaluation) -> list[str]:
 def test_data(evaluation: Evaluation) -> list[str]:
     """Return the prefixes of the test shards in the user's overrides, or else those in the checkpoint's config.
 
-    Raises EvaluationError if the prefixes in the checkpoint's config are URLs, because it may be untrusted.
+    Raises EvaluationError if the prefixes in the checkpoint's config are URLs, because a checkpoint may be untrusted.
     """
     variant = evaluation.options.variants[0]
     if TEST_DATA in given_values(variant.overrides, variant.files):

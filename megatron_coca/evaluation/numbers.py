@@ -30,12 +30,12 @@ class Number:
     """A number in the entries of a result file.
 
     Attributes:
-        name: its name in results.csv. `{entry.depth}` is replaced by a field of the entry.
+        name: its name in results.csv. `{entry.depth}` in it is replaced by the entry's field `depth`.
         read: reads it from an entry, or returns None if the entry does not have it; by default it is the accuracy of
             `tally`.
         quantity: its name in sentences and at axes; by default `name`.
         unit: its unit, as in "nats per token"; empty for a plain number.
-        best: which end is better, if any.
+        best: whether the lowest or the highest number is the best, or neither.
         digits: digits after the decimal point in tables.
         logarithm: reads its natural logarithm, for numbers that are averaged over seeds as logarithms and drawn on a
             logarithmic axis.
@@ -45,7 +45,7 @@ class Number:
         length: reads the length in tokens at which it was measured.
         published: the `metric` of its tables in published.yaml.
         learned: the value that at least one model must reach at some length. If none does, no model has learned the
-            task, and the sentence at the top of a report is about another task.
+            task, and the sentence at the top of a report is about another task if there is one.
     """
 
     name: str

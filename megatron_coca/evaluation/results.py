@@ -300,7 +300,7 @@ class Meter:
 
 @cache
 def _cores(threads: int) -> CrowdedCores:
-    """Return the watch of this process, which says only once that the cores are crowded."""
+    """Return the watch of this process. It warns only once that the cores are crowded."""
     return CrowdedCores(threads)
 
 
@@ -384,7 +384,7 @@ class Store(Generic[ResultType]):
         return next((entry for entry in self.result.results if entry.key == key), None)
 
     def put(self, entry: Entry, cost: Cost | None = None) -> None:
-        """Add or replace an entry and write the files. If `cost` is set, remove the missing entry of the same name."""
+        """Add or replace an entry and write the files. If `cost` is set, its entry no longer counts as missing."""
         with self._latest():
             others = [other for other in self.result.results if other.key != entry.key]
             missing = self.result.missing

@@ -79,7 +79,7 @@ class SequenceRing:
         self._model = subject.model
 
     def score(self, rows: Tensor, bounds: Tensor) -> Tensor:
-        """Return the sums of `Score` over all ranks for rows and bounds in host memory."""
+        """Return the sums of the score function over all ranks, for rows and bounds in host memory."""
         assert self._member is not None and self._model is not None
         try:
             self._member.tell(SCORE, *rows.shape)

@@ -11,14 +11,14 @@ import numpy as np
 RESAMPLES = 10_000
 """Number of bootstrap samples of the documents. The seed is fixed, so every comparison uses the same samples."""
 FEWEST_DOCUMENTS = 6
-"""Fewest documents for a significant difference: with five, all signs agree by chance in 6% of cases."""
+"""Fewest documents for a significant difference: five differences all have the same sign by chance in 6% of cases."""
 ROUNDING = 1e-12
 """Largest difference, relative to the numbers and to 1, that rounding can cause."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and the ends of its interval (95% by default), which are NaN if the `count` values determine none."""
+    """A mean and the ends of its interval (95% by default), or NaN if the `count` values determine no interval."""
 
     mean: float
     low: float
@@ -144,8 +144,8 @@ def differ(nlls: Sequence[float], others: Sequence[float], inside: float = 0.95)
     """Return True if the interval of the difference between two models' nll sums excludes 0.
 
     `inside` is its confidence. One model can have sums of more documents; the documents that both have are compared.
-    Both sums would be divided by the same number of tokens, which cannot change the sign of the difference. Return
-    False for fewer than FEWEST_DOCUMENTS documents.
+    The sums are not divided by the number of tokens, because it is the same for both. Return False for fewer than
+    FEWEST_DOCUMENTS documents.
     """
     if min(len(nlls), len(others)) < FEWEST_DOCUMENTS:
         return False

@@ -168,7 +168,7 @@ class Evaluation:
         return self.opened.settings is not None or (bool(self.opened.imported) and not self.opened.step)
 
     def start_token(self, symbol: str | None) -> int | None:
-        """Return the token id from `chosen_start` after `warn_of_start`. Raises the errors of `chosen_start`."""
+        """Return what `chosen_start` returns, and warn as `warn_of_start` does. Raises the errors of `chosen_start`."""
         start = self.chosen_start(symbol)
         self.warn_of_start(symbol)
         return start
@@ -234,7 +234,7 @@ class Evaluation:
             identity=self._identity,
             step=self.opened.step,
             seq_length=trained.model.seq_length,
-            pos_emb=config.position.pos_emb,  # of the variant, because a Hugging Face folder may not record the method
+            pos_emb=config.position.pos_emb,  # the variant's: a Hugging Face folder may not record the method
             trained_with=trained_with(trained),
             seed=trained.seed if self.opened.step is not None else None,  # not recorded in a Hugging Face folder
             network=network_digest(trained),

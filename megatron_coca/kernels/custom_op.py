@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _in_backward: ContextVar[bool] = ContextVar("_in_backward", default=False)
-"""Whether the backward function of a registered operation runs. Only compiled code uses registered operations, but in
-PyTorch 2.11 `torch.compiler.is_compiling()` is False while their backward pass is traced.
+"""Whether the backward function of a registered operation is running. Only compiled code uses registered operations,
+but in PyTorch 2.11 `torch.compiler.is_compiling()` is False while the backward pass of these operations is traced.
 """
 
 

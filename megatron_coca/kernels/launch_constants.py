@@ -81,7 +81,7 @@ CONFIGS: dict[int, dict[tuple[int, int], Launches]] = {
 
 These sizes have not been timed on a GPU. They were chosen from the compiler's reports (recorded in
 benchmarks/kernels/budgets.json) so that registers do not spill and loads are pipelined. `with_measured` replaces them
-by sizes that a GPU has timed, if there are any.
+by sizes that were timed on a GPU, if there are any.
 """
 MEASURED = Path(__file__).with_name("measured_blocks.json")
 """Block sizes that tools/gpu/sweep.py found to be faster on a GPU: architecture -> "SEGMENTS ROW_CLASS" -> kernel ->
@@ -115,7 +115,7 @@ MAGNITUDES: dict[int, dict[int, Launches]] = {
     100: {**dict.fromkeys((32, 64, 128), _MAGNITUDES_90), 256: _WIDE_MAGNITUDES_90},
 }
 """Block sizes for 16-bit operands that are given as magnitudes, by architecture and `row_class` of the magnitudes. For
-float32, these are the block sizes of operands with 256 features. Chosen like CONFIGS.
+float32, these are the block sizes of operands with 256 features. They were chosen like CONFIGS.
 """
 
 

@@ -6,7 +6,7 @@ x1 and x2 are the halves of the rotary block, c and s are the tables, and u = re
     coca         Q' = (x1 (x1 c - x2 s), x2 (x2 c + x1 s))     K' = (u (c - s), u (c + s))
     coca_strict  Q' = ((x1^2 + x2^2) c, (x1^2 + x2^2) s)       K' = (u c, u s)
 
-The features after the rotary block are copied in the form rotary. In both CoCA forms they become q^2 and relu(t). The
+In the form rotary, the features after the rotary block are copied; in both CoCA forms they become q^2 and relu(t). The
 forms are from Su et al. 2021 and Zhu et al. 2024. The kernels compute in float32 and round once.
 """
 
@@ -160,7 +160,7 @@ def _form_gradients(x1, x2, g1, g2, cos, sin, IS_QUERY: tl.constexpr, LAYOUT: tl
 
 @triton.jit
 def relu(x):
-    # This form keeps NaN; the maximum of NaN and 0 would be 0.
+    # Keeps NaN; the maximum of NaN and 0 would be 0.
     return tl.where(x < 0, 0.0, x)
 
 

@@ -9,10 +9,10 @@ x1 and x2 are the halves of the rotary block. The magnitudes m of the query and 
     softplus     m = softplus(x)^power              u = softplus(x)               for every feature x
     relu_mean    m = (x1^2 + x2^2)^(power / 2)      u = relu((x1 + x2) / 2)       for every pair of features
 
-There is a frequency for every feature or for every pair. With softplus and pairs, both features of a pair have the same
-angle; with relu_mean and features, both angles of a pair have the same magnitude. The features after the rotary block
-are copied with softplus. With relu_mean they become |q|^power and relu(t). The kernels compute in float32 and round
-once. PoPE is from Gopalakrishnan et al. 2025, CoCA-Strict from Zhu et al. 2024.
+There is a frequency for every feature or for every pair. With softplus and a frequency per pair, both features of a
+pair have the same angle; with relu_mean and a frequency per feature, both angles of a pair have the same magnitude. The
+features after the rotary block are copied with softplus. With relu_mean they become |q|^power and relu(t). The kernels
+compute in float32 and round once. PoPE is from Gopalakrishnan et al. 2025, CoCA-Strict from Zhu et al. 2024.
 """
 
 from collections.abc import Sequence

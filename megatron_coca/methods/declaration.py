@@ -75,7 +75,7 @@ class Choice:
     Attributes:
         label: the name in tables and figures.
         source: the paper, article or code.
-        meaning: the explanation of the label under a report, in a few words.
+        meaning: a few words that explain the label below a report.
         options: all options that the formula reads.
         trained: whether the choice is part of training. Weights are evaluated with it if and only if they were trained
             with it, with the same options.
@@ -84,8 +84,8 @@ class Choice:
         huggingface: `stock` if transformers' own classes implement the choice; `file` if the modelling file of our
             exports does; else the reason why the choice cannot be exported.
         neox: `upstream` if GPT-NeoX implements the choice; `plugin` if our plugin does; else the reason why not.
-        compute: the formula of a choice that a user's file declares. None for a choice of this package: its formula is
-            in a table of `attention`.
+        compute: the formula of a choice that a user's file declares. None for a choice of this package, whose formula
+            is in a table of `attention`.
     """
 
     key: ClassVar[str]
@@ -185,7 +185,8 @@ class StockRope:
     Attributes:
         length: the key of L: `original_max_position_embeddings`, `max_position_embeddings`, or None without L.
         derives_factor: whether a missing factor is computed as max_position_embeddings / original length.
-        by_longest: whether a batch's longest text sets its frequencies; our modelling file uses each row's length.
+        by_longest: whether the longest text of a batch sets the frequencies of all rows. Our modelling file uses the
+            length of each row.
     """
 
     length: str | None = None
@@ -272,7 +273,7 @@ class DistanceMap(Choice):
     Attributes:
         rule: the formula for distant pairs, for tables.
         training_only: whether models are trained with the map and evaluated without it.
-        shifts_positions: whether pairs keep only their distances, so that scores must be shift-invariant.
+        shifts_positions: whether positions shift and only distances are kept, so that scores must be shift-invariant.
         counts_tokens: whether positions are used as token counts, so that training positions cannot have gaps.
     """
 
@@ -320,7 +321,8 @@ class ForgettingGate(Choice):
     """A value of `forgetting_gate`: a learned bias, summed over the tokens after the key, up to the query.
 
     Attributes:
-        rule: a token's term in this sum, for its hidden state x and the weights w and b of a head, for tables.
+        rule: the formula of a token's term in this sum, for tables. x is the token's hidden state; w and b are the
+            weights of a head.
     """
 
     key: ClassVar[str] = "forgetting_gate"

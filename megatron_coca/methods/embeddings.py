@@ -97,7 +97,7 @@ declare(
                     choices=("softplus", "relu_mean"),
                 ),
                 _OFFSET,
-                replace(_ANGLE, default=None),  # not part of the identity of models that were trained before it existed
+                replace(_ANGLE, default=None),  # None: not part of the identity of older models
             ),
             rotary=True,
             frequencies="feature",

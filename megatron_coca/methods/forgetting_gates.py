@@ -1,4 +1,6 @@
-"""Values of `forgetting_gate`: a learned bias of each query and key, from the tokens after the key up to the query."""
+"""Values of `forgetting_gate`: a learned bias of each query-key pair, computed from the tokens after the key up to the
+query.
+"""
 
 from megatron_coca.methods.declaration import ForgettingGate, declare
 

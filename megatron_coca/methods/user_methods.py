@@ -14,7 +14,7 @@ from megatron_coca.sinks import SINKS
 
 MARK = "#sha256="
 _REGISTERED: list[Choice] = []
-"""Every choice that was declared with `register`, in this order."""
+"""Every choice that was declared with `register`, in the order of the calls."""
 _OF_METHODS: set[str] = set()
 """The modules of files that declare choices."""
 
@@ -28,8 +28,8 @@ def register(choice: Choice, compute: Any) -> Choice:
 
     Args:
         choice: the declaration.
-        compute: the formula, in the form of the built-in choices of the same kind (the table of
-            CONTRIBUTING.md; an example is in docs/own_methods.md).
+        compute: the formula, with the arguments and the result of built-in choices of the same kind (see the table in
+            CONTRIBUTING.md and the example in docs/own_methods.md).
 
     Raises:
         ValueError: a built-in choice has the name.
@@ -55,8 +55,9 @@ def _digest(source: bytes) -> str:
 def import_file(name: str, folder: Path) -> str:
     """Run a file, and return its absolute path with a digest of its contents. Unchanged files are run only once.
 
-    `name` is relative to `folder`. It may end with a digest, as in a checkpoint's configuration, for comparison. The
-    path of a file that declares only sinks has no digest, because the file does not change the weights.
+    `name` is relative to `folder`. It may end with a digest, as in a checkpoint's configuration; the file must then
+    match this digest. The path of a file that declares only sinks has no digest, because the file does not change the
+    weights.
 
     Raises:
         ImportedFileError: the file cannot be read, fails, or does not match the digest.

@@ -570,8 +570,8 @@ def _adapter_numbers(config: Config, name: str, mlp: str, size: int) -> float:
 
 
 def _not_kept(config: Config, name: str) -> int:
-    """Count the numbers per token of queries and keys that nothing saves if they are not parts of one tensor with the
-    values. A rotation saves neither queries nor keys; polar forms save the inputs of their magnitudes.
+    """Count the numbers per token in queries and keys that are not saved if queries, keys and values are separate
+    tensors. A rotation saves neither queries nor keys; polar forms save the inputs of their magnitudes.
     """
     model, position = config.model.with_heads(name), config.layer_types[name]
     normed = model.use_qk_layernorm or model.qk_norm is not None or model.unweighted_qk_norm

@@ -27,7 +27,7 @@ class Routing(NamedTuple):
 
     Attributes:
         experts: the chosen experts of each token, int64 [T, k].
-        weights: their weights, [T, k].
+        weights: the weights of these experts, [T, k].
         load: number of tokens that chose each expert, int64 [experts].
         balance: the balancing loss, a scalar; see `moe_loss_coeff`. 0 if no gradients are computed.
         z: the mean squared log-sum-exp of the logits, a scalar. 0 if no gradients are computed.

@@ -345,7 +345,7 @@ class LanguageModelLoss(ShardedModule):
     per token.
 
     `documents` and `positions`, integer [batch, length], are passed to the model. `loss_mask`, bool [batch, length],
-    selects the inputs with a next token that counts in the loss. The loss is multiplied by `loss_weight`.
+    selects the inputs whose next token counts in the loss. The loss is multiplied by `loss_weight`.
 
     In training, the gradient of the balancing losses of mixtures of experts is added, but not their value.
     """

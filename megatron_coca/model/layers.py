@@ -260,8 +260,8 @@ def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
 
 
 def unweighted_qk_norms(model: ModelConfig, method: PositionMethod) -> dict[str, nn.Module]:
-    """Build the norms of queries and keys without weights, which only layers that rotate have, by their names in
-    SelfAttention.
+    """Build the norms without weights of queries and keys, by their names in SelfAttention. Only layers that rotate
+    have them.
     """
     if not (model.unweighted_qk_norm and method.form.rotary):
         return {}
@@ -348,8 +348,8 @@ class FeedForward(nn.Module):
         return value * self.activation(gate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states [..., hidden_size] to the same shape. Without gradients, map at most TOKENS_AT_ONCE at
-        once.
+        """Map hidden states [..., hidden_size] to the same shape. Without gradients, map at most TOKENS_AT_ONCE tokens
+        at a time.
         """
         if torch.is_grad_enabled() or x.numel() // x.shape[-1] <= TOKENS_AT_ONCE:
             return self._feed(x)

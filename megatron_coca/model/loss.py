@@ -69,8 +69,8 @@ def linear_cross_entropy(
 
 
 def _even_chunk(tokens: int, most: int) -> int:
-    """Return the size of equal chunks, as many as chunks of `most` tokens would be. A small last chunk would use only a
-    small part of a GPU, but read and write the head's gradient like a full chunk.
+    """Return the size of equal chunks. There are as many of them as there would be chunks of `most` tokens. A small
+    last chunk would use only a small part of a GPU, but read and write the head's gradient like a full chunk.
     """
     chunks = max(1, -(-tokens // most))
     each = -(-tokens // chunks)

@@ -22,7 +22,7 @@ class SharedPrefix:
         self._prompt: np.ndarray | None = None
         self._cache: Cache | None = None
         methods = model.methods.values()
-        # A window has dropped tokens that a cut cache needs, and LongRoPE may have begun again with a new cache.
+        # With a window, tokens that a cut cache needs are gone, and LongRoPE may have begun again with a new cache.
         self._supported = all(method.window is None and method.switch is None for method in methods)
 
     def cache_for(self, prompt: np.ndarray, new_tokens: int, length: int | None = None) -> Cache:

@@ -75,8 +75,8 @@ class StaticDecoder:
         past: int = 0,
     ) -> None:
         """`total` is the largest number of tokens of a sequence, prompt included, and `past` the smallest number of
-        cached tokens. `rule` is a value that is equal for functions `choose` that always choose the same tokens, or
-        None if no other function does.
+        cached tokens. `rule` is equal for any two functions `choose` that always choose the same tokens, or None if no
+        other function chooses the same tokens.
         """
         device = next(model.parameters()).device
         self._choose, self._rule, self._model, self._total, self._past = choose, rule, model, total, past

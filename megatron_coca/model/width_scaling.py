@@ -50,7 +50,7 @@ KINDS: tuple[tuple[str, WeightKind], ...] = (
 
 
 def kind_of(name: str) -> WeightKind:
-    """Return the kind of the named parameter of a model, a part of one, or one with adapters."""
+    """Return the kind of the named parameter of a model, of a part of a model, or of a model with adapters."""
     return next(kind for pattern, kind in KINDS if re.search(pattern, name))
 
 
@@ -61,7 +61,7 @@ def initial_factor(name: str, model: ModelConfig) -> float:
 
 def rate_factor(name: str, width_ratio: float, orthogonal: bool = False) -> float:
     """Return the factor on the learning rate of the named parameter, in a model `width_ratio` times as wide as the base
-    model. `orthogonal`: whether Muon makes its steps orthogonal.
+    model. `orthogonal`: whether Muon makes the steps of this parameter orthogonal.
     """
     if width_ratio == 1.0:
         return 1.0

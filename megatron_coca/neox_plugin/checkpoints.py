@@ -37,7 +37,7 @@ def rename_in_checkpoints(layer: Any) -> None:
 
 
 def check_in_checkpoints(layer: Any, neox_args: Any) -> None:
-    """Make loading a plugin checkpoint into GPT-NeoX's own attention raise ConfigError, except for fine-tuning."""
+    """Raise ConfigError when a plugin checkpoint is loaded into GPT-NeoX's own attention, except for fine-tuning."""
 
     def on_load(state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
         if not any(name.startswith(prefix + PROJECTION) for name in state):
@@ -90,7 +90,7 @@ def checked_args(original: Function) -> Function:
 
     With the plugin's attention, `max_position_embeddings` may differ from the checkpoint's value.
 
-    The wrapped function raises ConfigError if the weights were trained with another position method. It also raises
+    The returned function raises ConfigError if the weights were trained with another position method. It also raises
     ConfigError if `seq_length` exceeds the checkpoint's training length, the method depends on that length, and
     `original_max_position_embeddings` is not set.
     """

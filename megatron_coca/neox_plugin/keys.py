@@ -133,7 +133,7 @@ def resolve(neox_args: Any) -> Config:
     chosen = [methods.TABLES[key][name] for key, name in given.items() if name in methods.TABLES[key]]
     problems += [f"{choice.key}: {choice.name}: {choice.neox}" for choice in chosen if choice.neox != "plugin"]
     if (neox_args.pos_emb_options or {}).get("initial_angle") == "random":
-        problems.append("pos_emb_options: GPT-NeoX trains every weight, also random angles; set a number")
+        problems.append("pos_emb_options: GPT-NeoX would train random angles too; set initial_angle to a number")
     if neox_args.pos_emb.lower() in BIASED:
         problems.append(
             f"pos_emb: {neox_args.pos_emb} needs GPT-NeoX's own attention, which does not support "
@@ -162,7 +162,7 @@ def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
         logger.warning("%s: no effect in GPT-NeoX", ", ".join(ignored))
     translated: dict[str, Any] = {}
     if all(values.get(name) is not None for name in BATCH_SIZES):
-        # GPT-NeoX's default of 1 would contradict the two sizes. With null it divides them, as this package does.
+        # GPT-NeoX's default of 1 would contradict the two sizes. With null, GPT-NeoX divides them, as we do.
         translated["gradient_accumulation_steps"] = None
     for name, value in values.items():
         if name not in ignored and not _unset(name, value):

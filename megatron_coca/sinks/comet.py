@@ -80,5 +80,5 @@ class Comet(MetricSink):
 
 
 def _text(value: object) -> object:
-    """Return a mapping or a list as JSON, because the library makes a parameter of each of its values."""
+    """Return a mapping or a list as JSON, because the library would split it into a parameter for each value."""
     return json.dumps(value) if isinstance(value, dict | list) else value

@@ -1,4 +1,5 @@
-"""Sinks receive the metrics of a run. This file says what a sink is and how one is declared. Imports no PyTorch.
+"""Sinks receive the metrics of a run. This file says what a sink is and how one is declared. It does not import
+PyTorch.
 
 A sink is one class in one file: its attributes declare it, and its methods do the work. The sinks of this package are
 in the files beside this one. A user's sink is in a file that `imports` names, and is declared in the same way.
@@ -21,7 +22,7 @@ Metrics = Mapping[str, float | None]
 
 
 class SinkSetupError(ValueError):
-    """The user must change the configuration of a sink. Stops the run, even if it is resumed."""
+    """The user must change the configuration of a sink. This error stops the run, even a resumed one."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class MetricSink:
         options: the options of the sink.
         key: the configuration key that selects the sink. None: `metric_sinks` selects it.
         extra: the extra of this package with the sink's library.
-        record: a file in the run's folder with the run's id in another service. The copy of a run does not keep it.
+        record: a file in the run's folder with the run's id in another service. A copy of a run deletes it.
     """
 
     name: ClassVar[str]
@@ -142,8 +143,8 @@ class SentSteps:
             ) from error
 
     def sent(self, run: str, step: int) -> None:
-        """Record that the metrics of a step are sent. A failed write is a warning."""
-        try:  # not durable, because this happens at every report
+        """Record that the metrics of a step are sent. A failed write is only logged, as a warning."""
+        try:  # without waiting for the disk, because this happens at every report
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_file(self._path, json.dumps({"id": run, "step": step}), durable=False)
         except OSError as error:

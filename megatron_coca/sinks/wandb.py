@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class WandB(MetricSink):
     """Sends metrics to Weights & Biases. With WANDB_MODE=offline, or if the server does not answer, they stay on disk.
 
-    A resumed run keeps its id, and does not send repeated steps again, because wandb cannot replace history.
+    A resumed run keeps its id, and does not send repeated steps again, because wandb cannot replace logged values.
     """
 
     name = "wandb"

@@ -1,5 +1,5 @@
-"""Command-line arguments of several commands: paths, configurations, values of chat templates, and keys of config.json
-to ignore.
+"""Command-line arguments of several commands: paths, configurations, variables of chat templates, and keys of
+config.json to ignore.
 """
 
 import json
@@ -114,11 +114,11 @@ def add_source_options(parser: ArgumentParser) -> None:
     """Declare the options that `source_keys` reads."""
     ignored = "key to ignore in the config.json of a Hugging Face folder; repeat the option for each key"
     parser.add_argument("--ignore-key", action="append", default=[], metavar="NAME", dest="ignored_keys", help=ignored)
-    base = "the model that PEFT adapters change, a folder or hf://NAME; by default it is beside them"
+    base = "the model that PEFT adapters change, a folder or hf://NAME; default: the model in their own folder"
     parser.add_argument("--base", metavar="FOLDER", help=base)
 
 
 def source_keys(options: Namespace) -> list[str]:
-    """Return the config overrides that the options of `add_source_options` mean."""
+    """Return the config overrides for the options of `add_source_options`."""
     keys = [f"ignore_keys={json.dumps(options.ignored_keys)}"] if options.ignored_keys else []
     return keys + ([f"base_model={json.dumps(options.base)}"] if options.base is not None else [])

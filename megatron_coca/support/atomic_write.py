@@ -46,11 +46,11 @@ _swept = set[Path]()
 def _new_partial(path: Path) -> BinaryIO:
     """Open a new hidden file to write the content of `path`, and lock it, so that no other process removes it."""
     while True:
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # all pods have equal process numbers
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # process numbers repeat in every pod
         file = partial.open("xb")  # "x" does not follow a planted symbolic link
         if _lock(file) is not False and os.fstat(file.fileno()).st_nlink:
             return file
-        file.close()  # another process has taken it for a leftover
+        file.close()  # another process takes it for a leftover
 
 
 def _remove_leftovers(path: Path) -> None:

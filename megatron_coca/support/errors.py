@@ -15,7 +15,7 @@ NO_SPACE = {
     errno.EDQUOT: "your quota is used up: remove files, or ask for a larger quota",
     errno.EFBIG: "the file is larger than the limit of this shell (`ulimit -f`) or of the file system: raise it",
 }
-"""Errors of a disk that takes no more, and what the user can do."""
+"""Errors of a disk that accepts no more data, and what the user can do."""
 
 
 def why_not_written(error: Exception, elsewhere: str) -> str:

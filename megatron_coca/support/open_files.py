@@ -3,7 +3,7 @@
 import resource
 
 OPEN_FILES = 1 << 16
-"""The desired limit of open files, which is more than any run needs. A shard needs two."""
+"""The desired limit of open files, which is more than any run needs. A shard needs two open files."""
 TOO_MANY_FILES = (
     "too many open files; raise the limit of this shell with `ulimit -n 65536` (in a job script too; administrators "
     "set it in /etc/security/limits.conf), or join shards"

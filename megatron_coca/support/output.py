@@ -115,8 +115,8 @@ def _text(stream: Any, raw: SurvivingStream) -> TextIO:
 def open_missing_streams() -> None:
     """Discard the output to streams that the shell closed (`>&-`), for which Python has no stream.
 
-    The descriptors are opened as well. Otherwise, the next file would get one of them, and a message of a library that
-    writes to descriptor 2 would end up in the file.
+    The descriptors are opened as well. Otherwise, the next opened file would get one of them, and a message of a
+    library that writes to descriptor 2 would end up in that file.
     """
     for descriptor in range(3):
         try:

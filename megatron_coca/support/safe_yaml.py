@@ -21,7 +21,7 @@ them.
 """
 
 DISPUTED = re.compile("[\t\ufeff!?]|[|>][-+0-9]*#")
-"""What libyaml and PyYAML's own parser read differently, at least in some places."""
+"""Characters that libyaml and PyYAML's own parser read differently, at least in some places."""
 
 _STRING, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
@@ -44,7 +44,7 @@ class LimitedLoader(yaml.SafeLoader):
     """Loader of YAML 1.1 that enforces the limits. Raises ``yaml.YAMLError`` for every fault.
 
     libyaml parses ten times as fast as PyYAML's own parser. PyYAML's parser reads text in which libyaml finds a fault,
-    because its errors say more. It also reads text that matches `DISPUTED`.
+    because PyYAML's errors say more, and text that matches `DISPUTED`.
     """
 
     def __init__(self, text: str) -> None:
@@ -179,5 +179,5 @@ def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
 
 
 def as_list(value: Any) -> Any:
-    """Return a text of a YAML file as a list of this text. Other values are returned unchanged."""
+    """Return a list with `value` if it is a text, else `value`: a YAML file may give one text instead of a list."""
     return [value] if isinstance(value, str) else value

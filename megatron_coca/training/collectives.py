@@ -102,7 +102,7 @@ def require_writable(config: Config) -> None:
 
 
 LOOK = 1.0
-"""Seconds between two looks at the folders of a run."""
+"""Seconds between two checks of a run's folders."""
 
 
 class FolderLock(ExitStack):
@@ -181,12 +181,12 @@ class FolderLock(ExitStack):
     def _retake(self) -> str:
         lost = [folder for folder, held in self._held.items() if not held.intact()]
         for folder in lost:
-            begun = (Path(folder) / native.LOCK).exists()  # another run began; if it ended, this run can lock
+            begun = (Path(folder) / native.LOCK).exists()  # another run began here; if it has ended, the lock is free
             busy = f"{folder}: was deleted while this run was using it, and another run has begun there"
             self._hold(folder, f"{busy}; give each run its own folder")
             if begun and native.begun_steps(Path(folder)):
                 raise CheckpointError(f"{busy} and saved checkpoints; give each run its own folder")
-        return f"{', '.join(lost)}: deleted while this run was using it; created again, without what was in it"
+        return f"{', '.join(lost)}: deleted while this run was using it; created again, but empty"
 
     def take(self) -> None:
         """Lock the `save` folder if it exists. Call this before reading anything in the folder, so that no other run

@@ -173,7 +173,7 @@ class _ScoreRecorder:
 
     @torch.no_grad()
     def _scores(self, inputs: AttentionInputs) -> Tensor:
-        """Return the scores of the first segment for the pairs with r >= 0, [pairs]."""
+        """Return the scores of the first segment for the pairs whose key is not after the query, [..., pairs]."""
         segment = expanded(inputs).segments[0]
         query, key = segment.query, segment.key
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)

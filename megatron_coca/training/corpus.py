@@ -202,7 +202,7 @@ def synthetic_samples(config: Config, split: str, text: Blend | None = None) -> 
 
 
 def with_task_vocabulary(config: Config) -> Config:
-    """Return the configuration with the vocabulary size of its synthetic task, if it has one, unless the size is set.
+    """If `config` has a synthetic task and sets no vocabulary size, return a copy with the size of the task.
 
     Raises:
         ConfigError: the size is too small for the task.
@@ -382,8 +382,8 @@ def document_weights(documents: Sequence[int], alpha: float) -> list[float]:
 def with_train_iters(config: Config, sizes: BatchSizes) -> Config:
     """If `train_epochs` is set, return the configuration with the corresponding `train_iters`.
 
-    As in GPT-NeoX, the samples that do not fill a last micro-batch are not read. Every shard is weighted by its number
-    of samples, so that all shards are read equally often.
+    As in GPT-NeoX, samples at the end of the data that do not fill a micro-batch are not read. Every shard is weighted
+    by its number of samples, so that all shards are read equally often.
     """
     epochs = config.schedule.train_epochs
     if epochs is None:

@@ -32,8 +32,8 @@ GIB = 2.0**30
 RESERVE = 0.06
 """Share of a GPU's memory that the formulas do not include: allocator fragmentation and library workspaces."""
 FILLING_TOKENS = 32_768
-"""Number of tokens from which a larger micro-batch is hardly faster per token. The estimated MFU of the 350M models on
-an H100 is 40% with 8,192 tokens and 47% with 32,768; neither has been measured.
+"""A micro-batch with more tokens than this is hardly faster per token. The estimated MFU of the 350M models on an
+H100 is 40% with 8,192 tokens and 47% with 32,768; neither has been measured.
 """
 CONTEXT = 1.5 * GIB
 """The CUDA context with PyTorch's kernels, and NCCL buffers."""
@@ -132,10 +132,11 @@ def _native_states(config: Config, ranks: int, numbers: int, trained: int) -> Me
         count = trained_count(config)
         matrices = trained * (count.attention + count.mlp) / max(count.total, 1)
         moments += 4 * (trained - matrices) / ranks  # AdamW has two moments
-        step += 4 * matrices / ranks + (4 * min(bucket, matrices) if reduces else 0.0)  # own part, whole bucket
+        step += 4 * matrices / ranks + (4 * min(bucket, matrices) if reduces else 0.0)  # of its part, and of a bucket
     # The largest bucket is copied before its gradients are freed, and the reduced parts are kept until all are reduced.
     buffers = size * (min(bucket, trained) + own) if reduces else 0.0
-    if config.parallel.cuda_graphs:  # the graph keeps the memory of activations, and its gradients are added to others
+    # A graph never frees its activations, so the step cannot use their memory. Sums of gradients need another copy.
+    if config.parallel.cuda_graphs:
         adds = not sums and config.batch.gradient_accumulation_steps != 1
         buffers, step = buffers + step + (size * trained if adds else 0), 0.0
     return Memory(
@@ -251,11 +252,12 @@ def fits(memory: Memory, gib: float) -> bool:
 
 
 def larger_micro_batch(config: Config, gpus: int, gib: float) -> tuple[BatchSizes, Memory] | None:
-    """Return the micro-batch that divides a step into fewer, larger micro-batches and still fits on a GPU with `gib`
-    GiB, as the sizes of a step, and its memory; None if the configured one is large enough or no other fits.
+    """Return the sizes of a step with a larger micro-batch that still fits on a GPU with `gib` GiB, and the memory of
+    the step. Return None if the configured micro-batch is large enough or no larger one fits.
 
-    It is the smallest one with FILLING_TOKENS or, if it does not fit, the largest one that does. The samples of a step
-    do not change. With pipeline stages the result is None, because a pipeline needs its micro-batches.
+    The micro-batch is the smallest one with FILLING_TOKENS or, if that does not fit, the largest one that does.
+    The samples of a step do not change. With pipeline stages the result is None, because a pipeline needs its
+    micro-batches.
     """
     topology, length = Topology.of(config.parallel, gpus), config.model.seq_length
     sizes, best = config.batch.resolve(topology.data), None

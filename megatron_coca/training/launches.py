@@ -1,8 +1,8 @@
 """The launches of a run: `launches.jsonl` in the run's folder has one line for each start, and for each recorded end.
 
-A start names its reason, which is the end of the previous launch. The main rank records the ends that it survives; a
-batch script records the others, because a killed process writes nothing (`megatron-coca requeue`). This module does not
-import PyTorch.
+The line of a start says how the previous launch ended. The main rank records an end that it survives. A batch script
+records any other end with `megatron-coca requeue`, because a killed process writes nothing. This module does not import
+PyTorch.
 """
 
 import json
@@ -136,7 +136,7 @@ def first_failure(errors: str) -> StepFailure | None:
     report their errors before Slurm reports a kill. Tasks that end after srun began to kill tasks do not count.
 
     If a task did not end by itself, its host may be lost, which may have caused the errors of the other tasks. In this
-    case an exit code does not count against the node.
+    case no node is blamed for an exit code.
     """
     running = _RUNNING.search(errors)
     found: list[tuple[bool, StepFailure]] = []

@@ -40,7 +40,7 @@ ORTHOGONAL = re.compile(
     r"\battention\.(query_key_value(\.(query|key|value))?|(query|key_value)(_down|_up)|query|dense|output_gate)\.weight$"
     r"|\bmlp\.(?!router\.|shared_gate\.).*\bweight$"
 )
-"""Names of the matrices of which Muon makes the steps orthogonal."""
+"""Names of the matrices whose steps Muon makes orthogonal."""
 UNDECAYED = re.compile(r"norm\.|\.position_offsets\.|\.mlp\.linear[12]\.bias")
 """Names of parameters without weight decay, whatever their shapes."""
 
@@ -97,7 +97,7 @@ ParameterGroups = list[dict[str, Any]]
 
 
 def _next_step(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Any]:
-    """Count a step of a weight with one moment, and return its state, which the first step creates."""
+    """Add 1 to the step count of a weight with one moment. Return its state, which the first step creates."""
     state: dict[str, Any] = optimizer.state[weight]
     if not state:
         state.update(step=torch.zeros((), device=weight.device), exp_avg=torch.zeros_like(weight))
@@ -159,7 +159,7 @@ class Muon(torch.optim.AdamW):
         super().step()
 
     def averaged(self, group: dict[str, Any], weight: Tensor) -> Tensor:
-        """Add the gradient of a matrix, or of a part of it, to its momentum, and return the mean of both."""
+        """Add the gradient of a matrix, or of a part of it, to its momentum, and return a weighted mean of the two."""
         state, momentum, grad = _next_step(self, weight), group["momentum"], weight.grad
         assert grad is not None
         state["exp_avg"].lerp_(grad, 1 - momentum)

@@ -237,7 +237,7 @@ def _build_engine(opened: OpenedStage, how: StageStart | None, context: RunConte
 
 
 def _initial_weights(opened: OpenedStage, how: StageStart | None, context: RunContext) -> InitialModel:
-    """Build the model of a stage. The weights that a resumed run restores later are random."""
+    """Build the model of a stage. In a resumed run, weights that are restored later are random until then."""
     config, keys, device = opened.corpus.config, opened.corpus.config.checkpoint, dist.local_device()
 
     def verify(folder: Path) -> None:

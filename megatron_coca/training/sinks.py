@@ -68,8 +68,8 @@ def metric_folders(config: Config) -> dict[str, str]:
 
 
 def adopt_metrics(folder: Path, known: str, own: str) -> None:
-    """Give the metrics of the run `known` in a copied folder to the run `own`, which starts new runs at the services of
-    its sinks. A failed write is logged: the run then begins new metrics.
+    """Make the metrics of the run `known` in a copied folder those of the run `own`. At the services of its sinks,
+    `own` starts new runs. If this cannot be written, the run begins new metrics, with a warning.
     """
     try:
         if (folder / OWNER).exists() and continues(folder, known):
@@ -98,7 +98,7 @@ def open_sinks(config: Config, start: int, run: str | None = None) -> list[Metri
 
 
 def _open(selected: SelectedSink, run: RunFacts) -> MetricSink | None:
-    """Open a sink. A resumed run must not stop because the sink fails: then return None."""
+    """Open a sink. If it fails in a resumed run, return None, because such a run must not stop."""
     kind, key, options = selected
     create: Callable[..., MetricSink] = kind
     try:
@@ -117,7 +117,7 @@ def _open(selected: SelectedSink, run: RunFacts) -> MetricSink | None:
 
 
 class NonFatal(MetricSink):
-    """A sink that must not stop the training. Its first failure is logged as a warning; then it is not used again."""
+    """A sink that must not stop the training. Its first failure is logged as a warning and ends its use."""
 
     def __init__(self, sink: MetricSink, key: str) -> None:
         self._sink, self._key, self._failed = sink, key, False

@@ -9,8 +9,8 @@ NO_RATE = f"{KEY}: not set; training needs it, for example `{KEY}=1e-4`"
 RATES = ((0.25e9, 1e-4), (1e9, 5e-5), (5e9, 3e-5), (25e9, 2e-5), (inf, 1e-5))
 """Pairs of a number of parameters, without embedding and head, and the peak rate that applies up to this number.
 
-From 5 billion on, these are the rates of published runs that continue a model. Below, they are a sixth of the rates
-with which GPT-3 models of these sizes were trained (Brown et al. 2020, table 2.1).
+From 5 billion parameters on, these are the rates of published runs that continue a model. Below, they are between a
+fifth and a seventh of the rates with which GPT-3 models of these sizes were trained (Brown et al. 2020, table 2.1).
 """
 ADAM = ("Adam", "AdamW", "cpu_adam")
 """The optimizers to which these rates belong."""
@@ -18,7 +18,7 @@ ADAM = ("Adam", "AdamW", "cpu_adam")
 
 def has_starting_rate(config: Config) -> bool:
     """Return whether the run has a default learning rate, because it starts from a model. With `use_mup` it has none,
-    because the rate would be that of the base width.
+    because these rates are for the standard parametrization.
     """
     keys = config.checkpoint
     own = config.optimizer.type in ADAM and not config.model.use_mup

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 VALIDATION_LOSS = "validation_loss"
 VALIDATION_PERPLEXITY = "validation_perplexity"
 MeanLoss = Callable[[Sequence[Batch]], HeldOutLoss]
-"""Returns the mean loss of this rank's micro-batches and those of all other ranks, and the number of labels."""
+"""Takes this rank's micro-batches. Returns the mean loss and the number of labels of all ranks' micro-batches."""
 
 
 def check_validation(corpus: Corpus) -> None:

@@ -1,10 +1,10 @@
 """The report of an error that ends a process, from a child process to the one that started it.
 
-A process whose variable ERROR_FILE names a file writes its error there, and the process that started it prints the
-first error of all (`training/launch/processes.py`). The variable (TORCHELASTIC_ERROR_FILE) and the format are those of
-torchrun, so that torchrun finds the first error, too. All other processes print their errors.
+A process whose environment variable ERROR_FILE names a file writes its error there. The process that started it prints
+the first error of all its child processes (`training/launch/processes.py`). The variable (TORCHELASTIC_ERROR_FILE) and
+the format are torchrun's, so torchrun finds the first error, too. All other processes print their errors.
 
-This module imports only the standard library, because the import of another library may be the error that it reports.
+This module imports only the standard library, because a failed import of another library may be the error to report.
 """
 
 import json

@@ -24,7 +24,7 @@ def require_new(folder: Path, error: Error) -> None:
 def is_complete(folder: Path, files: Mapping[str, bytes], error: Error) -> bool:
     """Return whether an earlier process has written `folder` with these files; False if there is no such folder.
 
-    A scheduler often starts a command again that was killed after its folder was complete. The command then succeeds.
+    A scheduler often restarts a command that was killed after its folder was complete. The restarted command succeeds.
 
     Raises `error` if the folder exists and one of the files is missing or differs.
     """
@@ -48,8 +48,8 @@ def partial_folder(final: Path) -> Path:
 def make_once(final: Path, make: Callable[[Path], None], error: Error, wait: bool = False) -> bool:
     """Make a folder unless it exists: `make` fills a new folder, which then gets its name.
 
-    Return False if another process is making it. With `wait`, wait for that process instead, and make the folder if
-    that process did not.
+    Return False if another process is making the folder. With `wait`, wait for that process instead, and make the
+    folder if that process did not.
 
     Raises:
         error: the folder cannot be locked.
@@ -103,7 +103,7 @@ def _locked_scratch(final: Path, error: Error, busy: str | Exception | None) -> 
     partial = partial_folder(final)
     with exclusive_lock(lock_file(final), error, busy, temporary=True):
         try:
-            remove(partial)  # of a killed process
+            remove(partial)  # left by a killed process
             partial.mkdir()
             yield partial
         finally:

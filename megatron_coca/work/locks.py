@@ -21,7 +21,7 @@ def lock_file(final: Path) -> Path:
 
 
 class HeldLock(NamedTuple):
-    """A lock that this process holds: the path of its file, and the number of the file when it was locked."""
+    """A lock that this process holds: the path of its file, and the file's inode number when it was locked."""
 
     path: Path
     number: int | None
@@ -44,8 +44,8 @@ def exclusive_lock(
 ) -> Iterator[HeldLock]:
     """Lock a file inside the block, and create it if it is missing. The lock also ends when the process ends.
 
-    If another file takes its place, for example because the folder is deleted and created again, the lock protects
-    nothing any more: `HeldLock.intact` then returns False.
+    If another file takes the place of this one, for example because the folder is deleted and created again, the lock
+    protects nothing any more, and `HeldLock.intact` returns False.
 
     Args:
         busy: the message of `error`, or the exception to raise, if another process holds the lock; None waits for it.
@@ -57,7 +57,7 @@ def exclusive_lock(
     """
     from filelock import FileLock, Timeout  # the GPT-NeoX plugin imports this module, and does not need the package
 
-    # Not 0: another process may remove its temporary file after this one has opened it, and then a retry is needed.
+    # Not 0: if another process removes its temporary file after this process has opened it, a retry is needed.
     lock = FileLock(path, timeout=-1 if busy is None else 0.1, poll_interval=0.05)
     try:
         lock.acquire()
@@ -76,8 +76,8 @@ def exclusive_lock(
 
 
 def is_locked(lock: Path) -> bool:
-    """Return whether a process holds a lock. A process that wants the lock meanwhile retries for
-    longer than the check takes.
+    """Return whether a process holds a lock. This check takes the lock for a moment, but a process that wants it
+    meanwhile retries for longer.
     """
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -52,8 +52,8 @@ def start(command: Sequence[str], log: Path | None = None, **options: Any) -> Po
 def run_together(commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None) -> list[int]:
     """Run processes at the same time, and return their exit statuses, which are 128 + n after signal n.
 
-    After a signal of `PREEMPTION` or Ctrl-C, this function sends them SIGTERM, waits until they have saved and ended,
-    and raises KeyboardInterrupt.
+    After a signal of `PREEMPTION` or Ctrl-C, this function sends the processes SIGTERM, waits until they have saved and
+    ended, and raises KeyboardInterrupt.
     """
 
     def interrupt(number: int, frame: object) -> NoReturn:
@@ -74,12 +74,12 @@ def run_together(commands: Sequence[Sequence[str]], environment: Mapping[str, st
 
 
 def run_to_its_end(command: Sequence[str]) -> int:
-    """Run a process as `run_together` does."""
+    """Run one process as `run_together` does, and return its exit status."""
     return run_together([command])[0]
 
 
 class LocalProcess:
-    """A child process in its own session that is killed when this process dies.
+    """A child process in its own session, which is killed when this process dies.
 
     The terminal's Ctrl-C does not reach the child, so it receives every signal exactly once, through `send`. Signals in
     `translated` are replaced before they are sent, because they have a different meaning for the child's command. With

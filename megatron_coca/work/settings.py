@@ -36,10 +36,10 @@ class EngineSettings(BaseModel):
         workers: largest number of tasks at the same time; None: as many as the engine has room for.
         cpus: cores of a task.
         gpus: GPUs of a task.
-        time: time limit of a task, as sbatch reads it. Two minutes before it, the task saves and is requeued.
+        time: time limit of a task, as sbatch reads it. Two minutes before the limit, the task saves and is requeued.
         partition: Slurm's partition.
         address: address of the Ray cluster; `auto` finds the cluster of this machine.
-        sbatch_args: further options of sbatch, without their leading dashes; they win over all others.
+        sbatch_args: further options of sbatch, without their leading dashes; they take precedence over all others.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")

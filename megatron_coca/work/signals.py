@@ -28,8 +28,8 @@ def heard(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
 def _install(
     signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
 ) -> dict[signal.Signals, Any]:
-    """Set a handler for the signals that are not ignored, and return the handlers before. Outside the main thread,
-    nothing changes, because Python allows handlers only there.
+    """Set a handler for the signals that are not ignored, and return the previous handlers. Handlers change only in
+    the main thread, because Python allows no other thread to set them.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -43,8 +43,8 @@ def _restore(number: signal.Signals, before: Any) -> None:
 
 @contextmanager
 def handled(signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Call `handler` for these signals inside the block, except for ignored ones. Outside the main thread, the block
-    changes nothing, because Python allows handlers only there.
+    """Call `handler` for these signals inside the block, except for ignored ones. Handlers change only in
+    the main thread, because Python allows no other thread to set them.
     """
     before = _install(signals, handler)
     try:
@@ -58,7 +58,7 @@ class CaughtSignals:
     """Context manager that records signals and restores the previous handlers afterwards.
 
     A signal does not interrupt anything, so a second signal during a save does no harm. Ignored signals stay ignored
-    (SIGHUP under nohup). Outside the main thread, no signals are recorded, because Python allows handlers only there.
+    (SIGHUP under nohup). Signals are recorded only in the main thread, because Python allows no handlers elsewhere.
 
     Attributes:
         requested: the name of the first signal received, for example "SIGTERM", or None.
@@ -69,8 +69,9 @@ class CaughtSignals:
     ) -> None:
         """`answer` is written to standard error immediately when the first signal arrives.
 
-        With `last`, the process ends after the block. If this or another rank was preempted, the process ignores
-        the signals of `PREEMPTION` from then on. They may come again: SIGXCPU does in every second of processor time.
+        `last` says that the process ends after the block. If this or another rank was preempted, the process then
+        ignores the signals of `PREEMPTION`, because they may come again: SIGXCPU does in every second of processor
+        time.
         """
         self.requested: str | None = None
         self._answer, self._last = answer, last

@@ -67,9 +67,9 @@ class SlurmTasks(SlurmPipelineExecutor):
 
 
 def _environment() -> str:
-    """Return the line of the batch script that finds this program, and that requeues the task at its end.
+    """Return the line of the batch script that finds this program, and that requeues the task when the script ends.
 
-    The task is named ARRAY_INDEX, because the SLURM_JOB_ID of an array's last task is the number of the whole array.
+    The line names the task ARRAY_INDEX, because the SLURM_JOB_ID of an array's last task is the number of the array.
     """
     path = f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
     root = shlex.quote(os.fspath(Path(MAIN).parents[1]))

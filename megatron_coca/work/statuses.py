@@ -28,11 +28,11 @@ MEANINGS = {
 EXIT_STATUSES = tuple(MEANINGS)
 """Every exit status of a training process; docs/faults.md describes the remedies."""
 FINAL = (DONE, UNUSABLE, DIVERGED, UNSAVED, INTERRUPTED)
-"""Exit statuses after which a restart does not help: the same command would end in the same way, or a user ended it."""
+"""Exit statuses after which a restart does not help: the command would end the same way, or a user ended the run."""
 TEMPORARY = (UNAVAILABLE, PREEMPTED, HUNG, UNJOINED)
 """Exit statuses of a child process after which a repetition may succeed, besides signals.
 
-FAILED is not among them: every traceback has this status, and most tracebacks would come again.
+FAILED is not among them: every error with a traceback has this status, and most such errors would occur again.
 """
 
 
@@ -42,7 +42,7 @@ def exit_status(status: int) -> int:
 
 
 def signal_of(status: int) -> str | None:
-    """Return the name of the signal that ended a process, such as "SIGKILL", from its status as a shell has it."""
+    """Return the name of the signal that ended a process, such as "SIGKILL", from its status as a shell reports it."""
     return {number.value: number.name for number in signal.Signals}.get(status - 128)
 
 
@@ -53,7 +53,7 @@ def meaning(status: int) -> str:
 
 
 def is_temporary(status: int) -> bool:
-    """Return True if a repetition may succeed after this status of a child process; -n or 128 + n is signal n."""
+    """Return True if a repetition may succeed after this status of a child process; -n or 128 + n means signal n."""
     status = exit_status(status)
     return status in TEMPORARY or (status > 128 and status not in FINAL)
 
@@ -99,7 +99,7 @@ class Failure:
     """A piece of a command's work that is missing.
 
     Attributes:
-        reason: one line.
+        reason: why it is missing, in one line.
         temporary: whether a repetition may succeed.
     """
 

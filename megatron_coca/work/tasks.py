@@ -82,7 +82,7 @@ class Commands(ExitStack):
     """The running commands of a process, perhaps in several threads.
 
     Inside the block, a signal of `PREEMPTION` sends SIGTERM to all of them, so that they save, and no other command is
-    started. Signals are only received if the block is in the main thread, because Python allows handlers only there.
+    started. This works only if the block is in the main thread, because Python allows no signal handlers elsewhere.
     """
 
     def __init__(self) -> None:

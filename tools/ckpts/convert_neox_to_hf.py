@@ -24,7 +24,7 @@ DTYPES = {"auto": None, "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"
 MODEL_TYPES = {"neox": "gpt_neox", "llama": "llama", "mistral": "mistral"}
 """--architecture -> model_type in config.json."""
 OF_FILES = {"vocab_size", "make_vocab_size_divisible_by", "use_bias_in_norms", "model_parallel_size"}
-"""Keys that a GPT-NeoX checkpoint's own files decide."""
+"""Keys whose values follow from the files of a GPT-NeoX checkpoint."""
 
 
 def parser() -> ArgumentParser:

@@ -53,7 +53,9 @@ def run_cases(cases: Mapping[str, GpuCase], file: Path) -> int:
         if any(line["status"] != "started" for line in lines):
             continue
         if len(lines) >= TRIES:
-            write_line(file, case=name, status="failed", error=f"the process was killed or ended {TRIES} times in it")
+            write_line(
+                file, case=name, status="failed", error=f"the process was killed or ended {TRIES} times in this case"
+            )
             continue
         write_line(file, case=name, status="started")
         start = time.perf_counter()

@@ -31,7 +31,9 @@ CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 that continues does not compile again.
 """
 LOCAL = ("*.so", "*.best_config")
-"""Files of these folders that are for one machine: libraries for its C library, and choices among kernels by time."""
+"""Files of these folders that fit only one machine: libraries for its C library, and kernels chosen by their time
+there.
+"""
 
 
 class Item(NamedTuple):
@@ -113,8 +115,8 @@ def execute(item: Item, here: Mapping[str, Any]) -> ItemRecord:
     """Run a process within its limit, and return its record, which is written before and after.
 
     If a kill or the limit ended an earlier process of the same code, its results are kept, and the new process
-    continues after them. A process that a signal ends in a case, for example a crash of the driver, is started again
-    for the other cases.
+    continues after them. If a signal ends a process in a case, for example because the driver crashed, the process is
+    started again for the other cases.
     """
     before = read_record(item)
     record: ItemRecord = {"identity": identity(item, here), "machine": dict(here)}
@@ -209,7 +211,7 @@ def end_group(group: int) -> None:
 
 
 def end_orphan(record: ItemRecord) -> None:
-    """Kill the process of a record if it still runs, because this program was killed before it ended."""
+    """Kill the process of a record if it still runs, because this program was killed before the process ended."""
     number = record.get("process")
     if record.get("status") != RUNNING or number is None:
         return

@@ -1,4 +1,4 @@
-"""Run every kernel forward and backward, and compare it with float64.
+"""Run every kernel forward and backward, and compare the results with float64.
 
     python tools/gpu/smoke.py --output results/gpu/smoke.kernels.jsonl
 

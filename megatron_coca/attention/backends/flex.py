@@ -25,7 +25,7 @@ of shapes.
 
 BIASED = {"fwd_num_stages": 2, "bwd_num_stages": 2}
 """Options of kernels with a bias. Triton 3.6 prefetches the bias of every stage to shared memory, and an H100 has too
-little of it for the default of three stages.
+little shared memory for the default of three stages.
 """
 
 

@@ -5,8 +5,8 @@ keys of a row cancels in softmax, so c - F_n works for any constant c of the row
 length, so each query block has its own origins: the F of a few of its tokens. Near the diagonal, where most attention
 weight is, |c - F_n| then stays as small as the sum of log gates between a row and its origin.
 
-Q' gets constant features, and K' gets features such that their products are c - F_n. The kernel therefore also computes
-the gradients of the gates, in linear memory. In half precision, c - F_n is the sum of three features; in other
+Q' gets constant features, and K' gets features whose products with those of Q' are c - F_n. The kernel therefore also
+computes the gradients of the gates, in linear memory. In half precision, c - F_n is the sum of three features; in other
 precisions the same features allow more origins. On the CPU, half-precision inputs are computed in float32: a gate's
 gradient is a running sum of key gradients, and the kernel would round each of these.
 

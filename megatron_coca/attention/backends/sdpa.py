@@ -100,8 +100,8 @@ class CudaFlash:
 
     @property
     def windows(self) -> bool:
-        """Whether the kernel is called with windows. Deterministic runs do not use them, because no GPU has repeated
-        the gradients yet.
+        """Whether the kernel is called with windows. Deterministic runs do not use them, because no test on a GPU has
+        shown yet that the gradients repeat bit for bit.
         """
         return WINDOWED and not torch.are_deterministic_algorithms_enabled()
 

@@ -198,7 +198,9 @@ class DenseBackward(_Pass):
 
 
 def _with_leaf(bias: Any) -> tuple[DistanceBias | None, Tensor | None]:
-    """Return the bias with coefficients that are a leaf of the graph, and this leaf; None if they are not learned."""
+    """Return the bias with its coefficients as a leaf of the graph, and this leaf, which is None if they are not
+    learned.
+    """
     if bias is None or not bias.coefficients.requires_grad:
         return bias, None
     leaf = bias.coefficients.detach().requires_grad_()

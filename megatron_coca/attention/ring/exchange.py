@@ -29,13 +29,13 @@ class Ring(NamedTuple):
 
 
 class Message:
-    """An exchange in progress: this rank sends one tensor to one rank and receives one from another. Either may be
-    missing. The tensors must not change before `wait` returns.
+    """An exchange in progress: this rank sends one tensor to one rank and receives one from another. Either tensor may
+    be missing. The tensors must not change before `wait` returns.
     """
 
     def __init__(self, ring: Ring, target: int, sent: Tensor | None, source: int, received: Tensor | None) -> None:
         """Begin to send `sent` to rank `target` of the ring, and to receive into `received` from rank `source`."""
-        self._tensors = (sent, received)  # keeps the memory of both
+        self._tensors = (sent, received)  # keeps both tensors in memory
         both = ((dist.isend, sent, target), (dist.irecv, received, source))
         operations = [
             dist.P2POp(function, tensor.view(torch.uint8), dist.get_global_rank(ring.group, peer), ring.group)

@@ -138,7 +138,7 @@ class Round:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """The rounds of a rank, of which the first one reads its own keys.
+    """The rounds of a rank. In the first round, it reads its own keys.
 
     Attributes:
         division: the tokens of all ranks.

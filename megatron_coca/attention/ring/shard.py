@@ -12,7 +12,7 @@ from megatron_coca.attention.ring.exchange import Ring
 
 @dataclass(frozen=True)
 class RingShard(HeadShard):
-    """A shard of the tokens, and of the heads if `count` is above 1. Without a ring, all tokens."""
+    """A shard of the tokens, and of the heads if `count` is above 1. Without a ring, it has all tokens."""
 
     ring: Ring | None = None
 

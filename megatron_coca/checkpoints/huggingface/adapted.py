@@ -2,8 +2,8 @@
 
 peft itself merges the adapters, one module at a time. So every variant of LoRA (rsLoRA, DoRA, patterns of ranks,
 transposed weights) has the same effect as in peft, and only one weight is in memory. Sums are in float32, or in float64
-for weights in float64. Adapters are files of strangers. Only their settings in `READ` reach peft, and the user names
-the model that they change.
+for weights in float64. The files may come from strangers, so only their settings in `READ` reach peft, and only the
+user can name the model that they change.
 """
 
 import hashlib
@@ -88,8 +88,8 @@ class Adapters:
         tensors: all tensors, by their names in the files.
         modules: name of a module of the base model -> (parameter of its adapter -> name in the files).
         replaced: name of a weight of the base model -> name in the files of the weight that takes its place.
-        trained_names: name of a module -> its name in the model that was trained, if it differs. Patterns of ranks and
-            alphas match that name.
+        trained_names: name of a module -> its name in the model that was trained, if the two differ. Patterns of ranks
+            and alphas match the latter.
     """
 
     folder: Path
@@ -116,7 +116,10 @@ class Adapters:
         return found._replace(dtype=torch.promote_types(found.dtype, torch.float32)) if self._adapts(name) else found
 
     def change(self, name: str, base: Weights, turned: bool) -> Tensor:
-        """Return a weight of the base model after the change. `turned`: the class stores it transposed (Conv1D)."""
+        """Return a weight of the base model after the change.
+
+        `turned` means that the class stores the weight transposed (Conv1D).
+        """
         own = self.replaced.get(name)
         value = self.tensors.read(own) if own is not None else base.read(name)
         if not self._adapts(name):
@@ -176,8 +179,8 @@ def merged(
     """Return the weight or bias (`kind`) of a module after peft has merged its adapter into the module.
 
     `parts` are the parameters of the adapter by their names in peft's files, and `settings` those of
-    adapter_config.json in `READ`. `turned`: the class stores the weight transposed (Conv1D). Raises CheckpointError if
-    peft is not installed, and several errors of peft if the parts do not fit.
+    adapter_config.json in `READ`. `turned` means that the class stores the weight transposed (Conv1D). Raises
+    CheckpointError if peft is not installed, and several errors of peft if the parts do not fit.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
@@ -338,7 +341,7 @@ class AdaptedFolder(Folder):
 
     @cached_property
     def network(self) -> Network:
-        """The description of the text network after the change: its number of rows, and whether its head is tied."""
+        """The description of the changed text network. The change may resize the embedding or untie the head."""
         network, settings = self.base.network, dict(self.base.network.settings)
         own = [self.adapters.replaced[name] for name in (self.embedding, self.head) if name in self.adapters.replaced]
         rows = {size for name in own for size in self.adapters.tensors.entries[name].shape[:1]}

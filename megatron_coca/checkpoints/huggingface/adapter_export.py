@@ -129,7 +129,10 @@ class _Adapters:
         tied = not self.config.model.no_weight_tying
         for name, changes in self.weights.changes.items():
             if (row := by_name.get(name)) is None:
-                raise CheckpointError(f"{self.weights.own.source}: the format has no name for {name}; export it merged")
+                raise CheckpointError(
+                    f"{self.weights.own.source}: the format has no name for {name}; use `megatron-coca export "
+                    "huggingface`, which merges all changes"
+                )
             number = int(name.split(".")[1]) if name.startswith("blocks.") else None
             if number is not None and ".mlp." in name and self.config.model.mlp_names[number] == EXPERTS:
                 raise CheckpointError(
@@ -238,12 +241,12 @@ class _Adapters:
 
 
 def _in_layer(module: str) -> str:
-    """Return the name of a module in its layer, or its whole name if it is in none."""
+    """Return the name of a module in its layer, or its whole name if it is in no layer."""
     return re.sub(r"^.*?\.\d+\.", "", module)
 
 
 def _check(folder: Path, base: Path, weights: AdaptedWeights) -> None:
-    """Compare the written folder, read with its model, with the checkpoint. Raises CheckpointError if they differ."""
+    """Read the written folder with its model. Raises CheckpointError if the weights differ from the checkpoint's."""
     read, expected = open_adapted(read_adapters(folder), base).weights(), weights.weights()
     if different := read.entries.keys() ^ expected.entries.keys():
         raise CheckpointError(f"{folder}: does not have the same weights as the checkpoint ({min(different)})")

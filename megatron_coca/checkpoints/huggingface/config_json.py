@@ -114,7 +114,7 @@ HARMLESS = frozenset(
 UNSUPPORTED = {
     "rope_interleaved": "weights for interleaved rotary features are not supported",
 }
-"""Keys that must be false, null or empty -> the error message otherwise."""
+"""Keys that must be false, null or empty -> the error message if they are not."""
 ALIASES = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads"})
 """Keys that a class accepts even if it has its own names for them. They take precedence over the class's own names."""
 

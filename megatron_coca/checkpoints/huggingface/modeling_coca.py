@@ -102,7 +102,7 @@ LATER = {
     "use_output_transform": False,
     "skip_first_norm": False,
 }
-"""Network keys that are missing in config.json if they have these values."""
+"""Values of network keys that config.json lacks."""
 
 
 class Rotary(NamedTuple):
@@ -583,7 +583,7 @@ class OutputTransform(nn.Module):
 def attention_error(method: Positions, name: str, kept_elsewhere: bool) -> str | None:
     """Return why the attention function `name` would compute wrong results for `method`, or None.
 
-    With `kept_elsewhere`, the function keeps the keys of earlier tokens as it was given them.
+    `kept_elsewhere` means that the function itself keeps the keys of earlier tokens, as they were passed to it.
     """
     if method.masked and name not in WITH_MASK:
         return (

@@ -1,8 +1,8 @@
 """Read weights in FP8 and MXFP4 in full precision. Folders with other quantized weights must be converted first.
 
 In an FP8 folder, a weight of 8-bit floating-point numbers has a second tensor with its scales: one scale for each block
-of the matrix, for each row, or one for the whole matrix. The blocks at the ends of rows and columns may be smaller than
-the others. A weight is its numbers times their scales, in float32.
+of the matrix, one for each row, or one for the whole matrix. The blocks at the ends of rows and columns may be smaller
+than the others. A weight is its numbers times their scales, in float32.
 
 In an MXFP4 folder, the matrices of all experts are two tensors: `NAME_blocks` has two 4-bit numbers in each byte, the
 first one in the lower bits, uint8 [experts, rows, groups, 16], and `NAME_scales` has the exponent of each group of 32
@@ -78,7 +78,7 @@ def check_supported(config: Json, source: Path) -> None:
     remedy = (
         f"convert the folder with\n    python -c {shlex.quote(code.format(**named))}"
         if code is not None
-        else "use the model that it was made from: hf download OWNER/NAME --local-dir models/NAME"
+        else "use the original, unquantized model: hf download OWNER/NAME --local-dir models/NAME"
     )
     raise CheckpointError(f"{source}: {KEY}: weights of quant_method {kind!r} are not supported; {remedy}")
 

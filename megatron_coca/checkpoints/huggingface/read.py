@@ -152,8 +152,9 @@ def read_config(folder: Path) -> Config:
 
 
 def gguf_formats(folder: Path) -> Counter[str]:
-    """Return the number of tensors in each format of the GGUF file at `folder`; empty if its weights are not read from
-    such a file. Raises CheckpointError.
+    """Return the number of tensors in each format of the GGUF file at `folder`. Raises CheckpointError.
+
+    The result is empty if the weights at `folder` are not read from a GGUF file.
     """
     gguf = Folder(folder).gguf
     return Counter() if gguf is None else Counter(tensor.tensor_type.name for tensor in gguf.tensors.values())
@@ -298,7 +299,7 @@ class Folder:
             )
         for name in self.network.applied:
             logger.warning(
-                "%s: %s: the %s class of transformers leaves this key out; it is applied, as the text network's own "
+                "%s: %s: the %s class of transformers ignores this key; it is applied, as the text network's own "
                 "class (%s) does",
                 self.source,
                 name,

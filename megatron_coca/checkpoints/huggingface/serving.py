@@ -1,7 +1,7 @@
 """Which programs serve a Hugging Face folder, with which command, or why they would compute wrong numbers.
 
-docs/serving.md says which of these programs were run. For folders with our modelling file, the answer is that of the
-file itself: it refuses a program that keeps rotated keys if rotations change with the length.
+docs/serving.md says which of these programs were run. For folders with our modelling file, the file
+itself decides: it refuses a program that keeps rotated keys if rotations change with the length.
 """
 
 import re
@@ -20,7 +20,7 @@ from megatron_coca.config import Config
 
 TRANSFORMERS, VLLM, SGLANG = "transformers", "vLLM", "SGLang"
 NAME = re.compile(r"[\w./~][\w./~-]*")
-"""A model's name or folder that can stand in a command; a stranger's file could name an option instead."""
+"""Pattern of a model name or folder that is safe in a command. A stranger's file could contain an option instead."""
 NEEDS_CODE = "--trust-remote-code runs modeling_coca.py of {}: read the file, unless you exported it."
 RUN = ("llama", "gpt_neox")
 """Values of `model_type` of transformers' own classes whose exports were run in vLLM."""
@@ -33,7 +33,7 @@ class Serving:
     """How a program serves a folder.
 
     Attributes:
-        program: its name.
+        program: name of the program.
         commands: lines for a shell; empty if it cannot serve the folder.
         notes: sentences about the commands, or the reason why there are none.
     """
@@ -76,7 +76,7 @@ def text_of(found: list[Serving]) -> str:
     """Return `found` as text for the terminal: for each program its commands, or why there are none."""
     blocks = []
     for each in found:
-        head = each.program if each.commands else f"{each.program} cannot serve it"
+        head = each.program if each.commands else f"{each.program} cannot serve the folder"
         blocks.append("\n".join([f"{head}:", *(f"  {line}" for line in (*each.commands, *each.notes))]))
     return "\n\n".join(blocks)
 
@@ -91,10 +91,10 @@ class Program(NamedTuple):
     """A program that keeps the keys of earlier tokens itself.
 
     Attributes:
-        words: its command, which the folder follows.
-        lacks: values of `model_type` for which it has no model of its own and does not choose transformers' by itself.
-        length: its option for the longest input.
-        longer: a variable that allows inputs beyond max_position_embeddings.
+        words: the program's command, to which the folder is added.
+        lacks: values of `model_type` for which the program has no model, and needs `THROUGH` to use transformers'.
+        length: the option for the longest input.
+        longer: an environment variable that allows inputs beyond max_position_embeddings.
     """
 
     words: tuple[str, ...]
@@ -103,7 +103,7 @@ class Program(NamedTuple):
     longer: str
 
     def command(self, folder: Path, settings: Mapping[str, Any], length: int | None) -> str:
-        """Return the line for a shell that serves inputs of up to `length` tokens."""
+        """Return the shell command that serves inputs of up to `length` tokens."""
         kind, words = settings["model_type"], [*self.words, str(folder)]
         words += ["--trust-remote-code"] if kind == OURS else []
         words += THROUGH if kind in (OURS, *self.lacks) else []
@@ -189,7 +189,7 @@ def _of_adapters(folder: Path) -> list[Serving]:
     settings, name = read_json(folder / SETTINGS), folder.resolve().name
     given = str(settings.get("base_model_name_or_path"))
     base = given if NAME.fullmatch(given) else "BASE"
-    named = f"{base} is the model that they were trained on; name its folder if it is elsewhere."
+    named = f"{base} is the model that the adapters were trained on; if it is elsewhere, use its folder instead."
     own = read_json_if_present(Path(base) / CONFIG).get("model_type") == OURS
     code, remote = ((NEEDS_CODE.format(base),), ["--trust-remote-code"]) if own else ((), [])
     served = ["transformers", "serve", *remote, "--force-model", str(folder)]
@@ -202,7 +202,7 @@ def _of_adapters(folder: Path) -> list[Serving]:
         Serving(
             TRANSFORMERS,
             (shlex.join(served),),
-            (f"It needs peft. {named}", *code),
+            (f"transformers needs peft for adapters. {named}", *code),
         ),
         Serving(VLLM, () if unserved else (shlex.join(words),), (merge,) if unserved else (named,)),
     ]

@@ -59,7 +59,7 @@ def own_files(folder: Path) -> TokenizerFiles:
 
 
 def _without_code(content: dict[str, Any], files: Mapping[str, bytes]) -> bytes:
-    """Return a JSON file without the key for code. A tokenizer.json needs no class of its own."""
+    """Return a JSON file without the key that names code. A tokenizer.json works with a class of transformers."""
     left = {key: value for key, value in content.items() if key != CODE}
     if "tokenizer_class" in left and "tokenizer.json" in files:
         left["tokenizer_class"] = "PreTrainedTokenizerFast"

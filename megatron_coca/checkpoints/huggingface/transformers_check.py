@@ -46,7 +46,7 @@ class Written(NamedTuple):
         modelling_file: the file that defines the class, or None if transformers defines it.
         tensors: the exported weights under their exported names.
         names: our name of each weight -> its exported names.
-        keys: the architecture's keys for num_hidden_layers and vocab_size.
+        keys: the architecture's names of the keys num_hidden_layers and vocab_size.
         attention: the `attn_implementation` that computes the model correctly.
     """
 

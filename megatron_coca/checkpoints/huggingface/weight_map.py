@@ -305,7 +305,7 @@ def expand(rows: Sequence[Row], num_layers: int) -> list[Row]:
 
 
 class _PartsOnUse(Sequence[Tensor]):
-    """The weights with these names. Each is read when it is used, so that a packing need not have all in memory."""
+    """The weights with these names. Each is read when it is used, so that a packing need not hold all in memory."""
 
     def __init__(self, weights: Weights, names: Sequence[str]) -> None:
         self._weights, self._names = weights, names

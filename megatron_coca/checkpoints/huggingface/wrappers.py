@@ -22,8 +22,8 @@ class TextType(NamedTuple):
 
     Attributes:
         kind: the `model_type` of the same network as a model of its own.
-        defaults: values of the class for keys that a config.json may omit inside a wrapper. They are given for keys
-            that a config.json for a whole model must have, and for other keys if they differ from those of `kind`.
+        defaults: the class's defaults of keys that the config.json of a wrapper may omit. Listed are the keys that the
+            config.json of a whole model must have, and others if their default differs from that of `kind`.
         rope: the default of the rotary base, if it differs from that of `kind`.
     """
 
@@ -129,7 +129,7 @@ LEFT_OUT = {
     "cohere2_vision": "logit_scale",
     "gemma3": "final_logit_softcapping",
 }
-"""Wrapper -> a key of the text network's head that the wrapper's class leaves out, in transformers 5.23."""
+"""Wrapper -> a key of the text network's head that the wrapper's class ignores in transformers 5.23."""
 
 _PARTS = r"(?:layers|embed_tokens|norm|final_layernorm)\."
 _INNER = re.compile(rf"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?={_PARTS})")
@@ -148,7 +148,7 @@ class Network:
         wrapper: the `model_type` of the wrapper, or None if the network is the whole model.
         skipped: layers that have no effect on text. The others are numbered without gaps.
         rows: the number of embedding rows to read, or None for all rows.
-        applied: keys in `settings` that the wrapper's class leaves out, and the class of the text network applies.
+        applied: keys in `settings` that the wrapper's class ignores and the class of the text network applies.
     """
 
     settings: Json

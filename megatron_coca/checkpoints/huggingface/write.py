@@ -107,7 +107,7 @@ def _fits(kind: str, config: Config, described: Mapping[str, Any]) -> bool:
     """
     written = {"model_type": kind} | EXPORTERS[kind].keys(config, _shared_keys(config, kind))
     try:
-        # Most architectures differ in a key that needs no validation, which takes most of the time.
+        # Validation takes most of the time, and most architectures differ in a key that can be compared without it.
         keys, _ = read_config(written, Path(CONFIG))
         return not contradicts(described, keys) and comparable(parse_config(written, Path(CONFIG))) == described
     except CheckpointError:
@@ -181,8 +181,8 @@ def _max_position_embeddings(config: Config, kind: str) -> int:
 def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
     """Return the section `position` of config.json. This is the inverse of `position_keys`. `weights` have our names.
 
-    The section contains defaults that follow from the training length and the frequencies that CLEX has learned,
-    because the modelling file cannot compute them.
+    The section also contains the defaults that follow from the training length, and the frequencies that CLEX has
+    learned, because the modelling file can compute neither.
     """
     section = _position_section(config, config.position)
     position, length = config.position, config.model.seq_length

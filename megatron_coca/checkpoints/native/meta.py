@@ -65,12 +65,12 @@ class TrainerProgress(_Part):
 
 
 class AdaptedModel(_Part):
-    """The model whose frozen weights are not in a checkpoint with adapters.
+    """The model that the adapters in a checkpoint change. Its frozen weights are not in the checkpoint.
 
     Attributes:
-        identity: its identity (`OpenedCheckpoint.identity`).
-        place: its folder, or the name of a step folder beside the checkpoint.
-        base_model: the folder of the model that it changes, if it consists of PEFT adapters.
+        identity: identity of the model (`OpenedCheckpoint.identity`).
+        place: folder of the model, or the name of a step folder beside the checkpoint.
+        base_model: if `place` contains PEFT adapters, the folder of the model that those adapters change.
         ignore_keys: the value that the configuration key `ignore_keys` had when the model was opened.
     """
 

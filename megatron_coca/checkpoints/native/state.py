@@ -384,7 +384,7 @@ def layer_shards(model: ModelConfig) -> tuple[LayerShards, ...]:
 def shapes_by_prefix(model: ModelConfig) -> Iterator[tuple[str, ModelConfig]]:
     """Yield pairs of a prefix and the shape of the heads in layers with this prefix.
 
-    If the heads of layers differ, the prefix is blocks.N. for block N. Otherwise, an empty one stands for all blocks.
+    If the heads of layers differ, the prefix is blocks.N. for block N. Otherwise, an empty prefix stands for all.
     """
     if not model.head_shapes:
         yield "", model

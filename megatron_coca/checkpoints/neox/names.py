@@ -14,9 +14,9 @@ from megatron_coca.config import Config
 from megatron_coca.config.schema import SELECTORS
 
 EXTENDING = tuple(SELECTORS)
-"""Position keys that choose something that GPT-NeoX does not have."""
+"""Position keys that select methods which GPT-NeoX lacks."""
 FOREIGN = (*EXTENDING, "pos_emb_options")
-"""Position keys that GPT-NeoX does not have."""
+"""All position keys that GPT-NeoX lacks."""
 
 PLAIN, PROJECTION = "query_key_value.", "megatron_coca_query_key_value."
 """Prefixes of the query-key-value projection's weights: GPT-NeoX's own prefix, and the prefix that the plugin saves."""

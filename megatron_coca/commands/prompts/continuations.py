@@ -1,4 +1,4 @@
-"""The continuations of `generate`: printed or written to a JSONL file as they come, and resumed from that file."""
+"""The continuations of `generate`: printed or written to a JSONL file one by one, and resumed from that file."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ class Continuations(Protocol):
     """Where continuations go.
 
     Attributes:
-        finished: the places, among the prompts of the command, of the continuations that exist already.
+        finished: the places of the prompts whose continuations exist already.
     """
 
     finished: set[int]
@@ -110,8 +110,8 @@ def written_to(path: Path, prompts: Sequence[str], settings: str, overwrite: boo
     """Open the JSONL file at `path` for the continuations of `prompts`, and sort it at the end of the block.
 
     `settings` is a digest of everything that a continuation depends on, except its prompt. A file with continuations of
-    the same prompts and settings is resumed. Raises EvaluationError for another file, unless `overwrite` is set, and if
-    the file cannot be written.
+    the same prompts and settings is resumed. Raises EvaluationError if the file has other content and `overwrite` is
+    not set, or if it cannot be written.
     """
     check_writable(path)
     keys, busy = keys_of(prompts), f"{path}: another process is writing it; wait for it, or name another --output"

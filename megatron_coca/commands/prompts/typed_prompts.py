@@ -81,7 +81,7 @@ def fitting(
             if first:
                 tell(f"the conversation is longer than the model's positions; the first {first} messages are left out")
             return list(chat[first:])
-    raise AssertionError("the last message is of the user")
+    raise AssertionError("the last message is the user's")
 
 
 def tell(text: str) -> None:

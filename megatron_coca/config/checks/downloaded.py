@@ -92,7 +92,7 @@ def _saved_in(step: Path) -> str | None:
 
 def belongs_to_data(file: Path, values: Mapping[str, Any]) -> bool:
     """Return True for a `data.yml` of prepared data: next to it are files that `prepare` writes, or its paths begin
-    with `./`, so that they are relative to it. Any other file of this name is the user's.
+    with `./` and so are relative to its folder. Any other file of this name is the user's.
     """
     if all(path.name.lower() not in DATA_FILES for path in _places(file)):
         return False

@@ -44,7 +44,7 @@ def _latent(settings: Settings) -> str | None:
         "values_from_keys": (model.values_from_keys, "keys and values have maps of their own"),
         "value_norm": (model.value_norm, "a cache keeps latents, and normalised values are not linear maps of them"),
         "model_parallel_size": (parallel.model_parallel_size > 1, "all heads read the same latents"),
-        "lora": (settings.optimizer.lora is not None, "this package does not know PEFT's names for its matrices"),
+        "lora": (settings.optimizer.lora is not None, "this package does not know PEFT's names for the matrices"),
     }
     found = next((f"{name}, because {reason}" for name, (given, reason) in unsupported.items() if given), None)
     if found is not None:

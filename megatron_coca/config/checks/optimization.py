@@ -100,7 +100,10 @@ def _lora(settings: Settings) -> str | None:
     if (absent := _absent_weights(settings, keys.also)) is not None:
         return f"also: {absent}"
     if GAU in model.layer_names:
-        return "not supported with layers of type gau, which compute queries, keys and values in one product; use mha"
+        return (
+            "not supported with layers of type gau, which compute queries, keys and values in one product; set other"
+            " layer types in attention_config"
+        )
     if "value" in keys.targets and all(model.with_heads(name).values_from_keys for name in model.layer_names):
         return "the values of this model are its keys (values_from_keys); remove value from targets"
     if "mlp" in keys.targets and model.mixtures:

@@ -92,7 +92,10 @@ def _pipeline(settings: Settings) -> str | None:
     if keys.pipe_parallel_size <= 1:
         return None
     if keys.pipe_parallel_size > layers:
-        return f"{keys.pipe_parallel_size} stages need at least one block each, but num_layers is {layers}; lower it"
+        return (
+            f"{keys.pipe_parallel_size} stages need at least one block each, but num_layers is {layers}; use fewer"
+            " stages"
+        )
     if keys.stage in (2, 3):
         return (
             "DeepSpeed's pipelines support only ZeRO stages 0 and 1: stages 2 and 3 partition gradients after every"

@@ -33,8 +33,8 @@ def write_block(
 ) -> str:
     """Write a block file and return an empty string. If a unit is damaged, write no file and return the error message.
 
-    `results` are pairs (number of the unit within the block, chunk, or the error of the unit, or None at its end).
-    `advance` is called with the size of each chunk.
+    `results` are pairs (number of the unit within the block, result). A result is a chunk or, at the end of a unit, its
+    error or None. `advance` is called with the size of each chunk.
     """
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # process numbers are equal in all pods
     documents = [np.empty(0, dtype=DOCUMENT)]
@@ -73,7 +73,7 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
                 raise ValueError(f"the file is a copy of {file.comment.decode(errors='replace')}")
             yield file
     except FileNotFoundError as error:
-        raise DataError(f"{path}: the file is missing; run the same command again, and it builds the block") from error
+        raise DataError(f"{path}: the file is missing; run the same command again to build the block") from error
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: cannot be read ({error}); delete this file and run the same command again") from error
 

@@ -45,8 +45,8 @@ tokenizer is kept if the preparation is interrupted.
 BLOCKS = 256
 """Approximate number of blocks in a corpus. Even a small corpus has enough blocks for many processes."""
 BLOCK_BYTES = (8 << 20, 256 << 20)
-"""Minimum and maximum size of a block in bytes on disk. A block takes one core seconds to minutes, and a large corpus
-has few block files.
+"""Minimum and maximum size of a block in bytes on disk. With these sizes, one core builds a block in seconds to
+minutes, and a large corpus has few block files.
 """
 
 
@@ -87,8 +87,8 @@ def made_from(inputs: Inputs, settings: Mapping[str, Any], rules: Rules) -> str:
 
 
 def block_bytes(size: int) -> int:
-    """Return the size in bytes of a block in a corpus of `size` bytes. It is a power of two, so that a little more text
-    changes few blocks.
+    """Return the size in bytes of a block in a corpus of `size` bytes. The result is a power of two, so that a little
+    more text changes few blocks.
     """
     least, most = BLOCK_BYTES
     return min(max(least, 1 << (size // BLOCKS).bit_length()), most)
@@ -175,7 +175,7 @@ class Blocks:
 
     Args:
         sources, inputs, rules: the sources, inputs and rules of the preparation.
-        output: the folder to prepare. The block files are in a folder next to it, so it must be on storage that all
+        output: the folder to prepare. The block files are in a folder next to it. Both must be on storage that all
             hosts share.
         tokenizer: as for `prepare`.
         settings: the result of `settings_of`.
@@ -350,8 +350,8 @@ class Blocks:
             yield number, unit, done(unit, job)
 
     def _end(self, unit: int, damage: DataError | None) -> DataError | None:
-        """Return the error of a unit or piece at its end, or None. If the unit changed before all its chunks were
-        tokenized, return an error for that, too.
+        """Return the error with which a unit or piece ends, or None. If the unit changed before all its chunks were
+        tokenized, return the error about this change.
         """
         source, described = self._inputs.units[unit]
         try:

@@ -2,7 +2,7 @@
 
 First, each *group* of blocks becomes sorted runs of (digest, position), with each digest once per run. Then each
 *range* of digests is compared: equal digests of all runs meet in one range, and all but the first position are dropped.
-Groups and ranges are independent of each other, so any process on any host can do any of them.
+No group depends on another group, and no range on another range, so any process on any host can do any of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,9 @@ from megatron_coca.data.preparation.block_files import read_digests
 from megatron_coca.data.preparation.shard_plan import ShardPlan
 
 SORTED, DROPPED = "sorted", "dropped"
-"""Kinds of results: the runs of a group, each with the documents dropped from it, and those dropped from a range."""
+"""Kinds of results: the runs of a group, each with the documents dropped from it, and the documents dropped from a
+range.
+"""
 GROUP = 16
 """Number of blocks in a group."""
 RUN = 1 << 22
@@ -62,7 +64,7 @@ def _write_run(folder: Path, number: int, waiting: list[np.ndarray]) -> int:
 
 
 def _sorted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents by digest, and a mask of those with a digest that occurred before.
+    """Return the documents sorted by digest, and a mask of the documents with a digest that occurred before.
 
     Documents with equal digests stay in the order of their positions.
     """

@@ -6,8 +6,8 @@ from megatron_coca.data.readers.source import NOT_COUNTED, ReadingProblems
 from megatron_coca.data.readers.streams import BINARY
 
 FEW, FEW_BYTES = 10, 1 << 16
-"""The share of faulty records is not limited up to this number of them, and their share of the bytes is not limited up
-to this size of them together, so that a bad line in a small file does not stop a preparation.
+"""Up to this number of faulty records, their share of the records is not limited. Up to this total size, their share of
+the bytes is not limited. So a bad line in a small file does not stop a preparation.
 """
 EARLY_FAULTS, EARLY_SHARE = 10_000, 0.9
 """A preparation stops early if it finds more than `EARLY_FAULTS` faulty records and their share of the records so far
@@ -16,7 +16,7 @@ is above `EARLY_SHARE`.
 WITHOUT_ANSWER = "chat without an answer"
 """A kind of fault: no token of the chat counts in the loss."""
 NOT_ENCODED = "text that the tokenizer cannot encode"
-"""A kind of fault, such as a run of millions of spaces."""
+"""A kind of fault; for example, the text contains a run of millions of spaces."""
 _AS_JSON = (
     "write one JSON object per line, as json.dumps does; if the files are plain text, give them the suffix .txt, "
     "before any compression suffix (log.txt.gz)"
@@ -53,7 +53,7 @@ def remedy_of(problems: ReadingProblems) -> tuple[str, str]:
     """Return the kind of the faults to show, and its remedy."""
     kind = next((kind for kind, _ in problems.sizes.most_common() if kind not in NOT_COUNTED), "")
     if kind == "invalid JSON" and _NOT_LINES in problems.sizes:
-        kind = _NOT_LINES  # a value over many lines is the reason why its later lines are invalid
+        kind = _NOT_LINES  # the JSON value spans many lines, so its later lines are invalid
     return kind, REMEDIES.get(kind, "correct the files")
 
 

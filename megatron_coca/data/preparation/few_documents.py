@@ -10,15 +10,15 @@ from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.source import Document, ReadingProblems, ReadUnit, content_key
 
 FEW = 20
-"""A source with at most this many documents has few."""
+"""A source with at most this many documents counts as a source with few documents."""
 
 
 def with_splits(sources: Sequence[CorpusSource], inputs: Inputs, rules: Rules) -> list[CorpusSource]:
-    """Return the sources, after setting how those with few documents are split.
+    """Return the sources, changed where the hash would leave a split of a source with few documents empty.
 
-    If the hash would leave the training or a requested split empty, long texts are cut (`CorpusSource.cut`). Chats and
-    documents with keys of their own cannot be cut; if all of them would be held out, the last one in the order of the
-    hash is used for training (`CorpusSource.train_from`).
+    If the training or a requested split would be empty, long texts are cut (`CorpusSource.cut`). Chats and documents
+    with keys of their own cannot be cut; if all of them would be held out, the last one in the order of the hash is
+    used for training (`CorpusSource.train_from`).
 
     Reading stops after `FEW` documents. Damaged files are not reported here, because the preparation reports them.
     """

@@ -33,8 +33,8 @@ _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": Non
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """A written shard: the number of its source, its set, its split, its number among the shards of these, and its
-    facts in the manifest. `number` is None if the source is not divided.
+    """A written shard: the number of its source, its set, its split, its number among the shards with the same source,
+    set and split, and its facts in the manifest. `number` is None if the source is not divided.
     """
 
     source: int
@@ -46,8 +46,8 @@ class WrittenShard:
 
 @dataclass
 class Findings:
-    """Findings about a source: records that did not become documents, the sets found in it,
-    and the text that the tokenizer fails to reproduce in a sample of passages.
+    """Findings about a source: records that did not become documents, the sets found in it, and how well the tokenizer
+    reproduces a sample of passages.
     """
 
     problems: ReadingProblems = field(default_factory=ReadingProblems)
@@ -161,7 +161,7 @@ def write_run_config(
     weights = training_weights(sources, entries)
     for split in SPLITS:
         chosen = [entry for entry in entries if entry[split]["documents"]]
-        # Without training data the key is omitted, so that a run stops with an error about it.
+        # Without training data the key is omitted, so that a run stops with an error about the missing key.
         if chosen or split != "train":
             keys[f"{split}_data_paths"] = [f"./{entry[split]['prefix']}" for entry in chosen]
         if chosen:
@@ -181,7 +181,8 @@ def empty_splits(record: Mapping[str, Any], sources: Sequence[CorpusSource] = ()
     """Return a line for each of the validation and test splits that has no documents according to the manifest.
 
     All files of a repository are in one split, so one repository cannot fill another split. The same is true for all
-    documents with the same key. If the fraction is 0, the user chose this, so the line states only its effect.
+    documents with the same key. If the fraction is 0, the user wanted an empty split, so the line states only the
+    effect.
     """
     more = ADD_DOCUMENTS
     if any("key" in source.spec.fields for source in sources):

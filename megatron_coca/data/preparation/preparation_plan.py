@@ -33,7 +33,7 @@ class CorpusSource:
         split: put all documents into this split, instead of choosing the split of each document by a hash of its key.
         max_faulty: maximum share of faulty records.
         cut: whether long texts are cut into a part for each split (`text_cuts`).
-        train_from: documents with this hash of their key or above it are used for training.
+        train_from: documents whose keys have at least this hash are used for training; None uses only the splits.
     """
 
     spec: SourceSpec
@@ -93,8 +93,8 @@ def hash_fraction(key: str) -> float:
 
 
 def split_of(key: str, rules: Rules) -> str:
-    """Return the split of a document: "test" if the hash of its key is below `test_fraction`, then "valid", else
-    "train".
+    """Return the split of a document. The hash of its key decides: "test" below `test_fraction`, "valid" in the
+    `valid_fraction` above it, else "train".
     """
     fraction = hash_fraction(key)
     if fraction < rules.test_fraction:

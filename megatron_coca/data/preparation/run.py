@@ -119,7 +119,7 @@ def completed(
 ) -> Path | None:
     """Return the manifest if `output` is complete and has the same settings and inputs as this preparation, else None.
 
-    A scheduler often starts a call again that was killed after its folder was complete. This call then succeeds.
+    A scheduler may repeat a call that was killed after its folder was complete. The repeated call then succeeds.
     """
     path = output / manifest.MANIFEST
     try:
@@ -147,7 +147,7 @@ def prepare_part(
     """Do a part of the work of `prepare`, and return a message about it. Raises `DataError` as `prepare` does.
 
     If blocks are missing, the missing blocks with number % `parts` == `part` are built. If all blocks exist, all
-    processes that call this function share the work on the shards, whatever their number.
+    processes that call this function, however many, share the work on the shards.
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)

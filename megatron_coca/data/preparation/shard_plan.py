@@ -14,7 +14,9 @@ import numpy as np
 from megatron_coca.data.preparation.preparation_plan import CorpusSource
 
 TASK_BYTES = 8 << 30
-"""A task writes small sources until their total size on disk reaches this value, or a shard's size if that is less."""
+"""A task writes small sources until their total size on disk reaches this value, or the size of a shard if a shard is
+smaller.
+"""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class SourcePiece:
     """The part of a source in one task: the documents of the source in consecutive blocks.
 
     Each set and split of a piece is a shard. `number` is the number of the piece in the source, or None if the source
-    has only one.
+    has only one piece.
     """
 
     source: int
@@ -36,7 +38,8 @@ class ShardPlan:
     """All that a process needs to write shards from blocks.
 
     Attributes:
-        folder: the folder for the results of the tasks. Its name is a digest of the blocks and of the division.
+        folder: the folder for the results of the tasks. Its name is a digest of the names of the blocks and of the size
+            of a shard.
         sources: the sources of the preparation.
         vocab_size: vocabulary size of the tokenizer.
         owners: number of the source of each unit, int64 [units].
@@ -57,7 +60,7 @@ class ShardPlan:
         return max((n for n, source in enumerate(self.sources) if source.duplicates != "keep"), default=-1)
 
     def result(self, kind: str, number: int) -> Path:
-        """Return the folder with the result `number` of a kind. It appears when the result is complete."""
+        """Return the folder with the result `number` of a kind. The folder appears when the result is complete."""
         return self.folder / f"{kind}-{number:06d}"
 
 

@@ -1,8 +1,8 @@
-"""Do the work between blocks and the finished folder, together with any other processes that do the same.
+"""Do the work that turns blocks into shards, together with any other processes that do the same.
 
 The work consists of three stages, and each stage of items. The result of an item is a folder that appears when it is
-complete. A process locks an item while it works on it, so processes on many hosts share the items, whenever they start.
-If a process is killed, its lock ends, and another process does the item.
+complete. A process holds a lock on an item while it works on the item, so processes on many hosts can share the items,
+whenever the processes start. If a process is killed, its lock ends, and another process does the item.
 """
 
 import time
@@ -32,14 +32,14 @@ from megatron_coca.work.folders import make_once
 from megatron_coca.work.workers import end_pool, process_pool
 
 POLL = 0.5
-"""Seconds between two looks at items that other processes are doing."""
+"""Seconds between two checks for the results of other processes."""
 WAITING = 15.0
-"""Seconds after which a process says that it waits."""
+"""Seconds after which a process says that it is waiting."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage. Its items can be done at the same time and in any order, but only after the stage before it.
+    """A stage. Its items can be done at the same time and in any order, but only after all items of the previous stage.
 
     Attributes:
         title: the name of the stage in progress lines.

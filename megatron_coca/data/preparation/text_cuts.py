@@ -12,8 +12,8 @@ _NEAR = 1000
 def cut_text(text: str, valid_fraction: float, test_fraction: float) -> list[tuple[str, str]]:
     """Return (part, split) for the parts of a text, in order: first training, then validation, then test.
 
-    Together, the parts are the text; a part of white space only is left out. Parts end after a line, or else after a
-    word. A fraction of 0 gives no part. A short text is used for training.
+    Joined, the parts give the whole text, but a part with only white space is left out. Parts end after a line, or else
+    after a word. A fraction of 0 gives no part. A short text is used for training.
     """
     if len(text) < SHORTEST_CUT:
         return [(text, "train")]

@@ -10,8 +10,8 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.source import ReadUnit
 
 END_BYTES = 64 << 10
-"""The digest of a file covers this many bytes at each end of the file, so all of a file of up to twice this size."""
-version = cache(metadata.version)  # the original reads and parses a file at each call, and every block calls it
+"""The digest of a file covers this many bytes at each end: the whole file if it has at most twice this size."""
+version = cache(metadata.version)  # `metadata.version` reads and parses a file at each call; every block needs it
 _TOKEN_LIBRARIES = ("sentencepiece", "tokenizers")
 
 

@@ -43,7 +43,7 @@ class TokenizedChunk:
         text_bytes: number of UTF-8 bytes of each document, int64 [documents].
         tokens: the tokens of all documents, concatenated, in the dtype of the shard.
         digests: BLAKE2b digest of each text, uint8 [documents, 16].
-        sets: the sets that occur.
+        sets: the sets that occur in the chunk.
         problems: counts of unusable and filtered records.
         read: `Chunk.read`.
         labels: the labels of all tokens, int32, as in a label shard; None if every token counts in the loss.

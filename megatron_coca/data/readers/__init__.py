@@ -20,8 +20,8 @@ __all__ = ["READERS", "corpus_files", "open_reader", "read_documents"]
 
 
 def open_reader(spec: SourceSpec) -> Reader:
-    """Open the reader of a source. Raises `DataError` if the reader is unknown or if `spec` has a key that it does not
-    use.
+    """Open the reader of a source. Raises `DataError` if the reader is unknown or if `spec` has a key that the reader
+    does not use.
     """
     if spec.reader not in READERS:
         raise DataError(f"{spec.name}: unknown reader {spec.reader!r}; supported readers: {', '.join(READERS)}")

@@ -50,7 +50,7 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, 
         raise RejectedRecord("the system message is not text", f"it is of type {type(system).__name__}")
     own = [message["content"] for message in messages if message["role"] == SYSTEM]
     if own and own != [system]:
-        raise RejectedRecord("two system messages", "one in the messages, and another one beside them")
+        raise RejectedRecord("two system messages", "one in the messages, and a different one in the record")
     return messages if own else [{"role": SYSTEM, "content": system}, *messages]
 
 
@@ -114,7 +114,7 @@ def _with_arguments(call: Any) -> Any:
     if "arguments" not in known:
         return known
     arguments = _parsed(known["arguments"])
-    if isinstance(arguments, str):  # cut off, for example; a template would print it as a text within JSON
+    if isinstance(arguments, str):  # perhaps cut off; a template would print this text within JSON
         raise RejectedRecord("the arguments of a call are not a JSON object", f"{arguments[:80]!r}")
     return known | {"arguments": arguments}
 

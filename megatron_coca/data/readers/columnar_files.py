@@ -109,7 +109,7 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
 
 def _lengths(column: Any) -> np.ndarray:
     """Return the number of bytes of each value in a column, int64 [rows], with each text counted as often as it occurs.
-    Types without texts have their average size.
+    For types without texts, every value gets the average size.
     """
     from pyarrow import BaseExtensionType, compute, types
 
@@ -135,7 +135,7 @@ def _lengths(column: Any) -> np.ndarray:
 
 
 _VIEWS = {"string_view": "large_string", "binary_view": "large_binary"}
-"""The types of text with values in shared buffers, and the types with the same values in their own buffers."""
+"""Maps types of text with values in shared buffers to the types that hold the same values in buffers of their own."""
 
 
 def _as_list(kind: Any) -> Any:
@@ -176,8 +176,8 @@ def _own_type(kind: Any) -> Any:
 
 
 def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[RawRecord]:
-    """Yield the rows of a packed batch as the records that the same data has in JSON lines. Rows are numbered from
-    `chunk.first`.
+    """Yield the rows of a packed batch as the same records that JSON lines with this data would give. Rows are numbered
+    from `chunk.first`.
     """
     from pyarrow import ipc
 

@@ -172,8 +172,8 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "tools": ("tools",),
     "system": ("system",),
 }
-"""The paths in a record at which each field is looked up, in order of preference. They include the names of the Pile
-and The Stack.
+"""The paths in a record at which each field is looked up, in order of preference. They include the names that the Pile
+and The Stack use.
 """
 
 _ABSENT = object()
@@ -289,7 +289,8 @@ class Fields:
 
 
 def as_text(value: Any) -> str:
-    """Return a key or name as text, so that it is equal in every file format; empty for null, NaN, lists and objects.
+    """Return a key or name as text, so that it is equal in every file format. The text is empty for null, NaN, lists
+    and objects.
 
     A whole number has no decimal point, even if it is stored as a float or Decimal. Dates are in ISO 8601. Bytes are
     UTF-8, or else hexadecimal.

@@ -227,8 +227,8 @@ def _reasons(folder: Path, names: list[str]) -> dict[str, str | None]:
             if not isinstance(name, str) or Path(name).name != name:
                 raise DataError(f"{state}: {name!r:.80} is no file name in the folder; save the data set again")
             inside(folder, name, DataError)
-        # All other Arrow files in the folder are caches with the same rows. A missing file is reported when it is
-        # opened.
+        # All other Arrow files in the folder are caches with the same rows. If a file named in `state.json` is missing,
+        # the error occurs when the file is opened.
         skipped = {name: unread_reason(name) or "next to a saved data set" for name in names if name not in saved}
         return {**dict.fromkeys(saved), **skipped}
     return {name: unread_reason(name) or _irregular(os.path.join(folder, name)) for name in names}

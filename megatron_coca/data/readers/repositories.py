@@ -115,7 +115,7 @@ class RepositoryReader(Reader):
             ) from error
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Yield chunks. Each contains file names, for about a megabyte of files, and the counts of skipped entries."""
+        """Yield chunks. Each contains the names of about a megabyte of files, and the counts of skipped entries."""
         repository = self._name(unit.path)
         names, left_out, size, first = list[str](), Counter[str](), 0, 1
 

@@ -170,7 +170,9 @@ class ReadingProblems:
 
 
 def is_utf8(path: str) -> bool:
-    """Return True if the bytes of a path on disk are valid UTF-8. Python's characters for them depend on the locale."""
+    """Return True if the bytes of a path on disk are valid UTF-8. The characters that Python shows for these bytes
+    depend on the locale.
+    """
     try:
         os.fsencode(path).decode()
     except UnicodeDecodeError:

@@ -144,7 +144,7 @@ documents are skipped.
 
 
 BINARY = "binary data"
-"""A kind of fault: zero bytes, as in UTF-16 without a byte order mark, which can be valid UTF-8."""
+"""A kind of fault: zero bytes, as in UTF-16 without a byte order mark. Such data can be valid UTF-8."""
 
 
 def decode(raw: bytes) -> str:

@@ -50,7 +50,7 @@ def load_tokenizer(
     By default it is the end-of-text symbol that the files next to `vocab_file` define, or else the default of the type.
     A symbol other than the default of the type changes the fingerprint. Raises `DataError` for an unknown type, for a
     symbol that is not in the vocabulary, for a file that is missing, unreadable or in another format, and for a link
-    among the files next to it that leads out of the folder.
+    among the files next to `vocab_file` that leads out of the folder.
     """
     given = {"vocab_file": vocab_file, "merge_file": merge_file}
     if vocab_file is not None:
@@ -193,7 +193,7 @@ def _open_with_named_end(tokenizer_type: str, files: Files, folder: Path, place:
     except DataError as error:
         used = default.piece(default.eod)
         logger.warning(
-            "%s; documents end with the default %r instead, pass --end-token to choose another symbol", error, used
+            "%s; documents end with the default %r instead; pass --end-token to choose another symbol", error, used
         )
         return default
 

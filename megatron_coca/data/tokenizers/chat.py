@@ -36,8 +36,8 @@ STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 1_000, 4
 """The steps (see `chat_sandbox`) that a template may take to render a chat: about a second, and more for longer chats.
 """
 STEPS_FOR_ANSWERS = 30_000_000
-"""The steps that a template may take to locate the answers, for which it renders every prefix of the chat: about a
-minute.
+"""The steps that a template may take to locate the answers: about a minute. The template renders every prefix of the
+chat for this.
 """
 _SHOWN = 300
 """Maximum number of characters of a template's own error message that are shown."""
@@ -143,7 +143,7 @@ class ChatTemplate:
             return len(begin), len(after)
         raise DataError(
             f"chat template: the prompt for an answer ends with {prompt[len(_common(prompt, after)) :]!r:.60}, "
-            f"with which answers do not begin, so they cannot be located; {KEEPING}"
+            f"but answers do not begin with it, so they cannot be located; {KEEPING}"
         )
 
     def _generated(self, messages: Messages, tools: Any, text: str) -> AnswerSpans:

@@ -18,8 +18,8 @@ CHARACTERS, ITEMS = 6, 2
 ITEM = 1 << CHARACTERS - ITEMS
 """The size of an item in addition to the size of its content."""
 LARGEST_VALUE = 4
-"""No value may be larger than 2^4 for each step of the budget, which is 1 / 2^2 of what the steps pay for. The constant
-is the exponent.
+"""No value may be larger than 2^4 for each step of the budget, a quarter of the size that the steps pay for. The
+constant is the exponent.
 """
 LARGEST_BITS = 4096
 """Maximum number of bits of a computed integer."""
@@ -30,7 +30,7 @@ LARGEST_DEPTH = 200
 
 _ATOMS = frozenset((int, bool, float, type(None)))
 _FIELD = 2 << CHARACTERS
-"""The size of the work to fill in one field of a format string."""
+"""The size that stands for the work of filling in one field of a format string."""
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
@@ -87,7 +87,7 @@ class Budget:
         return self._measured(value)[0]
 
     def _measured(self, value: Any) -> tuple[int, int]:
-        """Return (size, number of containers inside each other)."""
+        """Return (size, depth of nested containers)."""
         # The first check is faster, and almost all values are of type str.
         if type(value) is str or isinstance(value, (str, bytes)):
             return len(value), 0
@@ -173,7 +173,7 @@ def check_bits(bits: int) -> None:
 
 
 def filled_in(budget: Budget, form: str, values: Sequence[Any]) -> int:
-    """Return an upper bound for a format string. Its fields may repeat values and may have widths."""
+    """Return an upper bound of the size of a filled-in format string. Fields may repeat values and may have widths."""
     widths = sum(int(run[:12]) for run in re.findall(r"\d+", form))
     if "*" in form:  # '%*d' takes a width from the values
         widths += sum(abs(value) for value in values if isinstance(value, int))

@@ -70,13 +70,13 @@ ATTRIBUTES = {"selectattr": 0, "rejectattr": 0, "sum": 0, "groupby": 0, "min": 1
     "sort": 2,
     "map": None,
 }
-"""Filters that look up an attribute of each item. Maps the filter to the place of this argument after the first one, or
-None if it is only given by name.
+"""Filters that look up an attribute of each item. Maps the filter to the place of the argument that names the
+attribute, counted after the first argument, or to None if this argument is only given by name.
 """
 LONGEST_ATTRIBUTE = 64
-"""Maximum number of characters of such an attribute. Each dot in it is a look-up."""
+"""Maximum number of characters in the name of such an attribute. Each dot in the name is a look-up."""
 LOOK_UP = 16
-"""Steps for a look-up of an attribute of one item, which the sandbox checks."""
+"""Steps for looking up an attribute of one item. The sandbox checks every look-up."""
 ANY_NUMBER = frozenset(["default", "d", "int", "float", "abs", "sum", "min", "max", "truncate"])
 """Filters that accept integers of any size."""
 REMOVED = frozenset(["urlize", "wordwrap", "striptags", "pprint", "xmlattr"])
@@ -234,7 +234,7 @@ def _counting(name: str, function: Callable[..., Any], is_filter: bool = True) -
     return jinja2.pass_context(counted)
 
 
-# Filters around the nodes of a template, which take steps ------------------------------------------------
+# Filters that take steps, around the nodes of a template -------------------------------------------------
 
 
 @jinja2.pass_context
@@ -270,7 +270,7 @@ def _spread(context: _Context, value: Any) -> Any:
 
 @jinja2.pass_context
 def _stepped(context: _Context, size: int) -> bool:
-    """Take steps for an iteration or call that runs a part of the template of this size."""
+    """Take steps for an iteration or call. `size` is the size of the part of the template that it runs."""
     context.budget.spend(1 + (size >> CHARACTERS))
     return True
 

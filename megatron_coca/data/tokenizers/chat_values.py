@@ -64,8 +64,8 @@ def forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
 
 
 def _given(message: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
-    """Return a message for a template: its reasoning stands under all names that templates read, its values are those
-    of this module, and `arguments` is applied to the arguments of its calls.
+    """Return a message for a template: its reasoning is stored under all names that templates read, null and lists as
+    content become `NoText` and `_Parts`, and `arguments` is applied to the arguments of its calls.
     """
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     given = dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -26,8 +26,8 @@ TOKENIZER_FILES = (
 def check_links(
     folder: Path, error: Callable[[str], Exception] = DataError, named: Collection[str | Path | None] = ()
 ) -> None:
-    """Raise `error` if a tokenizer file of a folder is a link that leads out of it. Files that the user has `named` are
-    not checked.
+    """Raise `error` if a tokenizer file of a folder is a link that leads out of the folder. Files that the user has
+    `named` are not checked.
     """
     exempt = [Path(file) for file in named if file is not None]
     for name in TOKENIZER_FILES:
@@ -47,7 +47,7 @@ def named_ends(folder: Path) -> Iterator[int | str]:
 
 
 def with_text_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a config.json, with the keys of its section `text_config` that it lacks.
+    """Return the content of a config.json, completed with the keys that only its section `text_config` has.
 
     A model that also reads images may have the ids of special tokens only in this section.
     """

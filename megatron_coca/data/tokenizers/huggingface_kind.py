@@ -105,7 +105,7 @@ class HFTokenizer(Tokenizer):
 
     @cached_property
     def _stripping(self) -> dict[int, str]:
-        """The tokens that take the white space next to them in a text."""
+        """Maps the ids of the tokens that absorb the white space next to them in a text to their content."""
         added = self._model.get_added_tokens_decoder().items()
         return {token: each.content for token, each in added if each.lstrip or each.rstrip}
 

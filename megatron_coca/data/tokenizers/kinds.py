@@ -1,4 +1,4 @@
-"""The base class of tokenizers, the byte tokenizer, and whether two tokenizers agree.
+"""The base class of tokenizers, the byte tokenizer, and a check whether two tokenizers agree.
 
 Every tokenizer keeps the bytes of its files, so that a checkpoint can include them. If a text contains the characters
 of the end-of-document symbol, they are not encoded as that symbol: only the preparation of a corpus writes it. A
@@ -52,8 +52,8 @@ class Tokenizer(ABC):
         chat: the chat template, or None.
         rules: how the model's own library treats texts. `rules` and `chat` do not affect the encoding of documents, so
             they do not change the fingerprint.
-        rows: number of rows of the model's embedding if it is smaller than `vocab_size`, or None. Encoding a text to an
-            id without a row is an error.
+        rows: number of rows of the model's embedding, if this number is smaller than `vocab_size`; otherwise None.
+            Encoding raises `DataError` for an id without a row.
     """
 
     tokenizer_type: str

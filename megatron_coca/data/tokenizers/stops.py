@@ -10,9 +10,9 @@ def text_before_stop(
 ) -> tuple[str, bool]:
     """Return (text of `ids`, whether it ended with a stop string). The text ends before the first of `stops`.
 
-    Special tokens have no text, but a stop string can be the name of a special token, or contain it with the text
-    around it. The tokens `context` precede `ids` and are not part of the text; some tokenizers drop the space at the
-    start of a text.
+    Special tokens have no text, but a stop string can be the name of a special token, or contain the name with the text
+    around it. The tokens `context` precede `ids` and are not part of the text; they are needed because some tokenizers
+    drop the space at the start of a text.
     """
     before = len(tokenizer.decode(context))
     text = tokenizer.decode([*context, *ids])[before:]

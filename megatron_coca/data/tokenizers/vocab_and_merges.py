@@ -40,9 +40,9 @@ def has_files(folder: Path) -> bool:
 
 
 def class_of(folder: Path) -> str:
-    """Return the class that divides texts. It is GPT-2's if no file names one.
+    """Return the name of the class that divides texts. If no file names a class, it is GPT-2's.
 
-    Raises DataError for a class with an unknown division.
+    Raises DataError for a class that divides texts in an unknown way.
     """
     named = read_object(folder / "tokenizer_config.json").get("tokenizer_class") or "GPT2Tokenizer"
     name = str(named).removesuffix("Fast")
@@ -55,7 +55,7 @@ def class_of(folder: Path) -> str:
 
 
 def added_tokens(folder: Path) -> list[dict[str, Any]]:
-    """Return the tokens that files next to a vocabulary add, as in tokenizer.json, by their ids."""
+    """Return the tokens that the files next to a vocabulary add, as tokenizer.json stores them, sorted by id."""
     settings = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
     named = [value for name, value in settings.items() if name.endswith("_token")]
     others = settings.get("additional_special_tokens")

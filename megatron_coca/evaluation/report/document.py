@@ -69,8 +69,8 @@ class Measure:
         quantity: what the numbers measure.
         prefix: the text before the label in the names of the rows.
         lowest: whether the lowest number is the best.
-        least: the number that at least one label must reach in one column. If none does, the report says that no model
-            has learned the task.
+        least: the number that at least one label must reach in one column. If none does, no model has learned the
+            task, and the sentence is about other numbers if there are any.
         digits: number of decimal places.
         unit: the text after each number.
         column: the only column that the sentence is about; by default all columns, each of which is a length.

@@ -12,7 +12,7 @@ AS_TRAINED = ("as trained", "no change at evaluation")
 def explained(members: Iterable[Member], sentence: str = "") -> tuple[tuple[str, str], ...]:
     """Return pairs of names and an explanation: models or variants with the same methods share one explanation.
 
-    An explanation has the first of these names, and those of the others whose labels are in `sentence`.
+    Before an explanation stand the first of their names, and of the other names those whose labels are in `sentence`.
     """
     found: dict[str, list[str]] = {}
     changed = False

@@ -23,7 +23,7 @@ from megatron_coca.evaluation.tasks.retrieval.section import FOUND
 from megatron_coca.evaluation.tasks.retrieval.task import PASSKEY
 
 MULTIPLES = (2, 4, 16, 64)
-"""Multiples of the training length for which the ratio to the perplexity at the training length is shown."""
+"""Multiples of the training length at which the perplexity is shown, divided by that at the training length."""
 SOLVED = 0.9
 """Smallest accuracy at which a length counts as solved."""
 OverviewColumn = tuple[str, Callable[[Series], TableCell], bool]
@@ -118,7 +118,7 @@ def span_cell(series: Series) -> TableCell:
 
 
 def span(accuracies: Mapping[int, float], trained: int) -> float:
-    """Return the largest length, as a multiple of `trained`, up to which all accuracies are at least SOLVED, or 0."""
+    """Return the largest length, as a multiple of `trained`, up to which all accuracies are at least SOLVED; else 0."""
     longest = 0
     for length, accuracy in sorted(accuracies.items()):
         if accuracy < SOLVED:

@@ -57,7 +57,7 @@ def comparable_tables(metric: str, training_lengths: Collection[int], result: Re
 
 
 def _same(protocol: Mapping[str, Any], result: Result) -> bool:
-    """Return True if the result has all values of a protocol; a text must occur in one of the result's texts."""
+    """Return True if the result has all values of a protocol. It has a text if one of its own texts contains it."""
     for path, wanted in protocol.items():
         found: Any = attrgetter(path)(result)
         texts = [found] if isinstance(found, str) else found

@@ -43,7 +43,7 @@ ResultGroups = Iterable[tuple[str, ResultGroup]]
 
 
 def tidy_rows(groups: ResultGroups, members: Mapping[str, Member]) -> list[TidyRow]:
-    """Return the complete numbers of all groups. A task with several groups has their difference in its name."""
+    """Return the numbers of all groups. If a task has several groups, its name in the rows says how they differ."""
     rows = []
     for task, group in groups:
         name = f"{task} ({group.differs})" if group.differs else task

@@ -9,7 +9,7 @@ from megatron_coca.evaluation.results import EvaluationError
 
 PLAIN = "plain"
 MOST = 1024
-"""The longest input in training lengths."""
+"""The greatest value of `--to`: the longest input in training lengths."""
 
 Changes = Callable[[float, int], list[str]]
 """A function (factor, training length) -> config overrides."""
@@ -44,11 +44,11 @@ CHOICES: dict[str, Changes] = {
 """The config overrides of each method. The factor is the number after the colon, or else that of --to."""
 
 CONTROL = "none"
-"""The fine-tuning that changes no config key: only the same tokens at the same rate."""
+"""The fine-tuning that changes no config key. It trains on the same tokens at the same rate as the others."""
 
 
 def _original(kind: str) -> Changes:
-    """Return the changes of an extension of a model that is trained further, possibly at another length."""
+    """Return the changes for an extension whose model is trained further, possibly at another length."""
     return lambda factor, length: [
         *_extension(kind)(factor, length),
         f"rope_scaling.original_max_position_embeddings={length}",

@@ -21,8 +21,8 @@ POWER = 0.8
 MOST_NEEDED = 1000
 """The number of facts that would decide is computed up to this limit."""
 WINDOWS_AGREE = 0.05
-"""Largest error of the mean logarithm of a perplexity ratio, also from one window. In studies/real_model, the ratios
-of methods near the limit have standard deviations of 0.02 to 0.04 between books."""
+"""Largest error that the mean logarithm of a perplexity ratio is assumed to have, even from one window. In
+studies/real_model, the ratios of methods near the limit have standard deviations of 0.02 to 0.04 between books."""
 
 
 class Compared(NamedTuple):
@@ -65,8 +65,8 @@ class Decision(NamedTuple):
 
 
 def confidence(result: StretchResult) -> float:
-    """Return the confidence of each interval of a difference, so that all hold together: the best method is wrongly
-    excluded with a probability of at most 5%.
+    """Return the confidence that each interval of a difference needs, so that all hold together: then the best method
+    is wrongly excluded with a probability of at most 5%.
 
     Every method except the leader is compared LOOKS times. Two quantities are compared, but only the upper end of each
     interval can exclude a method, so the number of quantities does not count.

@@ -15,7 +15,7 @@ from megatron_coca.evaluation.stretch.trials import Trial
 from megatron_coca.work.processes import PROGRAM, run_to_its_end
 
 REPORTS = 20
-"""Number of reports of a trial's training."""
+"""How many times a trial's training reports its progress."""
 CHECKPOINTS = 8
 """Number of checkpoints of a trial, of which the last one is kept."""
 
@@ -51,7 +51,7 @@ def trained_folder(output: Path, method: str) -> Path:
 
 
 def is_outdated(page: Path, steps: int) -> bool:
-    """Return True if the results beside the page belong to another number of steps."""
+    """Return True if the results in the page's folder belong to another number of steps."""
     return result_file(page, PLAIN).exists() and read_plain(page).checkpoint.step != steps
 
 
@@ -120,7 +120,7 @@ def finetune(args: Namespace, method: str) -> int:
 
 
 def read_trial(output: Path, method: str, page: Path) -> Trial:
-    """Return what was trained, from the run's own reports."""
+    """Return the trial, with numbers from the run's own reports."""
     from megatron_coca.checkpoints import open_checkpoint
 
     folder = trained_folder(output, method)
@@ -140,7 +140,7 @@ def read_trial(output: Path, method: str, page: Path) -> Trial:
 
 
 def digest_of(texts: list[Path], tokenizer: str | None) -> str:
-    """Return a name for the prepared data, which differs for other or changed files and for another tokenizer."""
+    """Return a name for the prepared data. It differs for other or changed files and for another tokenizer."""
     files = [file for path in texts for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     stats = [(file, file.stat()) for file in files]
     named = [str(tokenizer), *(f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in stats)]

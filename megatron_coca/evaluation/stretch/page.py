@@ -41,7 +41,8 @@ def write_page(
 ) -> str:
     """Write stretch.html, stretch.md, stretch.svg and best.yml to `folder`; return the text of stretch.md.
 
-    `configs` has the configuration of each method by name. The contrasts of `plan` are added, and the sections `more`.
+    `configs` has the configuration of each method by name. The page also has the contrasts of `plan` and the sections
+    `more`.
     """
     decision = decide(result)
     changes = best_yaml(result, decision)
@@ -160,7 +161,7 @@ def _found(result: StretchResult, decision: Decision) -> str:
 
 
 def _cost(result: StretchResult, method: str) -> str:
-    """Compare the perplexity at the training length with the plain model."""
+    """Say how the method's perplexity at the training length differs from the plain model's."""
     one, base = result.perplexity(method, result.trained), result.perplexity(result.plain, result.trained)
     assert one is not None and base is not None, "a method that holds has a perplexity at 1x"
     change = f"{abs(one / base - 1):.1%} {'higher' if one >= base else 'lower'} than"
@@ -215,7 +216,7 @@ def _would_decide(result: StretchResult, decision: Decision) -> list[str]:
 
 
 def _time(result: StretchResult, methods: Sequence[str], length: int, count: int) -> str:
-    """Return the time that facts up to `count` of each method would take, in words."""
+    """Say how much more time it would take to measure `count` facts of each method."""
     seconds = 0.0
     for name in methods:
         seconds += max(0, count - result.cases(name, length)) * (result.fact_seconds(name, length) or 0.0)
@@ -223,7 +224,7 @@ def _time(result: StretchResult, methods: Sequence[str], length: int, count: int
 
 
 def reason(decision: Decision) -> str:
-    """Say why the method is chosen, after its name and a comma."""
+    """Return why the method is chosen, in words that follow its name and a comma."""
     if not decision.leader:
         return "because no method holds"
     if len(decision.undecided) == 1:

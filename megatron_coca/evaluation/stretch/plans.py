@@ -52,7 +52,7 @@ class PlannedFineTuning(Record):
 class Plan(Record):
     """The content of a plan file. `cases` has the number of hidden facts by multiple of the training length.
 
-    The facts depend on `seed`. With a seed other than the default 0, no run without a plan has used the same facts.
+    The facts depend on `seed`. A run without a plan has seed 0, so no such run has used the facts of another seed.
     With `finetune`, a contrast may name a fine-tuned model, such as `pi (trained)`.
     """
 
@@ -68,7 +68,7 @@ class Plan(Record):
 
 
 def read_plan(path: Path) -> Plan:
-    """Read and check a plan. Names of methods become those of the results. Raises EvaluationError."""
+    """Read and check a plan, and replace the names of its methods by those in the results. Raises EvaluationError."""
     plan = validated(path, read_yaml_file(path), Plan, "a plan")
     measured = multiples_up_to(plan.to)
     for key in (key for key in plan.cases if key not in measured):
@@ -133,7 +133,7 @@ def sequence(result: StretchResult, plan: Plan) -> list[Step[PlannedContrast]]:
 
 
 def outcome_of(step: Step[PlannedContrast]) -> str:
-    """Return the result of a contrast in words: which side is higher, if that is decided."""
+    """Return the result of a contrast in words: whether `method` is higher or lower than `other`, if decided."""
     if step.verdict == "not tested":
         return step.verdict
     return "not decided" if step.verdict != "holds" else "higher" if step.difference.mean > 0 else "lower"

@@ -117,7 +117,7 @@ class StretchResult:
 
     @property
     def most_windows(self) -> int:
-        """The largest number of windows of a method at a length."""
+        """The largest number of windows of any method at any length."""
         return max((self.windows(name, length) for name in self.supported for length in self.lengths()), default=0)
 
     def losses(self, method: str, length: int) -> list[float]:

@@ -1,5 +1,5 @@
 """Measure the methods within a time budget: first one window and one fact of each method at each length, then more
-where the comparison is undecided. The time of each measurement is estimated before it.
+where the comparison is undecided. The time of each measurement is estimated before it starts.
 """
 
 import math
@@ -126,7 +126,7 @@ class Runner:
         """`stores` has the result file of each method, also of those that the model does not support.
 
         `cases` has a plan's number of hidden facts by length. At other lengths the decision determines this number.
-        Without a plan (None), it also determines the number of windows.
+        Without a plan (None), the decision also determines the number of windows.
         """
         self.subjects, self.documents, self.form = list(subjects), documents, form
         self._stores, self.pace = stores, Pace(subjects[0].model)
@@ -206,7 +206,7 @@ class Runner:
             for subject in self.subjects
             for length in lengths
         }
-        self._left_out.clear()  # what did not fit before does not fit now
+        self._left_out.clear()  # what did not fit is listed again below
         for length in lengths:
             self._each(length, Goal(windows=windows))
             if length != lengths[0]:
@@ -214,7 +214,7 @@ class Runner:
         self._each(lengths[0], Goal(facts=cases.get(lengths[0], 1)))
 
     def _each(self, length: int, goal: Goal) -> None:
-        """Measure the windows or the facts of every method that fits into the rest of the budget."""
+        """Measure the windows or the facts of every method, if they fit into the rest of the budget."""
         for subject in self._in_order():
             if (needed := self._missing({(subject.label, length): goal})) > self._left():
                 name = "perplexity" if goal.windows else "retrieval"

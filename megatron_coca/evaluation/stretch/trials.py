@@ -1,4 +1,4 @@
-"""The page that compares fine-tuned models with the control, with the model before, and with methods without training.
+"""The page that compares fine-tuned models with the control, the original model and methods without training.
 
 The results of all models are those of one `StretchResult`: the same facts and the same scored tokens, at the same
 lengths. So its tables, its picture and the decision are those of `megatron-coca stretch`.
@@ -28,7 +28,7 @@ class Trial:
     Attributes:
         method: its name in `FINETUNED`.
         folder: its save folder.
-        page: folder of its results.
+        page: folder of its page and results.
         config: its configuration.
         steps, tokens: number of steps and of tokens of its training.
         seconds: the time of the steps.

@@ -113,7 +113,7 @@ def _record(source: OpenedCheckpoint, config: Config) -> AdaptedModel:
 
 def _loaded_model(source: OpenedCheckpoint, config: Config, device: str) -> GPT:
     """Build the model of a run with the weights of `source`, in host memory. With adapters, the weights are in the
-    training dtype, because most of them stay as they are.
+    training dtype, because most of them are never trained.
     """
     saved, lora = source.trained, config.optimizer.lora
     dtype = torch.float32 if lora is None else DTYPES[config.precision.dtype]

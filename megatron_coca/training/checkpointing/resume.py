@@ -330,7 +330,7 @@ def begins_optimizer(keys: CheckpointConfig, folder: Path) -> bool:
 def differing_run(
     saved: Config, wanted: Config, free: frozenset[str] = FREE_GROUPS, free_keys: frozenset[str] = frozenset()
 ) -> list[str]:
-    """Return a line for every key that differs between two runs, except in the `free` groups and keys."""
+    """Return a line for every key that differs between two runs, except in the groups `free` and in `free_keys`."""
     problems = differing_keys(saved, wanted, FREE_KEYS | ALIASED_KEYS | free_keys, free)
     before, after = saved.optimizer.type, wanted.optimizer.type
     if "optimizer" not in free and OPTIMIZERS[before] is not OPTIMIZERS[after]:
@@ -344,8 +344,8 @@ class StageStart(NamedTuple):
     Attributes:
         folder: the checkpoint.
         new_optimizer: whether the optimizer states are reset to those before the first step.
-        new_losses: whether spikes cannot be detected from earlier losses, because the length, the data or the position
-            method has changed.
+        new_losses: whether the loss guard forgets earlier losses, because the length, the data or the position method
+            has changed.
         adds_norms: whether the model has norms of queries and keys that are not in the checkpoint.
         counters: the optimizer's counters, as `Engine.restored` takes them.
         adds_adapters: whether the stage begins to train adapters, so that the checkpoint has none.
@@ -374,11 +374,11 @@ def continuation(folder: Path, stage: RunStage[Config]) -> StageStart:
 
 
 def quarantine_newer(keys: CheckpointConfig, chosen: ResumePoint) -> None:
-    """Move the checkpoints in `save` that a later start would prefer over `chosen` to quarantine/.
+    """Move checkpoints in `save` that a later start would prefer over `chosen` to quarantine/: those that are damaged,
+    and those from which the run does not continue.
 
-    They are damaged, or the run does not continue from them. Unreadable checkpoints stay, because they may be valid;
-    the next start tries them again. Leftovers of interrupted saves are removed. Every rank must call this, with the
-    folder locked.
+    Unreadable checkpoints stay, because they may be valid; the next start tries them again. Leftovers of interrupted
+    saves are removed. Every rank must call this, with the folder locked.
 
     Raises:
         CheckpointError: a folder cannot be moved or removed.

@@ -117,8 +117,8 @@ class Checkpoints:
     def restore(self, how: StageStart) -> dict[str, Any]:
         """Restore the engine and the random state from a checkpoint, and return its `meta.json`. Every rank must call
         this. Norms of queries and keys that are not in the checkpoint keep their initial weights and states. If the
-        stage adds adapters, all trained weights do, because the engine was built with the checkpoint's weights and the
-        new adapters.
+        stage adds adapters, neither weights nor states are read, because the engine was built with the checkpoint's
+        weights and the new adapters.
 
         Raises:
             CheckpointError: state that this rank needs is missing from the checkpoint or does not match.

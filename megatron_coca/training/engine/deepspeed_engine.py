@@ -56,8 +56,8 @@ RESERVED = {
     *("train_batch_size", "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "checkpoint"),
     *("bf16", "bfloat16", "fp16", "torch_autocast", "optimizer", "scheduler"),
 }
-"""DeepSpeed keys that this project's own keys replace. DeepSpeed computes the total batch itself, because in some
-places it counts tensor-parallel ranks as data-parallel ranks. It does not use the result.
+"""DeepSpeed keys that this project's own keys replace. `train_batch_size` is not set at all, because DeepSpeed in some
+places counts tensor-parallel ranks as data-parallel ranks. DeepSpeed computes it, but does not use the result.
 """
 PER_HEAD = r".*\.(position_(bias|sinks|factor|offsets)|positions\.(others\.\w+\.)?(bias|clex))\..*"
 """Learned parameters that are replicated on all tensor-parallel ranks. Each rank uses them only for its own heads, so
@@ -330,7 +330,7 @@ class DeepSpeedEngine:
 @dataclass(frozen=True)
 class SequenceShard(RingShard):
     """The shard of a rank that processes one slice of every sequence; the other ranks of `group` process the other
-    slices. The ranks of `exchange` have the same tokens in attention, and divide their heads. With `averaged`,
+    slices. The ranks of `exchange` have the same tokens in attention, and divide the heads. With `averaged`,
     DeepSpeed averages gradients over the group (ZeRO 3) instead of summing them.
     """
 
@@ -466,8 +466,8 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 def cut(model: GPT, config: Config, index: int) -> PipelineStage:
-    """Return pipeline stage `index` of `pipe_parallel_size`. It takes over its layers from `model`; the others are
-    dropped.
+    """Return pipeline stage `index` of `pipe_parallel_size`. It takes over its layers from `model`; the other layers
+    are dropped.
     """
     weights = layer_weights(model, config.parallel.pipe_partition_method)
     bounds = internals.partition_balanced(weights, config.parallel.pipe_parallel_size)

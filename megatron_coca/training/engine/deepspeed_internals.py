@@ -40,8 +40,8 @@ get_sequence_parallel_group = parallel_state_sp.get_sequence_parallel_group
 def use_gloo() -> None:
     """Stop DeepSpeed from compiling a shared-memory all-reduce for the CPU. Gloo works without a compiler.
 
-    This replaces DeepSpeed's table of operations without reading it. A read would fill the table, and that runs the
-    compiler for every operation that DeepSpeed knows. DeepSpeed asks the table for no other operation.
+    This replaces DeepSpeed's table of operations without reading it. A read would fill the table, and for this
+    DeepSpeed would run the compiler for every operation that it knows. DeepSpeed asks the table for no other operation.
     """
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
@@ -190,7 +190,7 @@ def _clip(limit: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
 
 def _add_to_sum(total: Tensor | None, gradient: Tensor) -> None:
     """Add a gradient to this rank's float32 sum, like `_add_to_grad_partition_buffer`. The kernel of the addition
-    converts the gradient, which is exact. Other ranks' parameters have no sum.
+    converts the gradient, without rounding. Parameters of other ranks have no sum here.
     """
     if total is not None:
         total.add_(gradient)

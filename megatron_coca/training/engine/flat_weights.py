@@ -49,8 +49,9 @@ class Bucket:
         weights: all weights in the training dtype, [size], padded with zeros.
         begin: the first element of this rank's part of `weights`.
         own: this rank's part, [size / ranks].
-        master: the float32 values of `own`, which the optimizer updates; in float32 `own` itself. `master.grad` is
-            this rank's part of the gradient, in float32, between a backward pass and the end of the step.
+        master: the float32 values of `own`, which the optimizer updates; in float32 training `own` itself.
+            `master.grad` is this rank's part of the gradient, in float32, between a backward pass and the end of the
+            step.
         ranges: the parameters in `master`.
         missing: number of parameters without a gradient in the current backward pass.
     """
@@ -123,7 +124,7 @@ class FlatWeights:
     def __init__(
         self, optimizer: torch.optim.Optimizer, rank: int, ranks: int, bucket_size: int, sums_in_float32: bool
     ) -> None:
-        """Move the parameters of `optimizer` to flat tensors. The optimizer updates each element alone, or is Muon.
+        """Move the parameters of `optimizer` to flat tensors. It must update each element by itself, or be Muon.
 
         Args:
             rank, ranks: this rank and the number of ranks of the default process group, which must exist if there are
@@ -218,7 +219,7 @@ class FlatWeights:
         return norm.where(norm.isfinite(), torch.inf)
 
     def clip(self, norm: Tensor, limit: float) -> None:
-        """Multiply the gradient by limit / norm, for a `norm` above `limit`."""
+        """Multiply the gradient by limit / norm if `norm` is above `limit`."""
         factor = 1.0 / torch.clamp((norm + 1e-6) / limit, min=1.0)
         gradients = [master.grad for master in self.masters() if master.grad is not None]
         torch._foreach_mul_(gradients, factor)

@@ -48,7 +48,7 @@ class WholeWeights:
         return nn.utils.get_total_norm([each.grad for each in self._parameters if each.grad is not None])
 
     def clip(self, norm: Tensor, limit: float) -> None:
-        """Multiply the gradient by limit / norm, for a `norm` above `limit`."""
+        """Multiply the gradient by limit / norm if `norm` is above `limit`."""
         nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)
 
     def step(self) -> None:
@@ -67,7 +67,7 @@ class WholeWeights:
 
 
 class NativeEngine:
-    """Trains a model whose weights every rank has; `protocol.py` describes the methods."""
+    """Trains a model of which every rank has all weights; `protocol.py` describes the methods."""
 
     copies: frozenset[str] = frozenset()
     loss_scale: float | None = None

@@ -96,7 +96,7 @@ class Peers:
         threading.Thread(target=work, name="peers", daemon=True).start()
 
     def explain(self, error: BaseException) -> None:
-        """Add a note with the lost rank to an error that the loss may have caused."""
+        """Add a note to an error that the lost rank may have caused, if there is a lost rank."""
         if self._watches and self._found.wait(POLL):
             error.add_note(f"{self.lost} had already ended; see the message of that rank")
 

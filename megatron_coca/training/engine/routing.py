@@ -19,7 +19,7 @@ def balancing_of(model: GPT, config: Config) -> Balancing | None:
 
 def finish_routing(balancing: Balancing | None, taken: bool) -> StepRouting | None:
     """Update the balancing after a step, if the step changed weights (`taken`), and return what the routers of all
-    ranks did in it; None without mixtures of experts. Every rank must call this.
+    ranks did in the step; None without mixtures of experts. Every rank must call this.
     """
     routing = balancing.take() if balancing is not None else None
     if balancing is None or routing is None:

@@ -87,7 +87,7 @@ class Launcher(NamedTuple):
 
 
 INCOMPLETE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Variables of an incomplete environment: a launcher sets at least the first and the last of them."""
+"""Variables that show an incomplete environment: a launcher sets at least the first and the last of them."""
 
 
 def find_location(environment: Variables) -> RankLocation | None:

@@ -37,8 +37,8 @@ Script = Sequence[str]
 
 
 def _python(script: Script) -> list[str]:
-    """Return the command that runs `script` with this interpreter. It is unbuffered, so that the lines of several
-    processes appear in order.
+    """Return the command that runs `script` with this interpreter. Its output is unbuffered, so that the lines of
+    several processes appear in order.
     """
     return [sys.executable, "-u", *script]
 

@@ -72,8 +72,8 @@ def spike_limit(values: Iterable[float], factor: float) -> float:
 class LossGuard:
     """Judges every step of a run by its loss and gradient norm.
 
-    All ranks must pass the same numbers, so that they get the same verdicts. A step is compared with earlier steps: get
-    `limits`, skip the optimizer step if `bad_reason` returns a reason, then call `observe`.
+    All ranks must pass the same numbers, so that they get the same verdicts. In every step, get `limits`,
+    skip the optimizer step if `bad_reason` returns a reason, then call `observe`.
     """
 
     def __init__(self, config: FaultConfig) -> None:

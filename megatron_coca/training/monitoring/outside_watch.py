@@ -1,7 +1,8 @@
 """A small child process that ends this process if it no longer answers, for example because C code keeps the GIL.
 
-The child counts its own ticks and reads the state of this process from /proc, so a suspension of either (SIGSTOP,
-Ctrl-Z, Slurm's suspend) does not count. A timer in this process, such as faulthandler's, would expire meanwhile.
+The child counts its own ticks and reads the state of this process from /proc, so a suspension of either
+process (SIGSTOP, Ctrl-Z, Slurm's suspend) does not count. A timer in this process, such as faulthandler's, would expire
+during a suspension.
 
 The child runs this file as a program. The file imports only the standard library.
 """
@@ -26,7 +27,8 @@ LONGEST_TICK = 1.0
 class OutsideWatch:
     """The child process. It ends this process by `END` if `beat` is not called for `limit` seconds.
 
-    If the process has not ended `grace` seconds later, for example because nobody reads standard error, it is killed.
+    If the process has not ended `grace` seconds later, for example because nobody reads standard error, the child
+    kills it.
     """
 
     def __init__(self, limit: float, grace: float, rank: int) -> None:

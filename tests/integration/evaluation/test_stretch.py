@@ -134,7 +134,7 @@ def test_a_short_budget_leaves_out_and_the_same_command_continues(
         (["--methods", "yarm"], "--methods yarm: unknown method"),
         (["--methods", "rerope:3"], "--methods rerope:3: rerope has no factor"),
         (["--to", "16x"], "has fewer than 8193 tokens"),
-        (["--documents", "9"], "has only 4 times 1025 tokens, not 9 times"),
+        (["--documents", "9"], "has text for only 4 documents of 1025 tokens, not 9"),
     ],
 )
 def test_mistakes(

@@ -188,7 +188,7 @@ def test_a_cap_of_the_logits_is_applied_and_named(tmp_path: Path, caplog: pytest
     assert (expected.abs() > cap).any(), "left out"
     found = open_checkpoint(tmp_path).load(dtype=torch.float64).model(tokens(LONG))
     torch.testing.assert_close(found, cap * torch.tanh(expected / cap), rtol=1e-9, atol=1e-9)
-    assert "final_logit_softcapping: the gemma3 class of transformers leaves this key out; it is appl" in caplog.text
+    assert "final_logit_softcapping: the gemma3 class of transformers ignores this key; it is appl" in caplog.text
 
 
 SPELLINGS = {

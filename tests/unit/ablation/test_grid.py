@@ -200,7 +200,7 @@ def test_a_plan_needs_no_data(write: Write, corpus: Path, monkeypatch: pytest.Mo
     write_cell(planned[0], record)
     again, _ = plan(write(shards))
     assert again[0].name.startswith("roformer-s1-") and again[2].name.startswith("nope-s1-")
-    with pytest.raises(EvaluationError, match="vocab_size: not set, and the training data that would tell it"):
+    with pytest.raises(EvaluationError, match="vocab_size: not set, and the training data that determine it"):
         plan(write(shards | {"vocab_size": None, "data_root": "elsewhere"}))
 
 

@@ -56,7 +56,7 @@ def test_a_stock_class(served: Served) -> None:
 )
 def test_a_reason(keys: dict[str, Any], length: int, reason: str, served: Served) -> None:
     text = served("--length", str(length), **keys)
-    assert "vLLM cannot serve it:" in text and reason in text and "vllm serve" not in text
+    assert "vLLM cannot serve the folder:" in text and reason in text and "vllm serve" not in text
 
 
 def test_one_text_at_a_time(served: Served) -> None:

@@ -109,7 +109,7 @@ def test_the_peer_trains_as_many_numbers_with_peft() -> None:
     for kind, lora in (("transformers", {}), ("llama", {"targets": ["mlp"]}), ("llama", {"also": ["output_head"]})):
         shape = SHAPE | (LLAMA if kind == "llama" else {})
         other = load_config([], shape | {"lora": lora, "no_weight_tying": True})
-        with pytest.raises(ConfigError, match="lora: adapters of peft are compared with --peer llama"):
+        with pytest.raises(ConfigError, match="lora: peft's adapters are supported only with --peer llama"):
             transformers_step(other, "cpu", kind=kind)
 
 

@@ -52,7 +52,7 @@ COHERE = (
 
 
 def _compass_sections(sections: Json) -> Json:
-    """Return the sections without the axes of images. The keys beside the sections are left out, as in the class."""
+    """Return the sections without the axes of images. Keys beside the sections are ignored, as in the class."""
     kept = {name: part for name, part in sections.items() if name not in ("rope_type", "rope_theta")}
     return {name: without_axes(part) for name, part in kept.items()}
 

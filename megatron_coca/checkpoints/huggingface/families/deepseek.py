@@ -46,8 +46,9 @@ WeightTable = Callable[[ModelConfig], Rows]
 
 
 def last_in_pairs(heads: int, before: int, rotated: int) -> WeightPacking:
-    """Return the packing of a matrix or bias whose rows are `heads` heads: `before` rows, then `rotated` rows in
-    rotary pairs of neighbours. Our pairs are (i, i + rotated / 2).
+    """Return the packing of a matrix or bias whose rows form `heads` heads.
+
+    Each head has `before` rows, then `rotated` rows in rotary pairs of neighbours. Our pairs are (i, i + rotated / 2).
     """
 
     def turned(x: Tensor, change: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -144,7 +145,7 @@ def _minicpm3(config: Json, keys: Json) -> dict[str, Any]:
 def _written_minicpm3(config: Config) -> dict[str, Any]:
     model = config.model
     depth = model.residual_scale * sqrt(model.num_layers)
-    short = float(f"{depth:.12g}")  # the factor that an import divided
+    short = float(f"{depth:.12g}")  # the value of scale_depth before an import divided it
     return {
         "scale_depth": short if short / sqrt(model.num_layers) == model.residual_scale else depth,
         "dim_model_base": round(model.final_logit_scale * model.hidden_size),

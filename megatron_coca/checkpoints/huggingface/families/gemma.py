@@ -145,8 +145,8 @@ def _extensions(config: Json) -> dict[str, dict[str, Any]]:
 def _headings(config: Json, sliding: list[bool]) -> dict[bool, Heading]:
     """Return the heads of layers with a window (True) and without one (False).
 
-    A config.json that transformers saved lists changes by layer in `per_layer_config`. In published ones, keys with
-    `global` in their names apply to the layers without a window.
+    If transformers saved the config.json, `per_layer_config` in it lists the changes of each layer. In a published
+    config.json, keys with `global` in their names apply to the layers without a window.
     """
     own: Heading = (config.get("head_dim", 256), config.get("num_key_value_heads", 4))
     changes, width, keys = config.get("per_layer_config"), config.get("global_head_dim", 512), None

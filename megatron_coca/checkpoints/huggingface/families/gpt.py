@@ -54,7 +54,7 @@ GPT2 = transformer(
 )
 
 GROUPS = 4
-"""Groups of heads in CodeGen's packed projection, whatever the number of heads is."""
+"""Number of groups of heads in CodeGen's packed projection, for any number of heads."""
 
 
 def _join_codegen(parts: Sequence[Tensor], heads: Heads) -> Tensor:

@@ -196,7 +196,7 @@ MODERNBERT = (
 
 
 def _modernbert(config: Json, keys: Json) -> dict[str, Any]:
-    """Read the older name of the rotary base of layers without a window. The head must be like the MLP."""
+    """Read the older name of the rotary base of layers without a window. The head must be built like the MLP."""
     for head, block, default in (("bias", "mlp_bias", False), ("activation", "hidden_activation", "gelu")):
         if config.get(f"classifier_{head}", default) != config.get(block, default):
             raise NotSupported(f"classifier_{head}: differs from {block}, which is not supported")
@@ -210,7 +210,7 @@ def _modernbert(config: Json, keys: Json) -> dict[str, Any]:
     if raw.get("sliding_window") not in (None, raw.get("local_attention", 128) // 2):
         raise NotSupported("sliding_window: differs from half of local_attention; correct one of the two")
     section = (config.get("rope_parameters") or {}).get(FULL) or {}
-    base, slides = config.get("global_rope_theta"), "sliding_window_width" in keys  # every layer slides
+    base, slides = config.get("global_rope_theta"), "sliding_window_width" in keys  # every layer has a window
     return {} if slides or base is None or "rope_theta" in section else {"rotary_emb_base": float(base)}
 
 

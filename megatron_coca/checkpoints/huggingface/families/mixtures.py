@@ -144,7 +144,7 @@ def _ernie(config: Json, keys: Json) -> dict[str, Any]:
 
 
 def _written_ernie(config: Config) -> dict[str, Any]:
-    """Return the keys that `_ernie` reads. A model whose layers they do not describe differs when it is read back."""
+    """Return the keys that `_ernie` reads. If they do not fit a model's layers, it differs when it is read back."""
     model = config.model
     mixed = [number for number, kind in enumerate(model.mlp_names) if kind == EXPERTS] or [0]
     gap = mixed[1] - mixed[0] if len(mixed) > 1 else 1
@@ -247,7 +247,7 @@ def _written_solar(config: Config) -> dict[str, Any]:
 def _counted(
     experts: int, top_k: int, width: int | None = None, name: str = "num_experts"
 ) -> dict[str, tuple[str, Any]]:
-    """Return the keys of the experts' numbers and of their width, if they have a key of their own for it."""
+    """Return the keys of the numbers of experts, and of the experts' width if it has a key of its own."""
     keys = {name: ("moe_num_experts", experts), "num_experts_per_tok": ("moe_top_k", top_k)}
     return keys if width is None else keys | {"moe_intermediate_size": ("moe_intermediate_size", width)}
 

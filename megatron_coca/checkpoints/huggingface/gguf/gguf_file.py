@@ -38,12 +38,12 @@ DEFAULT_BASE = 10000.0
 REQUIRED = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
 """Keys without a default. If one is missing, transformers takes the value of some model of the architecture."""
 EPSILONS = {"falcon": "layer_norm_epsilon", "nemotron": "norm_eps"}
-"""Architectures of which transformers does not read NORM -> its key of config.json."""
+"""Architectures for which transformers does not read NORM -> the key of config.json that has its value."""
 PARTLY_ROTATED = ("stablelm", "nemotron", "phi3")
 """Values of `model_type` with the key partial_rotary_factor."""
 LARGEST = {"gemma2": 46, "gemma3": 62}
-"""Layers of the models with 27 billion parameters. Only these scale queries by the square root of hidden_size / heads,
-which no key of the file says; all others scale by the square root of head_dim.
+"""Numbers of layers of the models with 27 billion parameters. Only these models scale queries by the square root of
+hidden_size / heads, which no key of the file records. All others scale queries by the square root of head_dim.
 """
 NO_EFFECT = frozenset(
     {
@@ -248,7 +248,7 @@ class GgufFile:
         return found
 
     def _completed(self, given: Json, own: dict[str, Any]) -> dict[str, Any]:
-        """Return the keys of config.json with those that follow from optional keys, and from the weights."""
+        """Add the keys of config.json that follow from optional keys or from the weights to `own`, and return it."""
         from transformers import AutoConfig
 
         names = _libraries(self.path).utilities.GGUF_TO_TRANSFORMERS_MAPPING["config"].get(self._architecture, {})
@@ -300,8 +300,9 @@ class GgufFile:
         return Weights(entries, read, self.path, origins)
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer in the file to a folder, under transformers' names. Raises CheckpointError, also if it
-        would encode texts differently than the model expects.
+        """Write the tokenizer in the file to a folder, under transformers' names.
+
+        Raises CheckpointError, also if the tokenizer would encode texts differently than the model expects.
         """
         with _as_checkpoint_error(self.path), library_errors_as_data_errors():
             self._reader  # noqa: B018 - its counts are checked before transformers reads the file

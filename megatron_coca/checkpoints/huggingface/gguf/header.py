@@ -1,4 +1,7 @@
-"""Read the header of a GGUF file of a stranger. Every count in it is checked against the size of the file."""
+"""Read the header of a GGUF file, which may come from a stranger.
+
+Every count in the header is checked against the size of the file.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,7 @@
 """Read what transformers does not read of the tokenizer in a GGUF file.
 
-transformers converts the vocabulary. It ignores how a text is divided before merges, unless it knows the name
-(`tokenizer.ggml.pre`), whether a space begins a text, and which further tokens end an answer.
+transformers converts the vocabulary. It ignores whether a space begins a text, and which further tokens end an answer.
+If it does not know the name in `tokenizer.ggml.pre`, it also ignores how a text is divided before merges.
 """
 
 from collections.abc import Mapping

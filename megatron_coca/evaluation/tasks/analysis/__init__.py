@@ -1,1 +1,1 @@
-"""Angles, scores and entropy of attention: what is known of the task, and its measurement."""
+"""Angles, scores and entropy of attention: the declaration of the task, and its measurement."""

@@ -34,8 +34,8 @@ from megatron_coca.evaluation.window_progress import WindowProgress
 from megatron_coca.model import GPT
 
 COLLINEAR = 1e-9
-"""Radians below which two directions count as equal. Rounding in float64 turns a product u q by 1e-16, while the
-smallest angles from a float32 projection are at least a thousand times this limit."""
+"""Radians below which two directions count as equal. Rounding in float64 rotates a product u q by 1e-16 radians,
+while angles after a float32 projection are at least a thousand times this limit."""
 NEAR = 16
 """Every distance up to this value is sampled."""
 PER_OCTAVE = 4

@@ -25,7 +25,7 @@ class Part(Record):
 class Angles(Part):
     """The initial angles Theta_j from k_j to q_j, in radians, in (-pi, pi]. Shares are over token pairs and j.
 
-    There is no angle if q_j or k_j is zero. `undefined` is the share without one; the other shares are of the rest.
+    There is no angle if q_j or k_j is zero. `undefined` is the share of such pairs; the other shares leave them out.
     """
 
     undefined: MaybeShare
@@ -52,12 +52,12 @@ class Decay(Part):
     falling: list[MaybeShare]  # share of pairs with a lower score at the next distance
     falling_mean: MaybeShare
     change: list[float | None] | None = None  # mean score minus the score at distance 0; None in earlier files
-    low: list[float | None] | None = None  # its first quartile over layers, heads and pairs
+    low: list[float | None] | None = None  # first quartile of the change over layers, heads and pairs
     high: list[float | None] | None = None
 
 
 class Entropy(Part):
-    """Entropy in nats of a query's attention weights: means over documents and over every dimension not in the name."""
+    """Entropy in nats of a query's attention weights: means over documents and over all that the field's name lacks."""
 
     positions: list[int]  # positions of the sampled queries
     by_position: list[float]
@@ -81,7 +81,7 @@ class LengthAnalysis(Entry):
 class AnalysisProtocol(Part):
     text: str
     pairs: int  # token pairs for angles, over all documents
-    queries: int  # per document: positions for entropy, and pairs of the sweep
+    queries: int  # per document: positions for entropy, and pairs of the distance sweep
     seed: int  # seed for drawing the pairs
     layers: str | None = None  # the type of the analysed layers if there are several types
 

@@ -1,1 +1,1 @@
-"""Tasks of lm-evaluation-harness: what is known of the task, and its measurement."""
+"""Tasks of lm-evaluation-harness: the declaration of the task, and its measurement."""

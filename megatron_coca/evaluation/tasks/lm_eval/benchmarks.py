@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 PUNKT = "nltk_data/tokenizers/punkt_tab"
-"""The sentence splitter that ruler's tasks with essays use, as a folder below that of `--datasets`."""
+"""The folder below that of `--datasets` with the sentence splitter of ruler's tasks with essays."""
 ESSAYS = "baber/paul_graham_essays"
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"
 HOTPOT = (
@@ -94,7 +94,7 @@ LONGBENCH_CHINESE: Mapping[str, tuple[str, ...]] = {
     "Synthetic Tasks": ("passage_retrieval_zh",),
 }
 LONGBENCH_BUCKETS: Mapping[str, tuple[int, int | None]] = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, None)}
-"""The columns of LongBench-E's tables: from this number of words to below that number."""
+"""The columns of LongBench-E's tables: the least number of words, and the number at which the next column begins."""
 
 
 def bucket_of(words: int) -> str:

@@ -26,7 +26,7 @@ AVERAGE, MEAN = "Avg", "mean"
 TOGETHER = "mean of the common tasks"
 """The row of means over the tasks that all labels have, if no label has all tasks of the benchmark."""
 BABILONG_MEAN = benchmarks.BABILONG_TASKS[:5]
-"""The tasks of BABILong's means, which have all lengths."""
+"""The tasks in BABILong's means: those with data of all lengths."""
 GROUPS = frozenset({"ruler", "babilong", "babilong_longctx", "longbench", "longbench_e"})
 ScoreColumn = int | str
 
@@ -128,7 +128,7 @@ DERIVED: Mapping[str, Callable[[Sequence[ScoreCell]], list[ScoreCell]]] = {
 
 
 def with_cells(loaded: Sequence[LoadedResult], benchmark: str) -> list[LoadedResult]:
-    """Return the results with the cells of one benchmark in place of their entries, without results that have none."""
+    """Return the results that have cells of one benchmark, with these cells in place of their entries."""
     kept = []
     for item in loaded:
         result: Any = item.result
@@ -162,7 +162,7 @@ def with_derived(group: ResultGroup, benchmark: str) -> tuple[ResultGroup, list[
 
 
 def has_row(group: ResultGroup, row: str, column: ScoreColumn | None = None) -> bool:
-    """Return True if a label has a number in this row, or in this cell."""
+    """Return True if a label has a number in this row and, if `column` is given, in this column."""
     entries = [entry for series in group.series for entry in series.entries()]
     return any(entry.row == row and column in (None, entry.column) for entry in entries)
 
@@ -223,7 +223,7 @@ def _means(
     columns: Sequence[ScoreColumn],
     head: str = "length",
 ) -> Table:
-    """Return a benchmark's means by length: over all `of` `tasks`, or over the common tasks if no label has all."""
+    """Return means by length over all `of` tasks, which `tasks` names, or over the common ones if no label has all."""
     group, common = extended
     row, few = (
         (MEAN, "") if has_row(group, MEAN) else (TOGETHER, f" over {len(common)} task{'s' if len(common) > 1 else ''}")

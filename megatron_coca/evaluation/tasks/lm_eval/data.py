@@ -66,7 +66,7 @@ class TaskData:
 
         def open_tokenizer(name: str, *arguments: Any, **settings: Any) -> Any:
             own = self.tokenizer is not None and name == self.name
-            # The harness asks for code from the tokenizer's folder; a task must not run it.
+            # The harness would run code from the tokenizer's folder, which a task must not do.
             return (
                 self.tokenizer if own else from_pretrained(name, *arguments, **settings | {"trust_remote_code": False})
             )

@@ -41,8 +41,8 @@ TokenizedRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 class HarnessModel(TemplateLM):
     """Answers the harness's requests as its own HFLM class does with the same weights, so that scores are comparable.
 
-    HFLM itself would show a length-dependent extension the longest input of a batch, and it pads prompts on the left,
-    which not every position method supports. Here all inputs of a batch have the same length.
+    HFLM itself would compute a length-dependent extension for the longest input of a batch. It also pads prompts on
+    the left, which not every position method supports. Here all inputs of a batch have the same length.
 
     `encoding` encodes texts. Inputs longer than `limits.max_length` are truncated; `cut` maps each task to the
     documents with such inputs, and `unfinished` each task to the documents with an answer that had not ended after the
@@ -311,7 +311,7 @@ def evaluate_task(
             _keep_plain(task)
     settings = {} if chat is None else {**chat, "apply_chat_template": True}
     if all(is_by_length(task) for task in loaded["tasks"].values()):
-        limit = None  # `data` has applied it to every length
+        limit = None  # `data` has applied the limit to every length
     results = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True, **settings)
     assert results is not None, "the harness returns None only in processes other than the first"
     return dict(results)

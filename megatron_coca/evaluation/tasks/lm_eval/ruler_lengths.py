@@ -57,7 +57,7 @@ def _variable_tracking(count: CountTokens, length: int) -> int:
 
 
 def _common_words(count: CountTokens, length: int) -> int:
-    """Measure the task's first attempt. If it is too long, the task goes on with prompts without any word."""
+    """Measure the task's first attempt. If that is too long, the task makes prompts without any words."""
     code = _code("cwe_utils")
     state = code.RNG.getstate()
     attempts = [code.generate_input_output(10, length) for _ in range(DRAWS)]
@@ -71,7 +71,7 @@ def _common_words(count: CountTokens, length: int) -> int:
 
 def _frequent_words(count: CountTokens, length: int) -> int:
     code = _code("fwe_utils")
-    return max(200, count(code.TEMPLATE.format(context="", query="")) + 50)  # it draws length // 50 words, at least 4
+    return max(200, count(code.TEMPLATE.format(context="", query="")) + 50)  # the task draws length // 50 words or 4
 
 
 SHORTEST: Mapping[str, Callable[[CountTokens, int], int]] = {

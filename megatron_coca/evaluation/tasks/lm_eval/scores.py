@@ -133,7 +133,7 @@ def _by_length(name: str, samples: Sequence[Mapping[str, Any]], cut: Collection[
 
 
 def _is_absent(task: str, metric: str, key: str, results: dict[str, Any]) -> bool:
-    """Return True if a task's score is `NOT_MEASURED` because the score of every sample is."""
+    """Return True if a task's score is `NOT_MEASURED` because every sample has this score."""
     found = [sample[metric] for sample in results["samples"].get(task, ()) if metric in sample]
     at_all = results["results"].get(task, {}).get(key) == NOT_MEASURED
     return at_all and bool(found) and all(isinstance(one, int | float) and one == NOT_MEASURED for one in found)

@@ -1,1 +1,1 @@
-"""LongPPL: what is known of the task, and its measurement."""
+"""LongPPL: the declaration of the task, and its measurement."""

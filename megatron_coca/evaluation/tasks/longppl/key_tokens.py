@@ -5,8 +5,8 @@ A token is a key token if two conditions hold for its log-likelihood given the w
     log P(x | l) - log P(x | s) > alpha    (the long-short difference, LSD)
     log P(x | l) > beta                    (the long-context likelihood, LCL)
 
-The short context has at least `short` and fewer than `short + stride` tokens: `stride` consecutive tokens share its
-beginning, and positions are counted from there.
+The short context has at least `short` and fewer than `short + stride` tokens: for `stride` consecutive tokens it begins
+at the same token, and positions are counted from that token.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,8 +102,8 @@ def merged(spans: Sequence[TokenSpan]) -> list[TokenSpan]:
 def tokens_within(offsets: Sequence[TokenSpan], spans: Sequence[TokenSpan]) -> np.ndarray:
     """Return the places of the tokens, except the first, that lie within one of the spans (int64).
 
-    `offsets` are the characters of each token of the evaluated model. So key tokens of one tokenizer become those of
-    another.
+    `offsets` are the characters of each token of the evaluated model. So this translates key tokens of another
+    tokenizer, given as spans.
     """
     found, index = [], 0
     joined = merged(spans)

@@ -109,7 +109,7 @@ def run(args: Namespace, show: Show) -> int:
 
 
 def _has_all(path: Path, lengths: Sequence[int]) -> bool:
-    """Return True if a result file already has all lengths. `Store` checks later that the measurement is the same."""
+    """Return True if a result file already has all lengths. `Store` checks later that it has the same measurement."""
     try:
         found = read_record(path, LongPerplexityResult, "a result")
     except EvaluationError:

@@ -73,7 +73,7 @@ def add_longppl_options(parser: ArgumentParser) -> None:
     )
     stride = "number of tokens that share the beginning of a short context; default: %(default)s"
     add("--stride", type=token_count, default=1024, metavar="S", help=stride)
-    alpha = "smallest gain of a key token's log-likelihood by the long context, in nats; default: %(default)g"
+    alpha = "smallest log-likelihood that a key token gains from the long context, in nats; default: %(default)g"
     add("--alpha", type=float, default=2.0, metavar="NATS", help=alpha)
     beta = "smallest log-likelihood of a key token given the long context, in nats; default: %(default)g"
     add("--beta", type=float, default=-2.0, metavar="NATS", help=beta)

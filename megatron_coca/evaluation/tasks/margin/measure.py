@@ -1,7 +1,7 @@
 """`megatron-coca evaluate margin`: margins of hidden facts, and the loss of the same tokens by length.
 
-A margin is the log-probability of the right answer minus that of the likeliest foil, an answer of the same form. It
-distinguishes models that all answer right, or all wrong.
+A margin is the log-probability of the right answer minus that of the likeliest foil, which is a wrong answer of the
+same form. Margins distinguish even models of which all answer right, or all wrong.
 """
 
 from argparse import Namespace
@@ -52,11 +52,11 @@ PROTOCOL = (
 
 
 ANSWER_TOKENS = 8
-"""Tokens of a length that are left for the answer."""
+"""Tokens of each length that the prompt leaves for the answer."""
 MOST_SCORED = 1024
 """Scored tokens per document by default; at most half of the training length."""
 DOCUMENTS = 4
-"""Most documents without --num-documents. Shorter data has fewer."""
+"""Largest number of documents without --num-documents. Short data may have fewer."""
 REMEDY = "shorten --lengths, or use --dtype bfloat16"
 
 Cases = Sequence[tuple[str, Case]]
@@ -119,14 +119,14 @@ def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: i
     found = collect_documents(names, evaluation.tokenizer, vocabulary, length, wanted or DOCUMENTS, joined=True)
     if len(found.arrays) < (wanted or 1):
         raise EvaluationError(
-            f"{', '.join(names)}: has only {len(found.arrays)} times {length} tokens, not {wanted} times; name more "
-            "texts with --data, or ask for fewer documents"
+            f"{', '.join(names)}: has text for only {len(found.arrays)} documents of {length} tokens, not "
+            f"{wanted or 1}; name more texts with --data, or ask for fewer documents"
         )
     return found
 
 
 def begun(store: Store[MarginResult], length: int) -> MarginEntry:
-    """Return the entry of a length as far as it is measured."""
+    """Return the entry of a length with what is measured so far."""
     result = store.result
     empty = MarginEntry(length=length, documents=result.documents.count, scored=result.protocol.scored)
     entry: MarginEntry = store.get((length,)) or empty
@@ -138,7 +138,7 @@ def score_windows(
 ) -> Iterator[int]:
     """Score each document that has no loss at this length, in a window of this length.
 
-    Every loss is stored before the number of tokens that the model has read for it is yielded.
+    Yields the number of tokens read for each document, after its loss is stored.
     """
     protocol = store.result.protocol
     for tokens in documents[len(begun(store, length).nlls) :]:
@@ -153,7 +153,7 @@ def score_windows(
 def score_facts(subject: Subject, store: Store[MarginResult], cases: Cases, length: int) -> Iterator[int]:
     """Measure each case that has no margin at this length.
 
-    Every margin is stored before the number of tokens of its prompt is yielded.
+    Yields the number of tokens of each prompt, after its margin is stored.
     """
     assert subject.tokenizer is not None, "the cases were encoded by it"
     known = {case.number for case in begun(store, length).cases}
@@ -193,7 +193,7 @@ def make_cases(form: PromptForm, length: int, count: int, seed: int = 0) -> Case
     passkeys = retrieval_cases.passkey(answer_stub=True, digits=DIGITS).make_cases(form, length, -(-count // 2), seed)
     made: list[tuple[str, Case]] = []
     for number in range(count // 2):
-        # Rounded depths repeat if there are many needles, so the number is a part of the seed.
+        # Rounded depths repeat if there are many needles, so the needle's number is part of the seed.
         task = retrieval_cases.needle(round(100 * _spread(number + 1)), FILLER_HAYSTACK, answer_stub=True)
         own = task.make_cases(form, length, 1, seed * MOST_NEEDLES + number)
         made += [("passkey", passkeys[number]), ("needle", own[0])]
@@ -201,16 +201,16 @@ def make_cases(form: PromptForm, length: int, count: int, seed: int = 0) -> Case
 
 
 def _spread(number: int) -> float:
-    """Return the number's binary digits behind the point, in reverse order: 1/2, 1/4, 3/4, 1/8, .. (van der Corput)."""
+    """Return 0.b, where b is the number's binary digits in reverse order: 1/2, 1/4, 3/4, 1/8, .. (van der Corput)."""
     digits = f"{number:b}"
     return int(digits[::-1], 2) / 2 ** len(digits)
 
 
 def margins(model: GPT, tokenizer: Tokenizer, cases: Cases, known: Container[int] = ()) -> Iterator[CaseMargin]:
-    """Yield the margins of the cases except the `known` numbers.
+    """Yield the margins of the cases whose numbers are not in `known`.
 
-    Prompts of equal length share their beginning (`SharedPrefix`). They are ordered by their tokens, and thus by the
-    depth of the fact.
+    Cases are ordered by the tokens of their prompts, and thus by the depth of the fact. So prompts of equal length
+    share a long beginning, which is computed once (`SharedPrefix`).
     """
     shared, waiting = SharedPrefix(model), [number for number in range(len(cases)) if number not in known]
     for number in sorted(waiting, key=lambda number: prefix_order(cases[number][1].prompt)):
@@ -241,7 +241,7 @@ def _continuations(tokenizer: Tokenizer, stub: str, answers: Sequence[str]) -> t
 
 
 def _common_beginning(answers: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens with which all answers begin; at most all but the last of the shortest answer."""
+    """Return with how many tokens all answers begin. The last token of the shortest answer never counts."""
     first = np.array(answers[0])
     return min(*(common_prefix(first, np.array(each)) for each in answers[1:]), min(map(len, answers)) - 1)
 
@@ -250,10 +250,10 @@ def _common_beginning(answers: Sequence[Sequence[int]]) -> int:
 def _scores(
     model: GPT, shared: SharedPrefix, prompt: np.ndarray, answers: Sequence[Sequence[int]]
 ) -> tuple[list[float], bool]:
-    """Return the log-probability of each answer after the prompt, and whether greedy decoding gives the first.
+    """Return the log-probability of each answer after the prompt, and whether greedy decoding gives the first answer.
 
-    Tokens with which all answers begin are given to the model: a model that would first write "a" instead of the space
-    before a number may still know the number.
+    Greedy decoding starts after the tokens with which all answers begin: a model that would first write "a" instead of
+    the space before a number may still know the number.
     """
     shared_tokens = _common_beginning(answers)
     device, longest = next(model.parameters()).device, max(map(len, answers))

@@ -37,12 +37,12 @@ class CaseMargin(Record):
 
 
 class MarginEntry(Entry):
-    """The facts and losses of one length that are measured so far. Other numbers follow from them."""
+    """The facts and losses of one length that are measured so far; other numbers are computed from these."""
 
     length: int  # tokens of an input
-    documents: int  # documents to score; there are fewer losses while they are scored
+    documents: int  # number of documents to score; `nlls` is shorter until all are scored
     scored: int  # tokens of each document
-    cases: list[CaseMargin] = []  # sorted by number; numbers are missing while more facts are measured
+    cases: list[CaseMargin] = []  # sorted by number; some numbers are missing until all facts are measured
     nlls: list[float] = []  # nats, sum over the scored tokens of each document
 
     @property
@@ -83,12 +83,12 @@ def mean(values: Sequence[float]) -> float:
 
 
 def facts_at(length: int) -> str:
-    """Return the name of the facts of a length among costs and missing entries."""
+    """Return the name of a length's facts in costs and missing entries."""
     return f"length {length}"
 
 
 def windows_at(length: int) -> str:
-    """Return the name of the windows of a length among costs and missing entries."""
+    """Return the name of a length's windows in costs and missing entries."""
     return f"length {length}, windows"
 
 
@@ -118,10 +118,10 @@ def add_margin_options(parser: ArgumentParser) -> None:
     data = "text files, JSONL files, folders of such files, or shard prefixes; default: the run's test data"
     add("--data", type=expanded, nargs="+", metavar="PATH", help=data)
     documents = (
-        "most documents for the loss, each with one window of each length; default: 4, or fewer if data are short"
+        "number of documents for the loss, each with one window of each length; default: 4, or fewer if data are short"
     )
     add("--num-documents", type=positive_int, metavar="N", help=documents)
-    longest = "truncate documents to N tokens and the one after them; default: the greatest length"
+    longest = "truncate documents to N + 1 tokens; default: the greatest length"
     add("--max-length", type=length, metavar="N", help=longest)
     scored = "scored tokens of each document; default: 1024, or half of the training length if that is less"
     add("--scored", type=token_count, metavar="N", help=scored)

@@ -1,1 +1,1 @@
-"""Sliding-window perplexity: what is known of the task, and its measurement."""
+"""Sliding-window perplexity: the declaration of the task, and its measurement."""

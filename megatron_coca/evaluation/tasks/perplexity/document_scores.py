@@ -49,7 +49,7 @@ class DocumentScores:
         write_atomically(path, record.model_dump_json().encode())
 
     def remove(self) -> None:
-        """Remove all scores of the result file. It must be complete."""
+        """Remove all scores of the result file, which must be complete."""
         if self._all is not None:
             shutil.rmtree(self._all, ignore_errors=True)
 

@@ -131,8 +131,8 @@ def _measured_score(
     advance: Callable[[int], None],
     ring: SequenceRing | None = None,
 ) -> tuple[DocumentScore, Meter]:
-    """Return the score of a document, from a part if one has measured it, and its cost. `advance` gets the number of
-    windows that were scored.
+    """Return the score of a document and its cost. If a part has measured both, they are read from `kept`. `advance`
+    is called with the number of windows that were scored.
     """
     if (found := kept.get(window, document)) is not None:
         advance(window_count(len(tokens), window, args.stride))
@@ -149,8 +149,8 @@ def _measure_part(
 ) -> int:
     """Score the documents of part `args.part`, and keep their scores. The command without a part merges them.
 
-    A unit is a variant, a window and a document. The units of a window follow each other, so every part gets the same
-    number of its documents, up to one. A variant without units of this part is not loaded.
+    A unit is a variant, a window and a document. The units of a window follow each other, so the numbers
+    of its documents in two parts differ by at most one. A variant without units of this part is not loaded.
     """
     part, parts = args.part
     pairs = [(window, document) for window in sorted(args.windows, reverse=True) for document in range(len(arrays))]
@@ -374,7 +374,7 @@ def token_losses(model: LanguageModel, hidden: Tensor, targets: Tensor) -> tuple
 def _scored(
     model: LanguageModel, hidden: Tensor, targets: Tensor, vocabulary: int | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the loss of each token, and whether it is predicted, in chunks that limit the memory of the logits."""
+    """Yield each token's loss, and whether it is the likeliest, in chunks that limit the memory of the logits."""
     size = max(1, LOGITS_AT_ONCE.get(hidden.device.type, 1 << 26) // model.logits(hidden[:1]).shape[-1])
     for states, tokens in zip(hidden.split(size), targets.split(size), strict=True):
         logits = model.logits(states)[:, :vocabulary]

@@ -1,1 +1,1 @@
-"""Key-value recall: what is known of the task, and its measurement."""
+"""Key-value recall: the declaration of the task, and its measurement."""

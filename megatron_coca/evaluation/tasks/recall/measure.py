@@ -61,8 +61,8 @@ NO_KIND = -1
 
 
 class Questions(NamedTuple):
-    """Inputs int64 [n, length] and answers int64 [n]. The fact of each is at tokens [first, last), int64 [n]. `kinds`
-    int64 [n] are indices in `QUESTIONS`, or NO_KIND if the task has only one kind of question.
+    """Inputs int64 [n, length] and answers int64 [n]. The fact that answers input i is at its tokens first[i] ..
+    last[i] - 1. `kinds` int64 [n] are indices in `QUESTIONS`, or NO_KIND if the task has only one kind of question.
     """
 
     ids: np.ndarray
@@ -78,8 +78,8 @@ class Questions(NamedTuple):
 
 
 Maker = Callable[[int], list[Questions]]
-"""A function from a length in tokens to the questions for it. Inputs may be shorter than this length. Each `Questions`
-has those of one exact length.
+"""A function that returns the questions for a length in tokens. Inputs may be shorter than this length; each
+`Questions` contains inputs of one exact length.
 """
 
 
@@ -261,7 +261,7 @@ def by_question(kinds: Sequence[int], scores: Sequence[float]) -> dict[str, Tall
 
 
 def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_per_batch: int) -> list[HeadScores]:
-    """Return each head's scores of the last token of `count` questions with the facts and with all other keys."""
+    """Return each head's mean scores of the question with the fact and with all other keys, over `count` questions."""
     device, layers = next(model.parameters()).device, len(model.blocks)
     left, visited = count, list[Tensor]()
 

@@ -57,7 +57,7 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
 
 
 SCORES = {"score of the fact": "fact", "log-sum-exp of all other keys": "rest"}
-"""The two numbers of a retrieving head, by their names."""
+"""The names of a retrieving head's two scores in plots, and their fields in `HeadScores`."""
 
 
 def head_lines(recalls: Mapping[str, Sequence[Mapping[float, RecallEntry]]], score: str) -> list[Line]:

@@ -122,7 +122,7 @@ def shifted(part: str) -> Callable[[RecallEntry], Tally | None]:
 
 
 PARTS = {"": "", ", inside": "inside", ", beyond": "beyond"}
-"""The ends of the names of numbers, and the parts of the questions that they are about."""
+"""The parts of the questions, by the end of a number's name."""
 RECALL = Task(
     "recall",
     "key-value recall by length and shift, and attention scores by head",

@@ -1,1 +1,1 @@
-"""Passkeys, needles and RULER-style tasks: what is known of the task, and its measurement."""
+"""Passkeys, needles and RULER-style tasks: the declarations of the tasks, and their measurement."""

@@ -1,6 +1,6 @@
 """Retrieval tasks: passkey, needle, and RULER-style tasks (Hsieh et al. 2024, arXiv 2404.06654) in our own wording.
 
-The RULER-style tasks need about 512 tokens or more, because they hide more information in longer prompts.
+The RULER-style tasks need about 512 tokens or more. The longer the prompt, the more facts they hide.
 """
 
 import hashlib
@@ -232,7 +232,7 @@ RULER_TASKS: dict[str, Callable[[Random, int], Puzzle]] = {
     "multi_query": multi_query,
     "variable_tracking": variable_tracking,
 }
-"""The puzzle of each task. The keys are `options.RULER_NAMES`."""
+"""The puzzle of each task. The keys are `task.RULER_NAMES`."""
 
 
 def ruler(name: str, haystack: Haystack, answer_stub: bool = False) -> RetrievalTask:

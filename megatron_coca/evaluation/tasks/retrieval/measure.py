@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate passkey`, `needle` and `ruler`: result files and the shared measurement."""
+"""`megatron-coca evaluate passkey`, `needle` and `ruler`: the commands and their shared measurement."""
 
 import logging
 from argparse import Namespace
@@ -63,7 +63,7 @@ RetrievalResult = PasskeyResult | NeedleResult | RulerResult
 
 
 def make_entry(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredEntry:
-    """Build the entry of `megatron-coca evaluate TASK` with this key."""
+    """Build the entry with this key for the result file of `megatron-coca evaluate TASK`."""
     kind, names = ENTRIES[task]
     fields = tally_fields([case.score for case in cases]) | dict(zip(names, key, strict=True))
     if kind is PasskeyEntry:

@@ -87,7 +87,7 @@ def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
 
 SortKey = Callable[[Any, Any], tuple[Any, ...]]
 MEAN_DEPTH = -1
-"""The depth of the mean over all depths, in the keys of entries."""
+"""The value that replaces the depth in the keys of means over all depths."""
 
 
 def _needle_at(depth: int) -> Metric:

@@ -83,7 +83,7 @@ class ScoredEntry(Tally, Entry):
 
 
 class PasskeyEntry(ScoredEntry):
-    """One length. `inside`: cases with the key within the training length of the end; `beyond`: all other cases."""
+    """One length. `inside`: cases with a key at most the training length before the end; `beyond`: all other cases."""
 
     model_config = OPEN
     inside: Tally | None
@@ -224,11 +224,11 @@ COMPARABLE: Comparable = {
     "protocol": "protocol.text",
 }
 LEARNED = 0.5
-"""Accuracy that one label must reach at some length: a task that no model has learned says nothing about lengths."""
+"""Accuracy that a label must reach at some length. A task that no model has learned says nothing about lengths."""
 
 
 def whole(entry: Any) -> Any:
-    """Return the entry, for entries that are tallies themselves."""
+    """Return the entry itself, which is a tally."""
     return entry
 
 

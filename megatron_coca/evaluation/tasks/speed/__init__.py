@@ -1,1 +1,1 @@
-"""Time and memory of position methods: what is known of the task, and its measurement."""
+"""Time and memory of position methods: the declaration of the task, and its measurement."""

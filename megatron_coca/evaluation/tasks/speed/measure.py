@@ -1,6 +1,7 @@
 """`megatron-coca evaluate speed`: time and memory of position methods, side by side in one run.
 
-Each method has a model, and all models share their weights. Times vary between runs, so no two result files are equal.
+Each method has a model of its own, and all models share their weights. Times vary between runs, so no two result files
+are equal.
 """
 
 import statistics
@@ -56,10 +57,7 @@ PROTOCOL = (
 PLAIN: dict[str, str | None] = {"rotary_frequencies": None, "rope_scaling": None, "relative_positions": None}
 PLAIN |= {"logit_scaling": "none", "forgetting_gate": None}
 DECODED = 8
-"""Number of tokens decoded in one call. Decoding a single token is too short to be timed well."""
-
-# Result file
-
+"""Number of tokens decoded in one call. The time of a single token is too short to be measured well."""
 
 # Models
 
@@ -209,7 +207,7 @@ def decode(model: GPT, length: int, batch: int) -> Workload:
             for step in range(length, length + DECODED):
                 model(ids[:, step : step + 1], cache=cache)
         for layer, name in zip(cache.layers, model.layer_types, strict=True):
-            if length < (model.methods[name].window or length + 1):  # a full window keeps its size after every token
+            if length < (model.methods[name].window or length + 1):  # a full window does not grow
                 layer.cut(length)
 
     return Workload(call, batch, DECODED)

@@ -37,7 +37,7 @@ class SpeedEntry(Entry):
     tokens_per_second: float
     to_rope: Ratio | None  # time relative to RoPE; None: RoPE was not measured
     peak_memory_bytes: int | None  # in addition to weights and inputs; includes gradients
-    cache_bytes_per_token: int | None  # per token of a sequence, over all layers; in `decode`
+    cache_bytes_per_token: int | None  # per token of a sequence, over all layers; None except in `decode`
 
     @property
     def key(self) -> tuple[int, int, str]:

@@ -44,7 +44,7 @@ def test_answers_after_a_prompt_that_opens_a_thought(content: str) -> None:
     wanted = [f"{answer.split('</think>')[-1]}</>" for answer in (CHAT[2]["content"], content)]
     assert [text[first:last] for first, last in spans] == wanted
     other = "{% for each in messages %}{{ each.content }}{% endfor %}{% if add_generation_prompt %}Now:{% endif %}"
-    with pytest.raises(DataError, match="the prompt for an answer ends with 'Now:', with which answers do not begin"):
+    with pytest.raises(DataError, match="the prompt for an answer ends with 'Now:', but answers do not begin with it"):
         ChatTemplate(other, {}).answers(CHAT)
 
 

@@ -40,7 +40,7 @@ def of_experts(each: int) -> WeightPacking:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Their names of the modules of a mixture, within the MLP of a layer.
+    """An architecture's names of the modules of a mixture, within the MLP of a layer.
 
     Attributes:
         mlp: name of the MLP in layers with a mixture. `{i}` is the number of the layer.

@@ -31,8 +31,8 @@ TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"} | dict.fromkeys(TANH_GELU, "geglu_tanh")
 PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "relu2": "relu_squared", "xielu": "xielu"}
 PLAIN |= dict.fromkeys(TANH_GELU, "gelu")
-"""Their activation names -> ours. If a function has several names, an export writes the family's default name if
-possible, else the first name.
+"""Names of activations in transformers -> ours. If a function has several names, an export writes the family's default
+name if possible, else the first name.
 """
 TEMPERATURE = "llama_4_scaling_beta"
 """Option of rope_parameters that is the strength of our logit scaling `temperature`. Its period is ORIGINAL."""
@@ -333,7 +333,7 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
     if unread := sorted(section.keys() - {FULL, SLIDING}):
         raise CheckpointError(
             f"{source}: rope_parameters has {', '.join(unread)}, but {family.architecture} reads only the sections "
-            f"{FULL} and {SLIDING}; move it into these sections"
+            f"{FULL} and {SLIDING}; move the keys into these sections"
         )
     # In a config.json for transformers 4, the extension and the base apply to layers without a window.
     name, default = family.by_type
