@@ -48,7 +48,15 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-ADDED = frozenset({"checkpoint.network", "protocol.chat.symbols", "protocol.prompts_sha256", "protocol.text_sha256"})
+ADDED = frozenset(
+    {
+        "checkpoint.network",
+        "checkpoint.recipe",
+        "protocol.chat.symbols",
+        "protocol.prompts_sha256",
+        "protocol.text_sha256",
+    }
+)
 """Fields that may be missing in files of earlier versions. Comparisons of measurements ignore a missing field."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -73,7 +81,8 @@ class CheckpointRecord(Record):
     `network` is a digest of the keys that determine how the weights are used. Our own checkpoints need it, because
     their `identity` covers the weights only. `trained_with` lists the frequency extension, distance map and logit
     scaling used in training, and a rotary base other than 10000. `seed` is the training seed; a measurement is
-    identified by `identity`, not by the seed.
+    identified by `identity`, not by the seed. `recipe` holds the keys of the training that are not at their defaults:
+    optimizer, schedule, batch size, initial values, and how the data were drawn.
     """
 
     path: str
@@ -84,6 +93,7 @@ class CheckpointRecord(Record):
     trained_with: dict[str, JsonValue] = {}
     seed: int | None = None  # None for weights from other projects and in files of earlier versions
     network: str | None = None  # None in files of earlier versions
+    recipe: dict[str, JsonValue] | None = None  # None for weights from other projects and in files of earlier versions
 
 
 class EnvironmentRecord(Record):

@@ -20,8 +20,9 @@ from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
 from megatron_coca.checkpoints.identity import network_digest
 from megatron_coca.checkpoints.weights import DTYPES
-from megatron_coca.config import Config, ConfigError, PositionConfig
+from megatron_coca.config import KEYS, Config, ConfigError, PositionConfig
 from megatron_coca.config.position import ORIGINAL
+from megatron_coca.config.schema import default_of
 from megatron_coca.config.source import given_values
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
@@ -238,6 +239,7 @@ class Evaluation:
             trained_with=trained_with(trained),
             seed=trained.seed if self.opened.step is not None else None,  # not recorded in a Hugging Face folder
             network=network_digest(trained),
+            recipe=recipe_of(trained) if self.opened.step is not None else None,
         )
         environment = environment_record(self.options.dtype, backend, device)
         fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
@@ -281,6 +283,44 @@ def print_missing(label: str, missing: Missing) -> None:
 def environment_record(dtype: str, backend: str | None, device: str) -> results.EnvironmentRecord:
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
     return results.EnvironmentRecord(dtype=dtype, backend=backend, device=name, torch=torch.__version__)
+
+
+def recipe_of(trained: Config) -> dict[str, Any]:
+    """Return the keys that change what a training makes of a seed, except keys at their defaults, paths, and the keys
+    of the network.
+    """
+    flat = trained.flat()
+    keys = [key for key, place in KEYS.items() if place.group in RECIPE_GROUPS or key in RECIPE_KEYS]
+    recipe = {key: flat[key] for key in keys if flat[key] != default_of(key, flat)}
+    if stages := recipe.get("stages"):
+        recipe["stages"] = [{key: value for key, value in stage.items() if _in_stage(key)} for stage in stages]
+    return recipe
+
+
+def _in_stage(key: str) -> bool:
+    """Return whether a key of a stage belongs to the recipe; some keys belong to stages only, such as their names."""
+    return key not in KEYS or key in RECIPE_KEYS or KEYS[key].group in (*RECIPE_GROUPS, "model", "position")
+
+
+RECIPE_GROUPS = ("optimizer", "schedule")
+RECIPE_KEYS = frozenset(
+    {
+        "train_batch_size",
+        "init_method",
+        "init_method_std",
+        "output_layer_init_method",
+        "training_positions",
+        "train_data_weights",
+        "weight_by_num_documents",
+        "weighted_sampler_alpha",
+        "pack_impl",
+        "allow_chopped",
+        "reset_attention_mask",
+        "reset_position_ids",
+        "eod_mask_loss",
+        "synthetic",
+    }
+)
 
 
 def trained_with(trained: Config) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.declaration import Comparable
-from megatron_coca.evaluation.results import Entry, EvaluationError, Missing, Result
+from megatron_coca.evaluation.results import Entry, EvaluationError, Missing, Result, differences
 from megatron_coca.evaluation.tasks import TASKS
 from megatron_coca.support.regular_files import read_regular
 
@@ -189,8 +189,8 @@ def _series(label: str, files: Sequence[LoadedResult]) -> Series:
     """Return the series of one label. Raises EvaluationError if its models differ in more than their training seed."""
     by_weights: dict[str, list[LoadedResult]] = {}
     for item in files:
-        if _model(item.result) != _model(files[0].result):
-            raise _different_models(label, files[0], item)
+        if differing := _disagreement(files[0].result, item.result):
+            raise _different_models(label, files[0], item, f"differ in {', '.join(differing)}")
         by_weights.setdefault(item.result.checkpoint.identity, []).append(item)
     firsts = [items[0] for items in by_weights.values()]
     seeds = [first.result.checkpoint.seed for first in firsts]
@@ -203,16 +203,28 @@ def _series(label: str, files: Sequence[LoadedResult]) -> Series:
     return Series(label, tuple(_merge(label, items) for items in ordered))
 
 
-def _model(result: Result) -> tuple[Any, ...]:
-    """Return the properties in which replicates must agree."""
-    checkpoint = result.checkpoint
-    return checkpoint.step, checkpoint.seq_length, checkpoint.pos_emb, checkpoint.trained_with, result.overrides
+def _disagreement(one: Result, other: Result) -> list[str]:
+    """Return the names of the properties in which two models disagree, but must agree as replicates. A property that
+    only later versions record is compared if both files have it.
+    """
+    models = [each.checkpoint.model_dump(mode="json", include=SAME_FOR_SEEDS) for each in (one, other)]
+    unknown = {name for name in LATER for model in models if model[name] is None}
+    kept = [{name: model[name] for name in model.keys() - unknown} for model in models]
+    before, now = (
+        {"checkpoint": model, "overrides": each.overrides} for model, each in zip(kept, (one, other), strict=True)
+    )
+    return differences(before, now)
 
 
-def _different_models(label: str, one: LoadedResult, other: LoadedResult) -> EvaluationError:
+LATER = frozenset({"network", "recipe"})
+SAME_FOR_SEEDS = {"step", "seq_length", "pos_emb", "trained_with", *LATER}
+
+
+def _different_models(label: str, one: LoadedResult, other: LoadedResult, how: str = "") -> EvaluationError:
+    how = how or "are different models"
     return EvaluationError(
-        f"label `{label}`: has different models in {one.file} and {other.file}, not only different seeds; "
-        "evaluate one of them again with another --label"
+        f"label `{label}`: {one.file} and {other.file} {how}, not only in their seeds; evaluate one of them again with "
+        "another --label"
     )
 
 

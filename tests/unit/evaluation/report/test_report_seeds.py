@@ -101,14 +101,32 @@ def test_an_infinite_perplexity_has_no_finite_mean(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "changes", "overrides"),
-    [(None, {}, {}), (1234, {}, {}), (9, {"step": 5}, {}), (9, {"seq_length": 64}, {}), (9, {}, NTK)],
+    ("seed", "changes", "overrides", "how"),
+    [
+        (None, {}, {}, "are different models"),
+        (1234, {}, {}, "are different models"),
+        (9, {"step": 5}, {}, "differ in checkpoint.step"),
+        (9, {"seq_length": 64}, {}, "differ in checkpoint.seq_length"),
+        (9, {}, NTK, "differ in overrides.rope_scaling"),
+        (9, {"network": "wide"}, {}, "differ in checkpoint.network"),
+        (9, {"recipe": {"optimizer.params.lr": 1e-3, "train_iters": 8}}, {}, "checkpoint.recipe.optimizer.params.lr"),
+    ],
 )
-def test_only_the_seed_may_differ(tmp_path: Path, seed: int | None, changes: Any, overrides: Any) -> None:
+def test_only_the_seed_may_differ(tmp_path: Path, seed: int | None, changes: Any, overrides: Any, how: str) -> None:
     one, two = perplexity("A", {512: 2.0}), perplexity("A", {512: 2.0}, overrides=overrides)
-    results: dict[str, Result] = {"one": of_seed(one, 1234), "two": of_seed(two, seed, identity="other", **changes)}
-    with pytest.raises(EvaluationError, match=r"label `A`: has different models in .*one.json and .*two.json"):
+    first = of_seed(one, 1234, network="narrow", recipe={"optimizer.params.lr": 2e-3, "train_iters": 8})
+    changed = {"network": "narrow", "recipe": first.checkpoint.recipe} | changes
+    results: dict[str, Result] = {"one": first, "two": of_seed(two, seed, identity="other", **changed)}
+    with pytest.raises(
+        EvaluationError, match=rf"label `A`: .*one.json and .*two.json .*{how}, not only in their seeds"
+    ):
         blocks(tmp_path, "perplexity", results)
+
+
+def test_files_of_earlier_versions_are_compared_in_what_they_record(tmp_path: Path) -> None:
+    one, two = of_seed(perplexity("A", {512: 2.0}), 1), of_seed(perplexity("A", {512: 3.0}), 2, network="a", recipe={})
+    cell = blocks(tmp_path, "perplexity", {"one": one, "two": two})[0].tables[0].rows[0].cells[0]
+    assert cell.seeds == 2
 
 
 def test_every_table_has_one_row_for_the_seeds(tmp_path: Path) -> None:
