@@ -79,7 +79,7 @@ CONFIGS: dict[int, dict[tuple[int, int], Launches]] = {
 }
 """Block sizes on CUDA, by architecture and then by (number of segments, `row_class` of the operands).
 
-These sizes have not been timed on a GPU. They were chosen from the compiler's reports (recorded in
+No GPU has compared these sizes with others. They were chosen from the compiler's reports (recorded in
 benchmarks/kernels/budgets.json) so that registers do not spill and loads are pipelined. `with_measured` replaces them
 by sizes that were timed on a GPU, if there are any.
 """

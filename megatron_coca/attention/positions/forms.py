@@ -231,7 +231,7 @@ def check_range(centre: float, dtype: torch.dtype) -> None:
 
     Raises:
         PositionRangeError: `dtype` cannot represent these products. The limit is about 68,000 tokens in float32 and
-            about 5,000 in float16.
+            about 5,300 in float16.
     """
     largest = torch.finfo(dtype).max / 100
     reach = SCALE_BASE * math.log(largest) / math.log((1 + GAMMA) / GAMMA)
