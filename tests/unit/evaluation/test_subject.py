@@ -7,6 +7,7 @@ import pytest
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.subject import recipe_of
 
+ELSEWHERE = {f"{split}_data_paths": ["data/elsewhere"] for split in ("train", "valid", "test")}
 KEYS = {"train_iters": 100, "optimizer.params.lr": 1e-3, "stages": [{"until": "50%", "seq_length": 256}, {}]}
 
 
@@ -19,9 +20,9 @@ def recipe(**keys: Any) -> dict[str, Any]:
     [
         {"seed": 7},
         {"save": "runs/elsewhere", "log_interval": 3},
-        {"train_data_paths": ["data/elsewhere"]},
+        ELSEWHERE,
         {"train_micro_batch_size_per_gpu": 1},
-        {"stages": [{"until": "50%", "seq_length": 256, "train_data_paths": ["data/elsewhere"]}, {}]},
+        {"stages": [{"until": "50%", "seq_length": 256, **ELSEWHERE}, {}]},
     ],
 )
 def test_seeds_folders_and_machines_do_not_change_a_recipe(keys: Any) -> None:
