@@ -95,9 +95,9 @@ def test_windows_of_one_model_in_two_files_are_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, r"label `rotary`: has different models in .*one.json and .*two.json"),
+        ({}, r"label `rotary`: .*one.json and .*two.json are different models"),
         ({"checkpoint__identity": "rotary"}, r"label `rotary`: has the entry 64 of perplexity both in .*one.json"),
-        ({"checkpoint__identity": "rotary", "overrides": NTK}, r"different models"),
+        ({"checkpoint__identity": "rotary", "overrides": NTK}, r"differ in overrides.rope_scaling"),
     ],
 )
 def test_a_label_stands_for_one_model(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
