@@ -63,6 +63,8 @@ def outcome(file: AblationFile, steps: Sequence[Step[DeclaredContrast]]) -> list
     for number, step in enumerate(steps, 1):
         tested = "not tested" if step.verdict == "not tested" else f"p = {p_text(step.p)}, {step.verdict}"
         lines.append(f"{number}. {step.contrast.name}: {amount(step.contrast, step.difference)}; {tested}")
+    if any(step.contrast.is_recall and not step.contrast.weights for step in steps):
+        text += " A difference of recall is that of the first model minus that of the second."
     return [f"The primary contrast{text}", *lines]
 
 
@@ -161,14 +163,16 @@ QUANTITIES = {
 
 
 def amount(contrast: DeclaredContrast, difference: Estimate) -> str:
-    """Return a difference of accuracy, or a ratio of perplexities, with its 95% interval if there is one."""
+    """Return the first label's recall minus the second's with its sign, or the ratio of their perplexities, and the 95%
+    interval if there is one.
+    """
     mean, low, high = difference.mean, difference.low, difference.high
     if not math.isfinite(mean):
         return INFINITE
     if not contrast.is_recall:
         text, ends = f"{exponential(mean):.3f} times", f"{exponential(low):.3f} to {exponential(high):.3f}"
     else:
-        text, ends = f"a difference of {mean:.2f}", f"{low:.2f} to {high:.2f}"
+        text, ends = f"{mean:+.2f}", f"{low:+.2f} to {high:+.2f}"
     return f"{text} ({'no interval: the seeds do not differ' if math.isnan(low) else ends})"
 
 

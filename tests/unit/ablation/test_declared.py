@@ -64,9 +64,9 @@ def test_a_sequence_ends_at_the_first_that_does_not_hold(
     expected = [math.nan if each == SAME else stats.ttest_1samp(each, 0).pvalue for each in values]
     assert [step.p for step in steps] == pytest.approx(expected, nan_ok=True)
     said = outcome(file, steps)
-    assert said[0] == summary
+    assert said[0] == f"{summary} A difference of recall is that of the first model minus that of the second."
     assert [line.rpartition("; ")[2].rpartition(", ")[2] for line in said[1:]] == verdicts
-    assert "CoCA against RoFormer, recall at 16L: a difference of 0.25 (0.13 to 0.37); p = 0.013" in said[1] or (
+    assert "CoCA against RoFormer, recall at 16L: +0.25 (+0.13 to +0.37); p = 0.013" in said[1] or (
         verdicts[0] != "holds"
     )
 

@@ -101,9 +101,8 @@ def test_declared_contrasts_are_corrected_for_all_that_the_file_declares(figures
 
 def test_equal_seeds_have_no_interval() -> None:
     contrast = DeclaredContrast(label="A", other="B")
-    assert declared.amount(contrast, estimate([0.1, 0.1])) == (
-        "a difference of 0.10 (no interval: the seeds do not differ)"
-    )
+    assert declared.amount(contrast, estimate([0.1, 0.1])) == "+0.10 (no interval: the seeds do not differ)"
+    assert declared.amount(contrast, estimate([-0.1, -0.3])) == "-0.20 (-1.47 to +1.07)"
 
 
 def test_a_report_has_the_outcome_of_a_sequence(
@@ -274,7 +273,7 @@ def test_a_contrast_of_the_mean_over_kinds(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Figures, "labels", ["a", "b"])
     (step,) = figures.sequence()
     assert step.difference.mean == pytest.approx((0.2 + 0.3) / 2)
-    assert figures.outcome()[1].startswith("1. a against b, recall kinds at 16L: a difference of 0.25 (")
+    assert figures.outcome()[1].startswith("1. a against b, recall kinds at 16L: +0.25 (")
 
 
 def test_a_weighted_contrast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,9 +311,9 @@ def test_a_weighted_contrast(monkeypatch: pytest.MonkeyPatch) -> None:
         (np.mean(large - small), stats.ttest_1samp(large - small, 0).pvalue)
     )
     assert second.difference.mean == pytest.approx(np.mean(fitted))
-    assert figures.outcome()[1].startswith("1. a minus b, large minus small, recall at 16L: a difference of 0.57 (")
+    assert figures.outcome()[1].startswith("1. a minus b, large minus small, recall at 16L: +0.57 (")
     assert declared.claim(file, [], [first, second]).startswith(
-        "At 16 times the training length, a minus b, large minus small (recall): a difference of 0.57 ("
+        "At 16 times the training length, a minus b, large minus small (recall): +0.57 ("
     )
     del by_label["b, small"][1]
     assert figures.sequence() == [], "a seed that one label lacks is no pair"

@@ -164,7 +164,7 @@ def test_the_readme_shows_numbers_of_the_studies() -> None:
     assert f"recalls {dynamic[2].split()[0]} at 4L and {dynamic[4].split()[0]} at 16L" in text
     assert dynamic[0] == by_order("RoFormer")["none"][0], "dynamic YaRN changes nothing up to L"
     assert "YaRN 16 is ahead by 0.42; p = 1.9e-12, declared" in text
-    assert "16L: a difference of 0.42 (0.40 to 0.43); p = 1.9e-12, holds" in order
+    assert "16L: +0.42 (+0.40 to +0.43); p = 1.9e-12, holds" in order
     assert "CoCA-Slack + YaRN 16 against RoFormer + YaRN 16" in order and "p = 0.88, does not hold" in order
     rows = [books[f"RoFormer{added}"] for added in ("", "", " + YaRN 16", " + ReRoPE, log n")]
     at = [columns[0], columns[2], columns[2], columns[2]]
