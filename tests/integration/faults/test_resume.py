@@ -27,6 +27,7 @@ def assert_same_run(one: Any, other: Any, assert_same_state: Any) -> None:
     assert_same_state(one.state(STEPS), other.state(STEPS))
 
 
+@pytest.mark.always
 def test_stopping_changes_no_bit(live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path) -> None:
     run_with_stops(live, tmp_path, STOPS, {})
     folders = {f"global_step{step}" for step in (*STOPS, STEPS)}
@@ -83,6 +84,7 @@ def test_stopping_changes_no_bit_in_other_layouts(
     assert_same_run(open_run(tmp_path / "whole"), open_run(tmp_path / "stopped"), assert_same_state)
 
 
+@pytest.mark.always
 def test_a_killed_run_resumes_with_the_same_command(
     server: Any, live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
 ) -> None:

@@ -251,6 +251,7 @@ def assert_resumed(ranks: list[dict[str, Any]]) -> None:
         assert all(rank[name]["steps"] == ranks[0][name]["steps"] for rank in ranks), name
 
 
+@pytest.mark.slow
 def test_two_stages_train_as_one_process(two_stages: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     assert_equal_runs(two_stages, alone)
 

@@ -1,5 +1,7 @@
 """The fast suite's choice of cases leaves no value of a parameter out, except in tests that take long."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -83,10 +85,27 @@ def test_cases_with_the_most_values_go_first() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "cases"),
-    [([1.4], 1), ([1.6], 0), ([0.2] * 4, 2), ([1.0] * 4, 1), ([2.0] * 4, 0), ([0.1] * 4, 4), ([0.1] * 100, 5)],
+    [([0.9], 1), ([1.1], 0), ([0.1] * 4, 2), ([0.5] * 4, 1), ([2.0] * 4, 0), ([0.05] * 4, 4), ([0.05] * 100, 5)],
 )
 def test_long_tests_are_cut_to_the_limit(seconds: list[float], cases: int) -> None:
     assert long_tests.most_cases(seconds) == cases
+
+
+SERVER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", "sum(range(10_000_000))"], check=True)
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_children_of_a_server_that_still_runs_are_counted() -> None:
+    before = long_tests.processor_time()
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None and server.stdin is not None
+        assert server.stdout.readline() == b"done\n"
+        assert long_tests.processor_time() - before > 0.1
+        server.stdin.close()
 
 
 def test_the_table_comes_back_and_keeps_the_rows_of_other_tests(

@@ -135,6 +135,7 @@ def tested(copy: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_methods_and_the_backend_have_the_values_of_the_oracle(tested: str) -> None:
     assert "same logits" in tested
     assert re.search(r"PASSED .*test_float64\[fall-sdpa\]", tested)
@@ -142,6 +143,7 @@ def test_the_methods_and_the_backend_have_the_values_of_the_oracle(tested: str) 
     assert re.search(r"PASSED .*test_float64\[coca-rows\]", tested)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tested")
 def test_the_pages_know_all_three(copy: Path) -> None:
     """No code file changes but the two of each."""
