@@ -1,5 +1,5 @@
-"""`python -m megatron_coca` is `megatron-coca`. To start another command, a command runs this file by its path
-(work/processes.py).
+"""`python -m megatron_coca` does the same as `megatron-coca`. To start another command, a command runs this file by its
+path (work/processes.py).
 """
 
 import sys

@@ -50,7 +50,7 @@ ELSEWHERE = {
     "tokenize": "prepare",
     "preprocess": "prepare",
 }
-"""Names that other programs give to what a subcommand does here."""
+"""Names that other programs give to what a subcommand of this program does."""
 
 RESUMABLE = ("prepare", "download", "ablate", "stretch")
 

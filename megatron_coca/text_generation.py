@@ -31,7 +31,9 @@ from megatron_coca.support.host import keep_freed_memory
 logger = logging.getLogger(__name__)
 
 CONTEXT = 5
-"""Tokens of the prompt that are decoded with the new ones: tokenizers drop the space at the start of a text."""
+"""Number of prompt tokens that are decoded together with the new tokens, because tokenizers drop the space at the start
+of a text.
+"""
 
 
 class Continuation:
@@ -118,8 +120,10 @@ class TextGenerator:
         return self.tokenizer.encode_rendered(template.render(chat, prompt=True))[0]
 
     def check_room(self, tokens: int, max_new_tokens: int) -> None:
-        """Raise PositionRangeError if the model lacks the positions of a prompt and its continuation, in tokens."""
-        check_reach(self.model, tokens + max_new_tokens - 1)  # no token follows the last one
+        """Raise PositionRangeError if the model has too few positions for a prompt of `tokens` tokens and its
+        continuation.
+        """
+        check_reach(self.model, tokens + max_new_tokens - 1)  # the model does not read the last token
 
     def complete(
         self,

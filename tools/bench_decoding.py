@@ -5,9 +5,9 @@
 
 The model is that of configs/350M with random weights. In every round each way decodes --tokens greedy tokens. The cache
 already holds random keys and values for a number of tokens, each of --lengths in turn. The script measures CPU time
-with one thread, because other programs change it less than the elapsed time. "compile" is the CPU time that the first
-call of the compiled step takes beyond a later call, with the compiler's processes. PyTorch's cache of compiled code is
-off.
+with one thread, because other programs change it less than the elapsed time. "compile" is the CPU time by which the
+first call of the compiled step exceeds a later one, the compiler's processes included. PyTorch's cache of compiled code
+is off.
 
 The script appends one JSON line for each method, dtype, length and way to --output.
 """

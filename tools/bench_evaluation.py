@@ -13,9 +13,9 @@ and these processes take turns in every round:
 - decode: seconds for each of --tokens greedy tokens, after a cache with as many tokens as that input. The cache is
   filled with random keys and values, because a prefill would take minutes.
 
-float32 on both sides compares the same arithmetic. `megatron-coca evaluate --dtype auto` takes bfloat16 where it is
-faster, so it is compared with transformers in both dtypes. --layers keeps only the first layers of both models, for
-lengths that would take too long; the output head then has a larger share of the time.
+float32 on both sides compares the same arithmetic. Our evaluation in bfloat16 is compared with transformers in both
+dtypes, because `megatron-coca evaluate --dtype auto` takes bfloat16 where that is faster. --layers keeps only the first
+layers of both models, for lengths that would take too long; the output head then has a larger share of the time.
 
 The script appends one JSON line for each length, kind, implementation and dtype to --output.
 """
@@ -46,7 +46,7 @@ from tools.records import ChildProcess, append_records, benchmark_parser, compar
 AGREEMENT = {"float32": 1e-3, "bfloat16": 0.05}
 """Largest difference from the first loss, in nats per token, by dtype."""
 USUAL = 10.0
-"""A whole model's loss on random tokens, in nats. For larger losses, the largest difference grows in proportion."""
+"""About the loss of a whole model on random tokens, in nats. Above it, the allowed difference grows with the loss."""
 OURS, THEIRS, LAST = "ours", "transformers", "transformers, last logits"
 
 Calls = tuple[Callable[[np.ndarray, int], float], Callable[[int, int], float]]

@@ -7,9 +7,9 @@ A random model with about 40 million parameters scores documents of random token
 perplexity`, once with one process and once with --jobs processes. Every process has one thread. The result files must
 be equal, byte by byte. The processes divide the work by documents, and each gets the same number of documents.
 
-`ratio` compares the whole commands. They include the start: imports, reading the model, and the report of the result.
-`seconds_start` is the time of the same command if all results exist, and `ratio_scoring` compares the times without
-this start. The script appends one JSON line to --output.
+`ratio` compares the whole commands. These include the start: imports, reading the model, and printing the result.
+`seconds_start` is the time of the same command when all results exist already, and `ratio_scoring` compares the times
+without this start. The script appends one JSON line to --output.
 """
 
 import os
@@ -99,7 +99,7 @@ def measure(scratch: Path, jobs: int, window: int, seconds: float, documents: in
 
 
 def seconds_of_window(model: Path, window: int, stride: int) -> float:
-    """Return the time of one forward pass over a window, after a first one that does not count."""
+    """Return the time of one forward pass over a window, after a first pass that does not count."""
     loaded = load_model(model)
     tokens = np.zeros(window + stride, dtype=np.int64)
     score_document(loaded, tokens[:window], window, stride)

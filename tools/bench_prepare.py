@@ -1,4 +1,4 @@
-"""Speed of the preparation with one and two processes, of its last steps only, and of datatrove's tokenization.
+"""Measure the speed of data preparation with one and two processes, of its last steps only, and of datatrove.
 
     python tools/bench_prepare.py --datatrove ENVIRONMENT/bin/python
     python tools/bench_prepare.py --tables
@@ -11,11 +11,11 @@ The text is Python source code of this installation in JSONL files. All methods 
     shards 1, 2      only the steps from the blocks to the shards, with 1 and 2 processes, on 20 times the text
     datatrove 1, 2   JsonlReader and DocumentTokenizer with 1 and 2 tasks, without removal of duplicates or checks
 
-Whole commands are timed, imports included, in turns; for `shards` only the steps are timed. Each record has the seconds
-of all rounds, and its share of the ideal: the speed of one process times the number of processes. `pip install
-'megatron-coca[cluster]'` installs datatrove; --datatrove names the Python that has it. Without this option, datatrove
-is left out. --tables computes the tables of benchmarks/data.md from the newest records. On two cores the defaults take
-about five minutes.
+The methods take turns. Whole commands are timed, imports included; for `shards` only the steps are timed. Each record
+has the seconds of all rounds, and the speed as a share of the ideal, which is the speed of one process times the number
+of processes. `pip install 'megatron-coca[cluster]'` installs datatrove; --datatrove names the Python that has it.
+Without this option, datatrove is left out. --tables computes the tables of benchmarks/data.md from the newest records.
+On two cores the defaults take about five minutes.
 """
 
 import argparse
@@ -58,7 +58,7 @@ FILES = 4
 SHARDS = 8
 """Number of shards of the training split."""
 BLOCKS = 64
-"""Approximate number of blocks of the corpus. With 13 of them, one of two nodes had seven, and the other waited."""
+"""Approximate number of blocks of the corpus. With 13 blocks, one of two nodes had seven, and the other one waited."""
 LIBRARIES = ("tokenizers", "numpy", "datatrove")
 DATATROVE = """
 import sys
@@ -97,7 +97,7 @@ def own_command() -> None:
 def write_shards(corpus: str, model: str, output: str, copies: str, workers: str) -> None:
     """Build all blocks and copies of them, if they are missing. Otherwise write their shards and print the seconds.
 
-    A copy has other digests, so that its documents are no duplicates.
+    A copy gets digests of its own, so that its documents do not count as duplicates.
     """
     sources, rules = [CorpusSource(SourceSpec("c", sorted(Path(corpus).glob("*.jsonl"))))], Rules(0.01, 0.01)
     tokenizer, inputs, number = load_tokenizer("HFTokenizer", model), find_inputs(sources), int(copies)
@@ -315,15 +315,15 @@ STORAGE = 1e9
 """Bytes per second that a host reads and writes on the shared storage, both together."""
 BYTES_PER_TOKEN = 4
 RECORD_BYTES = 24
-"""Bytes of a document while digests are compared."""
+"""Bytes of a document's record in the files of digests."""
 
 
 def tables(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the Markdown table of hours, computed from the newest measured rates.
 
     Tokenizing takes text / (hosts x cores x rate of one process x share of the ideal with two processes). Divided
-    writing takes the time of the shards of one process, or that of the storage if it is longer: blocks are read, shards
-    are written and read again for their SHA-256, and digests are written and read.
+    writing takes as long as one process needs for its shards or, if that is longer, as long as the storage needs:
+    blocks are read, shards are written and read again for their SHA-256, and digests are written and read.
     """
     newest = {(record["method"], record["processes"]): record for record in records}
     rate = {name: newest[name, 1]["megabytes_per_second"] * 1e6 for name in ("prepare", "shards")}

@@ -192,7 +192,8 @@ def transformers_step(
     """Return a training step of transformers' model: micro-batches int64 [batch, length + 1] -> mean loss.
 
     It uses SDPA, fused AdamW with our hyperparameters, and clipping, but not DeepSpeed. In half precision, its weights
-    and moments are in half precision too. This is less work than our float32 copies, which favours the peer.
+    and moments are in half precision too. We keep float32 copies, which is more work, so the comparison favours the
+    peer.
 
     Raises:
         ConfigError: the class in transformers does not support the model.
@@ -359,7 +360,8 @@ PEERS = {
     "llama": Peer("Llama", llama_keys, LLAMA),
     "mixtral": Peer("Mixtral", mixtral_keys, LLAMA | {"moe_norm_topk_prob": True}),
 }
-"""Values of --peer. The LLaMA has about as many parameters as the GPT-NeoX; Mixtral is a LLaMA with mixtures."""
+"""Values of --peer. The LLaMA has about as many parameters as the GPT-NeoX; Mixtral is a LLaMA with mixtures of
+experts."""
 
 
 def race(entrants: list[Contestant], options: argparse.Namespace) -> Iterator[dict[str, Any]]:

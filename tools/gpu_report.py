@@ -5,10 +5,10 @@
     python tools/gpu_report.py --gpus 8        # the plan for one host with 8 GPUs
     python tools/gpu_report.py --dry-run       # print parts, limits and commands; needs no GPU
 
-The report consists of parts; the most useful answers come first. Each part has one or more processes with their own
-limits. One call takes less than ten minutes (--minutes). The same command continues where the last one ended.
-A process that was killed runs again. A process that finished does not, unless its code, a library or the type of the
-GPU changed. After every process the page is written again. The report installs nothing.
+The report consists of parts, with the most useful answers first. Each part has one or more processes with their own
+time limits. One call takes less than ten minutes (--minutes). The same command continues where the last one ended. A
+process that was killed runs again. A process that finished does not run again, unless its code, a library or the type
+of the GPU changed. After every process the page is written again. The report installs nothing.
 
 The exit status is 0 if all parts are done, 1 if a part failed or lacks a package, 2 without a usable GPU or a writable
 folder or with wrong options, 3 if parts are left for the next call, and 130 after Ctrl-C.

@@ -87,7 +87,7 @@ def machine() -> dict[str, Any]:
         described["versions"] |= {"triton": importlib.metadata.version("triton"), "cuda": torch.version.cuda}
         described["gpu"] = torch.cuda.get_device_name()
         command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):  # missing, an error, or blocked by the driver
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # nvidia-smi is missing, fails, or hangs
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
             lines = done.stdout.splitlines()
             described["nvidia-smi"] = [dict(zip(GPU_FIELDS, line.split(", "), strict=False)) for line in lines]

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 RECORD = "cell.json"
 METRICS_TAIL = 20_000
-"""Bytes at the end of a run's metrics in which `last_step` looks."""
+"""Number of bytes at the end of a run's metrics that `last_step` reads."""
 
 
 class CellRecord(Record):
@@ -57,8 +57,8 @@ class CellRecord(Record):
         overhead_seconds: all other time: process starts, loading of data and models, and work repeated after an
             interruption. Calls that were killed are not counted.
         preloaded: names of the libraries in LD_PRELOAD, which can change the kernels of MKL (docs/speed.md).
-        evaluated: digests of the complete result files, by their path in the results folder.
-        inputs: digests of the evaluated input files; empty in files of earlier versions.
+        evaluated: for each complete result file, by its path in the results folder, the digest in `Cell.measurements`.
+        inputs: for each of these files, the digest in `Cell.inputs`; empty in files of earlier versions.
     """
 
     model: str
@@ -264,7 +264,7 @@ def pack(results: Path) -> Path:
 
     Raises EvaluationError if there are no results or the archive cannot be written.
     """
-    # A task that is repeated under another word has a separate folder inside the cell's folder.
+    # A task that a file repeats as `TASK WORD` has a separate folder inside the cell's folder.
     files = sorted(file for cell in results.glob(f"*/{RECORD}") for file in cell.parent.rglob("*.json"))
     if not files:
         raise EvaluationError(f"{results}: no results to pack; run the ablation first")
@@ -299,7 +299,7 @@ def _lines(archive: Path) -> list[bytes]:
 
 
 def packed_records(results: Path) -> list[dict[str, Any]]:
-    """Return the records (cell.json) in the archive of a results folder, or none without an archive.
+    """Return the records (cell.json) in the archive of a results folder, or an empty list without an archive.
 
     Raises ValueError if the archive is damaged.
     """

@@ -221,8 +221,8 @@ class Figures:
     def logarithms(self, quantity: str, label: str, multiple: float = 1) -> BySeed:
         """Return the logarithm of a quantity by seed. Raises EvaluationError for an unknown quantity or label.
 
-        The quantities are "perplexity" at `multiple` times the training length L; "ratio", the same divided by the
-        perplexity at L; "perplexity WORD", the perplexity from a repeated task with this word; and "validation
+        The quantities are "perplexity" at `multiple` times the training length L; "ratio", this perplexity divided
+        by that at L; "perplexity WORD", the perplexity that the task of this name measures; and "validation
         perplexity" of a model after `multiple` (at most 1) times its training steps.
         """
         if quantity == "validation perplexity":
@@ -257,7 +257,7 @@ class Figures:
         return found
 
     def estimate(self, quantity: str, label: str, multiple: float = 1) -> Estimate:
-        """Return the geometric mean over seeds with its t interval."""
+        """Return the geometric mean of a quantity over seeds with its t interval."""
         return geometric_estimate(list(self.logarithms(quantity, label, multiple).values()))
 
     def contrast(self, quantity: str, label: str, other: str, multiple: float = 1) -> Contrast:

@@ -97,7 +97,7 @@ class RateSweep(Record):
         seeds: every model is trained with each rate and seed.
         set: YAML files and keys that are applied after those of the model, such as a smaller width.
         min_lr: `min_lr` as a share of the rate; None: that of the model.
-        tasks: what is measured of the models of the sweep. These numbers do not determine the rates.
+        tasks: what is measured for the models of the sweep. The choice of a rate does not depend on it.
     """
 
     lr: list[FiniteFloat] = Field(min_length=3)

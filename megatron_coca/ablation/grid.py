@@ -184,9 +184,9 @@ def configured(base: Config, entry: ModelEntry) -> Config:
     config, _ = with_starting_rate(changed_config(base, entry.set))
     problems = [f"{key}: all cells would write into this folder; remove it" for key in metric_folders(config)]
     set_here = {text.partition("=")[0].strip() for text in entry.set if "=" in text}
-    problems += [f"{key}: set separately for every cell; remove it" for key in ("seed", "save") if key in set_here]
+    problems += [f"{key}: the command sets it for each cell; remove it" for key in ("seed", "save") if key in set_here]
     if entry.after is not None and config.checkpoint.load is not None:
-        problems.append("load: the weights of the model in `after` are loaded; remove one of the two")
+        problems.append("load: `after` already loads the weights of another model; remove load or after")
     elif "load" in set_here and not config.checkpoint.finetune:
         problems.append("load: a cell can load only initial weights; set finetune=true as well, or remove it")
     needed = {"train_iters": config.schedule.train_iters, "optimizer.params.lr": config.optimizer.lr}

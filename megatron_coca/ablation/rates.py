@@ -1,4 +1,4 @@
-"""The sweep of learning rates that a file declares, usually at a proxy width, and the rates that follow from it."""
+"""The sweep of learning rates that a file declares, usually at a smaller width, and the rates that follow from it."""
 
 import math
 from collections.abc import Mapping
@@ -63,14 +63,14 @@ def with_rates(file: AblationFile, chosen: Mapping[str, float]) -> AblationFile:
 
 
 def middle_rates(file: AblationFile) -> AblationFile:
-    """Return the file with the rate in the middle of the sweep for each model, for a plan before the sweep."""
+    """Return the file with the middle rate of the sweep for every model, for a plan that is made before the sweep."""
     assert file.rates is not None
     rates = sorted(file.rates.lr)
     return with_rates(file, dict.fromkeys(file.models, rates[len(rates) // 2]))
 
 
 def found_rates(file: AblationFile) -> dict[str, float]:
-    """Return the best rate of each model: that with the lowest mean over seeds of the last validation loss.
+    """Return the best rate of each model: the one with the lowest last validation loss, averaged over seeds.
 
     Raises EvaluationError if a run of the sweep is missing or has no validation loss, or if the best rate is the
     smallest or the largest one, because an even better one may lie beyond.
@@ -93,7 +93,7 @@ def found_rates(file: AblationFile) -> dict[str, float]:
 
 
 def last_loss(cell: Cell) -> float | None:
-    """Return the last validation loss of a finished cell, or None. A loss that is not finite is infinite."""
+    """Return the last validation loss of a finished cell, or None. A loss that is not finite counts as infinite."""
     curve = read_curve(cell)
     found = [each.validation_loss for each in curve.points] if curve is not None else []
     loss = next((loss for loss in reversed(found) if loss is not None), None)

@@ -40,7 +40,7 @@ def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:
 def write_report(file: AblationFile, cells: Sequence[Cell], papers: bool | None = None) -> str:
     """Write the report of the finished tasks into the results folder, and return its tables as Markdown.
 
-    The sentence at its top is about the first declared contrast, if it was tested. `build_report` gets `papers`.
+    The sentence at its top is about the first declared contrast, if it was tested. `build_report` receives `papers`.
     Results of incomplete tasks, or with options or variants that differ from those of `file`, are left out.
     """
     measured, baseline = _measured(file, cells)

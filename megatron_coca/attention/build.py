@@ -184,8 +184,8 @@ def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
     """Return the name of the backend for `attention_backend: name`, and why each skipped candidate was skipped.
 
     Raises:
-        BackendError: the named backend does not support `needs` (it is never replaced silently), or no candidate
-            does.
+        BackendError: the backend of that name does not support `needs` (no other backend replaces it silently), or
+            `auto` finds no candidate that does.
     """
     reasons: dict[str, str] = {}
     for candidate in automatic(needs) if name == "auto" else (name,):

@@ -102,7 +102,7 @@ class RotaryFrequencies:
         inverse_frequencies: theta_j, [d/2], in radians per position.
         multiplier: factor on cos and sin, as in Hugging Face. Its square multiplies the logits of rotated features.
         decay: whether queries and keys get xPos's exponential factors.
-        both: whether queries and keys are both multiplied by the multiplier, instead of queries alone by its square.
+        both: whether queries and keys are multiplied by the multiplier; otherwise, only queries are, by its square.
             This makes no difference unless operands are normalised.
     """
 

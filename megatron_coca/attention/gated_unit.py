@@ -58,7 +58,7 @@ class GatedAttentionUnit(SelfAttention):
 
 
 def _copied(segment: Segment, copies: int) -> Segment:
-    """Return a segment with one head as `copies` equal heads."""
+    """Repeat the single head of a segment `copies` times."""
     turns = segment.turns
     if turns is not None and turns.offset is not None:
         turns = replace(turns, offset=turns.offset.expand(copies, -1))

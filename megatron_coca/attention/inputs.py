@@ -187,7 +187,9 @@ class Backend(Protocol):
 
 
 GATE_PARTS = 3
-"""Numbers per gate bias: three numbers of 8 bits (bfloat16) or 11 bits (float16) sum to a bias of 24 bits or more."""
+"""The number of features whose sum is the bias of a gate. Three features with 8 significant bits (bfloat16) or 11
+(float16) represent 24 bits or more.
+"""
 
 
 def gate_features(queries_per_key: int) -> int:

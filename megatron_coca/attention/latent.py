@@ -42,9 +42,9 @@ class LatentAttention(SelfAttention):
         epsilon: float = 1e-6,
         output_gates: int = 0,
     ) -> None:
-        """`method` must have `latent`. `down_bias` is whether the maps to the latents and to k' have biases, by default
-        `bias`. `query_rank` is the number of features of the latent of queries, or None. `epsilon` is that of the norms
-        of latents. `output_gates` is as in `SelfAttention`.
+        """`method.latent` must be set. `down_bias` says whether the maps to the latents and to k' have biases, by
+        default `bias`. `query_rank` is the number of features of the latent of queries, or None. `epsilon` is that of
+        the norms of latents. `output_gates` is as in `SelfAttention`.
         """
         super().__init__(hidden_size, num_heads, num_heads, method, backend, bias, dropout, down_bias)
         widths = method.latent

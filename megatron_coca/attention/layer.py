@@ -57,7 +57,8 @@ def packed_rows(query_rows: int, key_rows: int, head_dim: int, values: bool = Tr
 
 
 class SplitProjection(nn.Module):
-    """A packed projection split into three linear layers, so that frozen ones need no gradients and no optimizer state.
+    """A packed projection split into three linear layers, so that frozen layers need no gradients and no optimizer
+    state.
 
     Maps hidden states [..., hidden_size] to queries, keys and values, each [..., number of its rows]. If `rows` has no
     values, the keys are also the values.
@@ -160,7 +161,7 @@ class LayerCache:
             buffer[:, :, self.length - self.first :] = 0
 
     def release(self, length: int) -> None:
-        """Continue with changing shapes after a `StaticLayer` has added tokens up to index `length` - 1."""
+        """Return to buffers that grow, after a `StaticLayer` has added the tokens up to index `length` - 1."""
         if self.window is not None and (shift := max(length - self.first - self._capacity(), 0)):
             self.buffers = [buffer.roll(-(shift % buffer.shape[2]), 2) for buffer in self.buffers]
             self.first += shift
@@ -219,7 +220,7 @@ class Cache:
         self.reached = int(self.positions.max()) + 1 if self.positions is not None else 0
 
     def extend(self, past: int, length: int) -> None:
-        """Enter the positions of tokens that a `StaticLayer` has added after `past` tokens, up to index `length` - 1.
+        """Record the positions of the tokens that a `StaticLayer` has added: those from index `past` to `length` - 1.
 
         Their positions are their indices.
         """
@@ -272,12 +273,12 @@ class SelfAttention(ShardedModule):
     """Causal self-attention over hidden states [batch, length, hidden_size] with any position method and backend.
 
     Parameter names and the packing of `query_key_value` are those of GPT-NeoX. If there are as many key heads as query
-    heads, the rows are [q | k | v] head by head; with fewer key heads (grouped-query attention), they are all queries,
-    then all keys, then all values. For CoCA, the k rows are the T projection. Methods with learned parameters per layer
-    add `position_bias`, `position_sinks`, `position_factor`, `position_gates` or `position_offsets`. An output gate
-    multiplies the outputs of the heads by sigmoid(`output_gate` x) before `dense`, where x is the layer's input (Qiu et
-    al. 2025, arXiv:2505.06708). With `values_from_keys`, the projection has no rows for values: it has all queries,
-    then all keys.
+    heads, the rows of this projection are [q | k | v] head by head. With fewer key heads (grouped-query attention), the
+    rows are all queries, then all keys, then all values. For CoCA, the k rows are the T projection. Methods with
+    learned parameters per layer add `position_bias`, `position_sinks`, `position_factor`, `position_gates` or
+    `position_offsets`. An output gate multiplies the outputs of the heads by sigmoid(`output_gate` x) before `dense`,
+    where x is the layer's input (Qiu et al. 2025, arXiv:2505.06708). With `values_from_keys`, the projection has no
+    rows for values: it has all queries, then all keys.
 
     The number of heads is derived from the rows of the projection, because tensor parallelism splits them across ranks.
     """
@@ -300,10 +301,10 @@ class SelfAttention(ShardedModule):
     ) -> None:
         """`qkv_bias` is `bias` by default. `norms` are applied to queries and keys [batch, length, heads, head_dim]
         before the position method, and are named `qk_layernorm` (shared) or `query_layernorm` and `key_layernorm`. With
-        `norms_rotated`, these are applied to the operands Q' and K' instead. The norm `value_layernorm` is applied to
-        values. With `values_from_keys`, the values are the keys before their norm. `clip` limits the absolute value of
-        queries, keys and values. `output_gates` is 0, or the number of output gates of all heads: one for each head or
-        for each of its features.
+        `norms_rotated`, these norms are applied to the operands Q' and K' instead. The norm `value_layernorm` is
+        applied to values. With `values_from_keys`, the values are the keys before their norm. `clip` limits the
+        absolute value of queries, keys and values. `output_gates` is 0, or the number of output gates of all heads: one
+        for each head or for each of its features.
         """
         super().__init__()
         self.head_dim, self.queries_per_key = method.head_dim, num_heads // num_kv_heads
@@ -350,7 +351,9 @@ class SelfAttention(ShardedModule):
         return self.dense(out.flatten(2))
 
     def _attend(self, inputs: AttentionInputs, cache: CachedTokens | None, length: int) -> Tensor:
-        """Compute attention, [batch, heads, tokens, width of V]; a cache decides how its tokens are read."""
+        """Compute attention, [batch, heads, tokens, width of V]. If there is a cache, it decides how its tokens are
+        read.
+        """
         return self.share.attend(self.backend, inputs, length) if cache is None else cache.attend(self.backend, inputs)
 
     def _inputs(

@@ -247,7 +247,7 @@ class PositionMethod:
         return self.form.operand_width(self.head_dim, self.rotary_dim) + self.unrotated
 
     def keys_stay(self, length: int | None) -> bool:
-        """Return whether a token's K' stays the same while the sequence grows, so that K' can be cached. `length` is
+        """Return whether a token's K' does not change while the sequence grows, so that K' can be cached. `length` is
         the fixed length for length-dependent frequencies, or None if the length grows with the sequence. Magnitudes are
         cached without their angles. Latent attention caches the shared key before any rotation, so that the cache has
         one key per token, whatever the distance map.
@@ -313,7 +313,7 @@ class PositionMethod:
         return [self.layer_bias, self.layer_sinks, self.layer_factor, self.layer_gates, self.layer_offsets]
 
     def needs(self, device_type: str, dropout: float, training: bool = True) -> Needs:
-        """Return the requirements on a backend for both training and evaluation, or only for evaluation."""
+        """Return the requirements on a backend, for evaluation and, if `training`, also for training."""
         bands = max(self.bands, self.trained_bands, key=len) if training else self.bands
         head_dim = self.operand_dim + (0 if self.gates is None else gate_features(self.queries_per_key))
         return Needs(
@@ -381,7 +381,9 @@ class PositionMethod:
         return (Segment(query, key, tables.band, turns),)
 
     def _as_magnitudes(self, context: PositionContext) -> bool:
-        """Return whether the backend receives magnitudes. Its kernel supports neither learned tables nor float64."""
+        """Return whether the backend receives magnitudes. The kernel that expands them supports neither learned tables
+        nor float64.
+        """
         table = context.segments[0].query
         return (
             self.magnitudes and table is not None and table.cos.dtype == torch.float32 and not table.cos.requires_grad
@@ -504,7 +506,7 @@ class PositionEncoding(ShardedModule):
         )
 
     def _held(self, tokens: TokenPositions) -> TokenPositions:
-        """Select the tokens that this rank has in attention."""
+        """Select the tokens whose queries and keys this rank has in attention."""
         positions, first, reached = tokens.positions, tokens.first, tokens.reached
         held = self.share.held(positions)
         if held is positions:

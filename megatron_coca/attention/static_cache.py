@@ -17,7 +17,7 @@ from megatron_coca.attention.layer import LayerCache
 from megatron_coca.attention.method import PositionMethod
 
 HIDDEN = -1
-"""The segment of a slot that the token does not see."""
+"""The segment number of slots that the token does not see."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TokenStep:
 
 
 class StaticLayer:
-    """The cache of one layer with buffers that stay in place; it has the interface of `LayerCache` that layers use.
+    """The cache of one layer, whose buffers stay in place. It has the methods of `LayerCache` that layers call.
 
     Layers with a window use their buffers as a ring: a new token replaces the oldest one.
     """

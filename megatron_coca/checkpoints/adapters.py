@@ -1,5 +1,5 @@
-"""Folders with PEFT adapters: find the model that they change, and write the shell commands that merge adapters which
-only peft can apply. `huggingface/adapted.py` reads all other adapters.
+"""Folders with PEFT adapters: find the model that the adapters change, and write the shell commands that merge adapters
+which only peft can apply. `huggingface/adapted.py` reads all other adapters.
 """
 
 import os
@@ -46,7 +46,7 @@ def has_adapters(folder: Path) -> bool:
 
 
 def find_adapters(folder: Path, base: Path | None) -> tuple[Adapters, Path]:
-    """Return the adapters in a folder that has some, and the folder of the model that they change.
+    """Return the adapters in `folder`, which must have some, and the folder of the model that they change.
 
     `base` is the folder that the user names. If it is None, the model must be beside the adapters. The model
     that adapter_config.json names is not opened, because the name is a place on the computer of whoever trained the
@@ -129,9 +129,9 @@ def _tokenizer_files(folder: Path) -> set[str]:
 
 
 def _embedding_rows(folder: Path, beside: Iterable[Path]) -> set[int]:
-    """Return the set of the numbers of rows of all embeddings that were trained as a whole.
+    """Return the distinct row counts of the embeddings that were trained as a whole.
 
-    Adapters fit only a model whose vocabulary has the same size. Raises CheckpointError.
+    The adapters fit only a model whose embedding has that many rows. Raises CheckpointError.
     """
     shapes: dict[str, Sequence[int]] = {}
     for path in (*folder.glob(PATTERN), *beside):

@@ -46,8 +46,8 @@ FIXED_BY_WEIGHTS = frozenset(
         "swiglu_alpha",
     ),
 }
-"""Keys that finetuning must not change from the run that trained the weights. The position method may change, and norms
-of queries and keys may be added.
+"""Keys in which finetuning must not differ from the run that trained the weights. The position method may change, and
+norms of queries and keys may be added.
 """
 NORM_EPSILONS = {
     "layernorm": "layernorm_epsilon",
@@ -65,7 +65,7 @@ COMPARED = (
     *("use_output_transform", "skip_first_norm"),
     *("value_norm", "layer_scale", "unweighted_qk_norm"),
 )
-"""Keys that two models which compute the same function have in common."""
+"""Keys whose values are equal in two models that compute the same function."""
 PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
 POSITION_WEIGHTS = re.compile(
     r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor|gates|offsets)\..+"
@@ -76,7 +76,7 @@ POSITION_WEIGHTS = re.compile(
 def differing_keys(
     saved: Config, wanted: Config, free_keys: frozenset[str], free_groups: frozenset[str] = frozenset()
 ) -> list[str]:
-    """Return one line for each key that differs between two configurations, ignoring free keys and groups."""
+    """Return a line for each key that differs between two configurations, except free keys and keys of free groups."""
     before, after = saved.flat(), wanted.flat()
     return [
         f"{key} (saved {before[key]!r}, now {after[key]!r})"
@@ -86,7 +86,8 @@ def differing_keys(
 
 
 def extension_note(saved: Config, wanted: Config) -> str | None:
-    """Return a note if overrides replace the model's own frequency extension or are used together with it, else None.
+    """Return a note if overrides replace the model's own frequency extension or combine it with another method, else
+    None.
 
     The note states the length from which each extension extends.
     """
@@ -106,7 +107,7 @@ def _with_length(config: Config) -> str:
 
 
 def check_same_model(folder: Path, saved: Config, wanted: Config, also_free: frozenset[str] = frozenset()) -> None:
-    """Check that weights trained with `saved` can be evaluated with `wanted`.
+    """Check that weights trained with the configuration `saved` can be evaluated with the configuration `wanted`.
 
     Raises CheckpointError, which names all keys that differ but must not.
     """

@@ -3,13 +3,14 @@
 1. Configuration: the import reads a configuration that describes the same model (`comparable`).
 2. Weights: every weight that the import reads is bit-identical to the source. Only one weight is in memory at a time.
 3. Logits: for a short input, source and export compute the same float32 logits. For a Hugging Face folder, transformers
-   runs the export if it is installed and has the class. Otherwise, and for GPT-NeoX, this project's import runs it.
+   runs the export if it is installed and has the class. Otherwise, and for an export to GPT-NeoX, this package imports
+   the export and runs it.
 
 Only a part of the model computes the logits: the first 4,096 rows of the vocabulary and as many layers as fit into
 512 MiB, with at least one layer of every type. For a model of 7 billion parameters this is one layer of 0.2 billion
-parameters, which takes 0.8 GB of memory for the source and then for the export. Models of up to about 100 million
-parameters are compared whole. The input has 64 tokens, or up to 1,024 if that many are needed to exceed a window, a
-chunk or the training length. Only step 1 can find differences that appear on longer inputs only.
+parameters, which takes 0.8 GB of memory, first for the source and then for the export. Models of up to about 100
+million parameters are compared whole. The input has 64 tokens, or up to 1,024 if that many are needed to exceed a
+window, a chunk or the training length. A difference that appears only on longer inputs can be found only in step 1.
 """
 
 import logging

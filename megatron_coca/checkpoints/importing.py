@@ -34,7 +34,8 @@ class Imported:
         folder: save folder with one checkpoint, of step 0.
         config: configuration of the model.
         parameters: number of parameters.
-        tokenizer_note: why the tokenizer or its end-of-text token could not be used, or which text is lost; or None.
+        tokenizer_note: why the tokenizer or its end-of-text token could not be used, or which text the tokenizer loses;
+            or None.
         huggingface_folder: the source folder if it is a Hugging Face folder, else None.
     """
 
@@ -103,7 +104,7 @@ def import_checkpoint(
 
 
 def _configured(config: Config, tokenizer: Tokenizer | None, saved: Path, final: Path) -> Config:
-    """Return the configuration with the keys of the tokenizer that is saved in `saved` and will be in `final`."""
+    """Return the configuration with the keys of the tokenizer, which is now in `saved` and later in `final`."""
     return config if tokenizer is None or not saved.is_dir() else config.override(_tokenizer_keys(saved, final))
 
 
@@ -126,7 +127,7 @@ def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequen
     """Return the configuration for a run that starts from the weights in `folder`, with the user's files and overrides.
 
     The configuration has the network, position and tokenizer keys of the checkpoint, and sets `load` and `finetune`.
-    Takes the arguments and raises the errors of `open_checkpoint`, and ConfigError.
+    The arguments are as for `open_checkpoint`. Raises the errors of that function, and ConfigError.
     """
     opened = open_checkpoint(folder, verify=False, overrides=overrides, files=files)
     flat, vocabulary = opened.trained.flat(), opened.folder / "tokenizer.json"
@@ -152,7 +153,8 @@ def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequen
 def _tokenizer_keys(saved: Path, final: Path) -> dict[str, str | None]:
     """Return the configuration keys that refer to the tokenizer saved in `saved`, with paths in `final`.
 
-    If its end-of-text token is not the default, only the type is set, because no key can select another token.
+    If its end-of-text token is not the default, only the type is set, because no key can select another end-of-text
+    token.
     """
     description = native.read_json(saved / DESCRIPTION)
     files = {key: description.get(key) for key in ("vocab_file", "merge_file")}

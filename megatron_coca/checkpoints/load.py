@@ -148,9 +148,9 @@ def open_adapted_model(
     """Open the model that the adapters in the native checkpoint `checkpoint` change.
 
     `place` is the folder to use instead of the recorded one. Without it, the user's key `base_model` names the folder,
-    unless that key was recorded for the model itself. If neither names one, the recorded folder is used. Nothing is
-    downloaded unless the user names it. `within` are the checkpoints whose adapters change `checkpoint`. Raises
-    CheckpointError, also if the folder contains another model.
+    unless the checkpoint records a `base_model`: then the changed model itself consists of adapters and this base. If
+    neither names a folder, the recorded one is used. Nothing is downloaded unless the user names it. `within` are the
+    checkpoints whose adapters change `checkpoint`. Raises CheckpointError, also if the folder contains another model.
     """
     given, keys = given_values(overrides, files), {IGNORED: adapts.ignore_keys, BASE: adapts.base_model}
     named = place or (given.get(BASE) if adapts.base_model is None else None)

@@ -121,7 +121,7 @@ class AdaptedWeights:
         return found
 
     def _parts_of(self, module: str) -> dict[str, PackedRows | None]:
-        """Return the rows of each part of a packed projection, by the name of its module; None for the whole."""
+        """Map the modules of a packed projection to rows: each part to its rows, and the whole projection to None."""
         number = int(module.removeprefix("blocks.").partition(".")[0])
         shape = self.config.model.with_heads(self.config.model.layer_names[number])
         queries, keys = shape.attention_width, shape.num_kv_heads * shape.head_dim

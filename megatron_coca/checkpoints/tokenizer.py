@@ -9,7 +9,7 @@ The first of these tokenizers that exists is used:
 3. The tokenizer that the checkpoint's configuration selects with the same keys, in config.yml or in GPT-NeoX's
    `configs/*.yml`. (GPT-NeoX saves no tokenizer.) As in GPT-NeoX, paths are relative to the working directory.
 
-If a tokenizer with transformers' names from 2, or a tokenizer from 3, cannot be used, it is skipped with a note. The
+If a tokenizer of kind 3, or one of kind 2 with transformers' file names, cannot be used, it is skipped with a note. The
 tokens that end a text always come from the model's own folder. A tokenizer fits if the embedding has a row for every
 id, except for tokens that were added to the vocabulary later, such as an unused padding token. A text with such a token
 raises an error.
@@ -113,7 +113,7 @@ def fits(tokenizer: Tokenizer, rows: int) -> bool:
 
 
 def _with_ends(tokenizer: Tokenizer, folder: Path, saved: Path | None) -> Tokenizer:
-    """Add the ids that end a text, from a Hugging Face folder or from a saved tokenizer that encodes texts equally."""
+    """Add the ids that end a text: those of the saved tokenizer if it encodes texts equally, else those of `folder`."""
     rules = find_rules(folder)
     if saved is not None:
         with suppress(DataError):  # a damaged saved tokenizer does not matter, because overrides replace it

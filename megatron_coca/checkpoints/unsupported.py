@@ -11,8 +11,8 @@ WITHOUT_EFFECT = (
     | {"init_method", "output_layer_init_method", "init_method_std", "imports"}
     | {"use_mup", "mup_base_hidden_size", "mup_init_scale", "mup_attn_temp", "mup_output_temp", "mup_embedding_mult"}
 )
-"""Network and position keys that do not change what a trained model computes. The factors of `use_mup` are the values
-of other keys, such as `softmax_scale`.
+"""Network and position keys that do not change what a trained model computes. The factors of `use_mup` are not lost,
+because they are the values of other keys, such as `softmax_scale`.
 """
 SHAPE_KEYS = frozenset(
     {
@@ -21,7 +21,7 @@ SHAPE_KEYS = frozenset(
         *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_mlp", "attention_dropout"),
     }
 )
-"""Shape keys, which every format has under its own names."""
+"""Keys of the network's shape, which every format has under its own names."""
 
 
 def lost_keys(config: Config, written: frozenset[str]) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""Weights by name, to which every layout on disk is converted, and the two file formats: safetensors and pickle.
+"""Weights by name, the form to which every layout on disk is converted, and the two file formats: safetensors and
+pickle.
 
 Only one weight is in memory at a time, because a model of 7 billion parameters takes 13 GB in half precision.
 """
@@ -316,8 +317,8 @@ def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") ->
 
 
 def _check_stored(path: Path) -> None:
-    """Raise CheckpointError for an archive with compressed members, whose contents may be much larger than the file:
-    PyTorch would read them into memory. It writes no such archives.
+    """Raise CheckpointError for an archive with compressed members, whose contents may be much larger than the file.
+    PyTorch would read these contents into memory, and never writes such archives itself.
     """
     with zipfile.ZipFile(path) as archive:
         compressed = next((entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED), None)
@@ -355,7 +356,7 @@ def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
                     f"dense tensor of {', '.join(sorted(map(str, _CODES)))}"
                 )
             entries[name] = WeightEntry(tensor.dtype, tuple(tensor.shape))
-    whole: dict[Path, dict[str, Tensor]] = {}  # the last read file of the older format stays in memory
+    whole: dict[Path, dict[str, Tensor]] = {}  # the file of the older format that was read last stays in memory
 
     def read(name: str) -> Tensor:
         path = files[name]

@@ -92,7 +92,7 @@ def parser() -> ArgumentParser:
 
 
 def run_on(engine: EngineSettings, options: Namespace, given: Sequence[str]) -> int:
-    """Run each unfinished cell in a task of an engine, then the cells that failed, and write the report.
+    """Run each unfinished cell in a task of an engine. Then rerun the failed cells, and write the report.
 
     Return the exit status.
     """

@@ -143,7 +143,7 @@ def _lines(config: Config, result: "RunEstimate", options: Namespace) -> Iterato
     count, grid, memory, share = result.parameters, result.topology, result.memory, trainable_share(config)
     yield f"parameters         {count.total:>18,}   {count.non_embedding:,} without embedding and head"
     if count.idle:
-        yield f"active             {count.active:>18,}   {count.active / count.total:.2%}: those that process a token"
+        yield f"active             {count.active:>18,}   {count.active / count.total:.2%} process a token"
     if share.trained != share.total:
         adapters = f", {adapter_count(config):,} of them in adapters" * (config.optimizer.lora is not None)
         yield f"trained            {share.trained:>18,}   {share.trained / share.total:.2%}{adapters}"

@@ -1,4 +1,4 @@
-"""The command `megatron-coca evaluate`: a subcommand for each task, and those for reports and suites.
+"""The command `megatron-coca evaluate`: a subcommand for each task, and subcommands for reports and suites.
 
 PyTorch takes seconds to import, so only the subcommands that need it import it, after the options are read.
 """

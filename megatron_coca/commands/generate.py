@@ -164,7 +164,7 @@ def _add_output_options(described: ArgumentParser) -> None:
         "and tokens (the token count); the same command resumes"
     )
     add("-o", "--output", "--sample_output_file", type=local_path, metavar="FILE.jsonl", help=output)
-    replacing = "replace the file --output if it has other options or prompts; a file with the same ones is resumed"
+    replacing = "replace the file --output if it was written with other options or prompts; otherwise it is resumed"
     add("--overwrite", action="store_true", help=replacing)
 
 

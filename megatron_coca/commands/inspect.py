@@ -246,7 +246,8 @@ def _mup(options: argparse.Namespace) -> Inspection:
 def _models(files: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
     """Return the files of each model. A file that describes a complete model begins a new model; others are overlays.
 
-    Only the first file is tested with the overrides: if they set a complete shape, every overlay would be a model.
+    Only the first file is tested with the overrides. If the overrides set a complete shape, every overlay would
+    otherwise count as a model.
     """
     models: list[list[str]] = []
     for file in files:
@@ -302,7 +303,7 @@ def parser() -> argparse.ArgumentParser:
         added.add_argument("--split", choices=SPLITS, default="train")
         added.add_argument("--ranks", type=count, default=1, help="number of processes, if train_batch_size is not set")
     method.add_argument("--length", type=token_count, help="length in tokens of the input to draw; default: 4 times L")
-    changed = "a label, then YAML overlays and KEY=VALUE pairs for evaluating every configuration; may be repeated"
+    changed = "a variant of each configuration: a label, then YAML overlays and KEY=VALUE pairs; may be repeated"
     method.add_argument("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=changed)
     method.add_argument(
         "--output",

@@ -5,7 +5,7 @@
     megatron-coca prepare --input books=books.jsonl.zst code=src.jsonl.gz --train-tokenizer 32000 --output data/mine
 
     megatron-coca prepare RECIPE.yml --engine slurm --tasks 400 --cpus 4
-    megatron-coca prepare RECIPE.yml --part 3/16        # on each of 16 hosts, twice; then run once without --part
+    megatron-coca prepare RECIPE.yml --part 3/16        # host 3 of 16; run every part twice, then once without --part
 
 After a kill or an error, the same command resumes.
 """
@@ -51,13 +51,13 @@ from megatron_coca.work.tasks import CommandTask
 
 MOST_WORKERS = 1024
 MOST_TASKS = 1000
-"""Default limit of the number of tasks of an engine. Slurm's default limit of an array is 1001."""
+"""The most tasks that an engine gets by default. Slurm's default limit for an array is 1001."""
 
 MODELS = (
     (1_000_000_000, "configs/350M/roformer_coca.yml"),
     (0, "configs/quickstart/roformer_coca.yml"),
 )
-"""Configurations that the summary suggests, each with the least number of training tokens."""
+"""Configurations that the summary suggests, each with the number of training tokens from which on it is suggested."""
 BY_LINE = "if every line of a text file is a document, use --documents line (`documents: line` in a recipe)"
 
 _TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "start_token", "end_token", "accept_tokenizer")
@@ -127,13 +127,13 @@ def _add_record_options(add: Callable[..., object]) -> None:
     reader = "how the input is read: as files, as source code in repositories, or as data sets of Hugging Face (files)"
     add("--reader", choices=list(READERS), help=reader)
     add("--text-field", help="record field that contains the text (text)")
-    chats = "records are chats; compute the loss on all answers, on the last answer, or on all tokens"
+    chats = "read the records as chats; compute the loss on all answers, on the last answer, or on all tokens"
     add("--messages", choices=["answers", "last", "all"], help=chats)
     names = ", ".join(shipped_templates())
     template = f"Jinja2 chat template that replaces the tokenizer's template: a file, or one of {names}"
     add("--chat-template", type=expanded, metavar="FILE", help=template)
     add_chat_variables(add)
-    time = "time for chat templates that print it, such as 2026-01-31T12:00; default: the start of the preparation"
+    time = "the time that chat templates may print, such as 2026-01-31T12:00; default: the start of the preparation"
     add("--chat-time", metavar="TIME", help=time)
     add(
         "--documents", choices=["file", "line"], help="treat each text file, or each of its lines, as a document (file)"

@@ -45,7 +45,8 @@ shortened.
 """
 GOAL, AFTER, LEAST = 300.0, 2.5, 0.1
 """GOAL is the number of seconds that the whole should take. AFTER is the time of everything after the training on
-recall, in multiples of that training. LEAST is the smallest share of this later work that is worth running.
+recall, as a multiple of the time of that training. LEAST is the smallest share of this later work that is worth
+running.
 """
 
 

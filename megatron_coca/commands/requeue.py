@@ -53,6 +53,10 @@ def parser() -> ArgumentParser:
     parser.add_argument("--status", type=int, required=True, metavar="N", help="exit status of srun")
     parser.add_argument("--errors", type=Path, required=True, metavar="FILE", help="messages of srun")
     parser.add_argument(
-        "--limit", type=int, default=5, metavar="N", help="restarts without a newer checkpoint (default: %(default)s)"
+        "--limit",
+        type=int,
+        default=5,
+        metavar="N",
+        help="maximum number of restarts without a newer checkpoint (default: %(default)s)",
     )
     return parser

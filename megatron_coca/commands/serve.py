@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the commands, and return 0. Raises CheckpointError."""
     parser = command_parser("serve", __doc__)
     parser.add_argument("folder", type=local_path, metavar="FOLDER", help="a Hugging Face folder or PEFT adapters")
-    longest = "the longest input in tokens; default: what the folder says"
+    longest = "the longest input in tokens; default: the length in the folder's config.json"
     parser.add_argument("--length", type=count, metavar="N", help=longest)
     args = parser.parse_args(arguments)
     from megatron_coca.checkpoints.huggingface.serving import servings, text_of

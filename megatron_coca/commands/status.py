@@ -35,7 +35,9 @@ HEADER = ("run", "state", "step", "ETA", "last checkpoint", "restarts")
 
 
 class StatusRow(NamedTuple):
-    """One line of the table, the reasons of the restarts with their numbers, and the whole state if it was cut."""
+    """One line of the table, the number of restarts for each reason, and the whole state if the table shows only a part
+    of it.
+    """
 
     texts: tuple[str, ...]
     reasons: dict[str, int]

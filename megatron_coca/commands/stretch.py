@@ -90,14 +90,14 @@ def parser() -> ArgumentParser:
     add("--dtype", default=AUTO, choices=(*DTYPES, AUTO), help=dtype)
     add_source_options(described)
     after = described.add_argument_group("with the method of best.yml, after the page is written")
-    after.add_argument("--export", type=local_path, metavar="DIR", help="write a Hugging Face folder with it")
-    after.add_argument("--chat", action="store_true", help="chat with it; an empty line or Ctrl-D ends the chat")
+    after.add_argument("--export", type=local_path, metavar="DIR", help="write a Hugging Face folder with this method")
+    after.add_argument("--chat", action="store_true", help="chat with the model; an empty line or Ctrl-D ends the chat")
     trial = described.add_argument_group("fine-tuning, before the method is chosen")
-    steps = "train the model for N steps on --data with each of --finetune-method, and measure it"
+    steps = "train the model for N steps with each --finetune-method, and measure the trained models"
     trial.add_argument("--finetune", type=positive_int, metavar="N", help=steps)
     tried = f"methods to train: {', '.join(FINETUNED)}; {CONTROL}, the control, is always added; default: %(default)s"
     trial.add_argument("--finetune-method", type=names, default="pi", metavar="NAME,...", help=tried)
-    length = f"tokens of a training sample; default: the training length, up to {MOST_LENGTH}"
+    length = f"length of a training sample in tokens; default: the training length, up to {MOST_LENGTH}"
     trial.add_argument("--finetune-length", type=positive_int, metavar="N", help=length)
     lora = f"train low-rank adapters and the norms only (lora: {LORA})"
     trial.add_argument("--lora", action="store_true", help=lora)

@@ -75,8 +75,8 @@ def required(description: str) -> Any:
 
 
 def derived(default: Any, compute: Callable[[Mapping[str, Any]], Any], switch: str, description: str) -> Any:
-    """Declare a key whose value, if it is not set, is what `compute` returns for the earlier fields of its group. This
-    value is `default` unless the key `switch` is set.
+    """Declare a key whose value, if it is not set, is what `compute` returns for the earlier fields of its group.
+    `compute` returns `default` unless the key `switch` is set.
     """
     extra = {"default": default, "switch": switch}
     return Field(default_factory=compute, description=description, json_schema_extra=extra)

@@ -95,11 +95,11 @@ class Problems:
         self.keys.add(_owner_of(key))
 
     def blame(self, layers: Sequence[Layer], faults_of: Callable[[Layer], Collection[tuple[str, str]]]) -> None:
-        """Change the location of every error that a later layer causes to that layer.
+        """If a layer other than the first causes an error, report this layer as the location of the error.
 
         Without this, if a key of the command line contradicts a file, the error would be reported for the file.
-        `source` is the result of merging `layers`; `faults_of` returns the key and message of every error of any other
-        merged layer.
+        `source` must be the result of merging `layers`. `faults_of` returns the key and message of every error in a
+        given layer.
         """
         rest = dict(self.found)
         for number in range(len(layers) - 1, 0, -1):
@@ -122,7 +122,9 @@ class Problems:
         return where.get(path) or next(inside, None) or next(around, self.source.label)
 
     def add_from_pydantic(self, key: str, errors: Sequence[ErrorDetails]) -> None:
-        """Add pydantic's errors about one value as one error with our own message. A union has several errors."""
+        """Add pydantic's errors about one value as one error with our own message. For a union, pydantic reports
+        several errors.
+        """
         error = errors[0]
         value, kind = error["input"], error["type"]
         if kind == "missing":
@@ -171,8 +173,8 @@ def _expectation(message: str) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Return the message about an unknown key. Its hint is the key for this Hugging Face name, or else the closest
-    known key. If no known name of a mapping is close, the hint lists all of them.
+    """Return the message about an unknown key. If the key is a Hugging Face name, the hint is our key with the same
+    meaning, and otherwise the closest known key. If no known name of a mapping is close, the hint lists all of them.
     """
     if key in MISPLACED:
         return MISPLACED[key]

@@ -31,7 +31,7 @@ def read_sinks(value: Any) -> dict[str, dict[str, Any]]:
     defaults.
 
     Raises:
-        ValidationError: a sink or an option is unknown, missing or of another type.
+        ValidationError: a sink or an option is unknown, missing or of the wrong type.
     """
     known = selectable()
     options = {name: (_options_of(sink) | None, None) for name, sink in known.items()}

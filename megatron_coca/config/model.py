@@ -173,7 +173,7 @@ class ModelConfig(ConfigGroup):
         " as in GPT-NeoX.",
     )
     moe_weights_on_input: bool = key(
-        False, "Multiply the input of each expert by its weight, instead of its output, as in Llama 4."
+        False, "Multiply the input of each expert, not its output, by the expert's weight, as in Llama 4."
     )
     moe_routed_scaling_factor: Positive = key(1.0, "Factor on the weights of the experts, as in DeepSeek.")
     moe_correction_bias: bool = key(
@@ -239,7 +239,7 @@ class ModelConfig(ConfigGroup):
     use_bias_in_attn_linear: bool = key(True, "Use biases in the attention projections.")
     use_bias_in_qkv: bool = follows(
         "use_bias_in_attn_linear",
-        "Use biases for queries, keys and values. Set this key only if the output projection differs.",
+        "Use biases for queries, keys and values. Set this key only if it differs from use_bias_in_attn_linear.",
     )
     use_bias_in_mlp: bool = key(True, "Use biases in the MLP.")
     use_bias_in_output_head: bool = key(
@@ -356,7 +356,7 @@ class ModelConfig(ConfigGroup):
     scalenorm_epsilon: Positive = key(1.0e-8, "Epsilon of scalenorm.")
     hidden_dropout: Probability = key(0.0, "Dropout probability after embedding, attention and MLP.")
     embedding_dropout: Probability = follows(
-        "hidden_dropout", "Dropout probability after the embedding. Set this key only if it differs."
+        "hidden_dropout", "Dropout probability after the embedding. Set it only if it differs from hidden_dropout."
     )
     attention_dropout: Probability = key(0.0, "Dropout probability of attention weights.")
     init_method: InitMethod = key("normal", "Initialization of weight matrices.")

@@ -31,7 +31,7 @@ MISPLACED: dict[str, str] = _TABLES["misplaced"]
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     key: (row["default"], row["feature"]) for row in _TABLES["unsupported"] for key in row["keys"].split()
 }
-"""Keys of unsupported features: GPT-NeoX's default, which is accepted, and the feature."""
+"""Keys of unsupported features, each with GPT-NeoX's default, which is accepted, and the name of the feature."""
 
 UNSUPPORTED_CHOICES: dict[str, dict[Any, str]] = _TABLES["unsupported_choices"]
 """Unsupported values of supported keys, in lower case, with the feature."""

@@ -80,11 +80,11 @@ class LoraConfig(ConfigGroup):
     )
     dropout: Probability = Field(default=0.0, description="Dropout of the adapters' inputs.")
     rslora: bool = Field(default=False, description="Multiply by alpha / sqrt(rank) instead (rsLoRA).")
-    dora: bool = Field(default=False, description="Also train the norm of every row (DoRA).")
+    dora: bool = Field(default=False, description="Also train the norm of every row of the adapted matrices (DoRA).")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that change what given adapters compute, under their names in PEFT."""
+        """The settings that change what adapters with given weights compute, under their names in PEFT."""
         alpha = int(self.alpha) if self.alpha.is_integer() else self.alpha
         return {"r": self.rank, "lora_alpha": alpha, "use_rslora": self.rslora, "use_dora": self.dora}
 
@@ -120,9 +120,9 @@ class OptimizerConfig(ConfigGroup):
     )
     moe_bias_update_rate: NotNegative = key(
         0.0,
-        "With moe_correction_bias: after each step, add this rate to the number of every expert that got less than the"
-        " mean share of the step's tokens, and subtract it from the number of every expert that got more, as in"
-        " DeepSeek 3. Routers that are not trained keep these numbers.",
+        "With moe_correction_bias: after each step, raise the number of an expert by this rate if the expert got less"
+        " than the mean share of the step's tokens, and lower it if the expert got more, as in DeepSeek 3. Routers that"
+        " are not trained keep these numbers.",
     )
     trainable: Annotated[list[TrainablePart], Field(min_length=1), BeforeValidator(_sort_parts)] | None = key(
         None,

@@ -26,8 +26,8 @@ class ParallelConfig(ConfigGroup):
     )
     cuda_graphs: bool = key(
         False,
-        "Native engine on a GPU: capture the forward and backward passes of a micro-batch in a CUDA graph, so that the"
-        " host launches them all at once.",
+        "Native engine on a GPU: capture the forward and backward passes of a micro-batch in a CUDA graph, which the"
+        " host launches as a whole.",
     )
     zero_optimization: Annotated[dict[str, Any], AfterValidator(_with_valid_stage)] | None = key(
         None, "DeepSpeed's ZeRO section, passed through; `stage` is 0 to 3."
@@ -56,12 +56,12 @@ class ParallelConfig(ConfigGroup):
     context_parallel_size: Size = key(
         1,
         "Number of ranks that divide a sequence by tokens, also in attention, where keys and values pass between the"
-        " ranks (ring attention). Any number is valid, and it can be combined with sequence_parallel_size.",
+        " ranks (ring attention). Any number is valid. This key works together with sequence_parallel_size.",
     )
     sequence_parallel: bool = key(
         False,
-        "Accepted without effect: in Megatron it divides the activations of norms and dropouts among tensor ranks, with"
-        " the same results. For long sequences see sequence_parallel_size.",
+        "Accepted without effect. Megatron divides the activations of norms and dropouts among tensor ranks, which does"
+        " not change results. For long sequences see sequence_parallel_size.",
     )
     deepspeed_extra_args: dict[str, Any] | None = key(None, "Further DeepSpeed keys, passed through.")
     distributed_backend: Literal["nccl", "gloo"] | None = key(

@@ -171,7 +171,7 @@ class PositionKeys(ConfigGroup):
     )
     rotary_emb_base: float = Field(default=10000.0, gt=1.0, le=1.0e30, description="Base of the rotary frequencies.")
     rotary_frequencies: Annotated[Optional, BeforeValidator(partial(read_choice, "rotary_frequencies"))] = key(
-        None, "Frequencies of training other than the powers of rotary_emb_base; options below."
+        None, "Rotary frequencies that replace the powers of rotary_emb_base from the first step on; options below."
     )
     rope_scaling: Annotated[Optional, BeforeValidator(partial(read_choice, "rope_scaling"))] = key(
         None, "Frequency extension beyond the training length; options below."
@@ -180,7 +180,7 @@ class PositionKeys(ConfigGroup):
         None, "Distance map beyond a window; options below."
     )
     logit_scaling: Annotated[str | SerializeAsAny[Selected], BeforeValidator(_scaling)] = key(
-        "none", "Factor on the attention scores of each query, which depends on the query's position; options below."
+        "none", "Position-dependent factor on the attention scores of each query; options below."
     )
     sliding_window_width: WholeNumber | None = key(
         None, "Largest distance of attention, as in GPT-NeoX: a query sees itself and this many tokens before it."
@@ -304,7 +304,9 @@ class PositionConfig(PositionKeys):
 
     @property
     def embedding_options(self) -> dict[str, Any]:
-        """Options of the position embedding: GPT-NeoX's are keys of this group, others come from `pos_emb_options`."""
+        """Options of the position embedding. The options that GPT-NeoX has are keys of this group; others come from
+        `pos_emb_options`.
+        """
         given = self.pos_emb_options.given if self.pos_emb_options is not None else {}
         names = ("rpe_num_buckets", "rpe_max_distance", "alibi_slope_scale")
         return given | {name: getattr(self, name) for name in names}

@@ -101,7 +101,8 @@ class LoggingConfig(ConfigGroup):
     eval_windows: Annotated[list[int | str], Field(min_length=1)] | None = key(
         None,
         "Window lengths for perplexity on the validation data: numbers of tokens, or multiples of seq_length such as"
-        " 4L. All windows score the same tokens. The longest window takes about as long as the validation loss.",
+        " 4L. All windows score the same tokens. Measuring the longest window takes about as long as the validation"
+        " loss.",
     )
     exit_interval: Count | None = key(
         None,

@@ -14,8 +14,8 @@ from megatron_coca.data.permutation import derive_key, permute
 from megatron_coca.data.shards import MASKED, Shard
 
 ANSWER_BLOCK = 1 << 22
-"""Number of labels that the search for documents without an answer reads at a time."""
-# Fixed, because a number that depended on the run length would give a longer run a different order.
+"""Number of labels that are read at a time to find the documents without an answer."""
+# A constant: if this number depended on the run length, a longer run would have a different order.
 PATTERN_SLOTS = 65536
 
 
@@ -48,7 +48,7 @@ class SourceSamples:
         source: number of the source.
         rows: the rows of the batch that contain these samples, int64 [n].
         starts: for each sample, the offset of its first token in the shard, int64 [n]; for samples of whole documents,
-            the sample's number instead.
+            the number of the sample in the shard instead.
     """
 
     source: int
@@ -269,8 +269,9 @@ class Blend:
 
         Returns a list of (source, slot, samples per block).
 
-        In some blocks such a source takes a slot from the largest source, which then provides one sample fewer.
-        `exact`, float64 [sources], is the exact number of slots per block for each source.
+        A block is `PATTERN_SLOTS` consecutive samples. In some blocks, a rare source takes a slot of the largest
+        source, which then provides one sample fewer. `exact`, float64 [sources], is the number of slots per block that
+        each source should have, before rounding.
         """
         rare, largest = np.flatnonzero(self._quotas == 0), int(np.argmax(self._quotas))
         lent = np.flatnonzero(self._slot_source == largest)
@@ -284,8 +285,8 @@ class Blend:
         return list(zip(rare.tolist(), slots.tolist(), exact[rare].tolist(), strict=True))
 
     def after(self, first: int, tokens: Mapping[str, int]) -> "Blend":
-        """Return the same blend with sample numbers that start at `first`. Each source continues after the tokens
-        already read from it; `tokens` maps the name of each shard to the number of these tokens.
+        """Return the same blend with sample numbers that start at `first`. Each source continues after the tokens that
+        were already read from it. `tokens` maps the name of each shard to the number of tokens that were read.
         """
         later = copy(self)
         read = [-(-tokens.get(shard.name, 0) // self.seq_length) for shard in self.shards]
@@ -349,7 +350,7 @@ class Blend:
         tokens = self.tokens(located)
         begins = self.document_begins(located) if boundaries else None
         mask = self.loss_mask(located, tokens)
-        if mask is None and self._labelled:  # other batches have a mask, so this batch needs one too
+        if mask is None and self._labelled:  # other batches may have a mask, so this batch needs one too
             mask = np.ones((len(tokens), self.seq_length), dtype=bool)
         return UncheckedBatch(tokens, begins, mask)
 

@@ -1,7 +1,7 @@
 """The built-in corpus: English and code from the running Python installation, without a download.
 
 The corpus is written as JSONL and then prepared like any other corpus. In both sources, the split key is the name of
-the top-level package, so that neighbouring modules, which often contain the same passages, are in the same split. The
+the top-level package, so that modules of one package, which often contain the same passages, are in the same split. The
 topics of `help()` quote one another, so they all have the same key.
 """
 
@@ -28,8 +28,8 @@ from megatron_coca.support.errors import why_not_written
 from megatron_coca.work.folders import atomic_dir
 from megatron_coca.work.locks import exclusive_lock
 
-# Tests, demos, packages of other projects, and packages that are missing from some builds or from the next version of
-# Python.
+# Folders with tests, demos, packages of other projects, and packages that are missing from some builds or from the next
+# version of Python.
 SKIPPED_FOLDERS = frozenset(
     (
         *("test", "tests", "turtledemo", "dist-packages", "site-packages", "__pycache__"),
@@ -94,8 +94,8 @@ def without_docstrings(source: str, tree: ast.Module) -> str:
 
 
 def _read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
-    """Return (docstrings, source without docstrings) of a file. A file that does not parse is added to `problems`, and
-    the result is two empty strings.
+    """Return (docstrings, source without docstrings) of a file. If the file cannot be parsed, it is added to
+    `problems`, and both strings are empty.
     """
     try:
         with tokenize.open(path) as stream:

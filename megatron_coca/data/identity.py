@@ -1,4 +1,6 @@
-"""Identities of data: a resumed run compares its identity with the saved one, and reports the differences."""
+"""Identities of training data. A resumed run compares the identity of its data with the saved one, and reports the
+differences.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 def data_identity(blend: Samples) -> dict[str, Any]:
-    """Return the identity of the data for JSON, as lists with one entry per source. A resumed run compares it.
+    """Return the identity of the data for JSON, as lists with one entry per source. A resumed run compares it with the
+    saved identity.
 
-    `sha256` is the manifest's checksum of the token file, or None. It covers every token without reading the file.
-    `sampled` is computed from the shard itself, so it also detects changes in shards without a manifest, and files that
-    were replaced without updating the manifest.
+    `sha256` is the manifest's checksum of the token file, or None. It covers every token, and the file need not be read
+    for it. `sampled` is computed from the shard itself, so it also detects a change in a shard without a manifest, and
+    a file that was replaced although the manifest still has the old checksum.
     """
     recorded: list[str | None] = []
     for shard in blend.shards:
@@ -56,8 +59,8 @@ COUNTS: dict[str, tuple[str, Callable[[Any], str]]] = {
 def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Return the differences between two identities, such as `token count of NAME (saved 1,000, now 900)`.
 
-    Entries that are missing on one side are not compared, because a shard may have lost its manifest. `names` are the
-    current names of the sources or, for a synthetic task, of the sources of its filler text.
+    Entries that one of the identities lacks are not compared, because a shard may have lost its manifest. `names` are
+    the current names of the sources or, for a synthetic task, of the sources of its filler text.
     """
     differences: list[str] = []
     if "text" in now:

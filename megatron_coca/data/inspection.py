@@ -25,14 +25,15 @@ BLOCK_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A shard and its entry in the manifest. If there is no manifest, `split` is empty and the other facts are None.
+    """A shard and its entry in the manifest. If there is no manifest, `split` is empty, and the attributes that come
+    from the manifest are None.
 
     Attributes:
         source: name of the source in the manifest, or the file name if there is no manifest.
         split: train, valid or test.
         prefix: path of the files without their suffix.
-        largest_id: largest token id, which older manifests do not contain.
-        sha256: SHA-256 of the .bin file, hexadecimal.
+        largest_id: largest token id; None if the manifest is older than this entry.
+        sha256: SHA-256 of the .bin file, in hexadecimal.
         labels, labels_sha256: prefix of the label shard and SHA-256 of its .bin file, if there is a label shard.
     """
 
@@ -52,7 +53,7 @@ class ShardEntry:
 
 
 def find_shards(names: Sequence[str | Path]) -> list[ShardEntry]:
-    """Find shards, given their prefixes, one of their files, or their folders.
+    """Find shards. Each name is the prefix of a shard, one of its two files, or a folder of shards.
 
     Raises `DataError` for a folder without shards, a missing shard or a damaged manifest.
     """
@@ -109,8 +110,9 @@ def document_lengths(shard: Shard) -> Iterator[np.ndarray]:
 def token_blocks(shard: Shard, label: str = "", show: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield blocks of whole documents as (tokens in the shard's dtype, length of each document).
 
-    A block has up to BLOCK_TOKENS tokens, or a single longer document. The file is not memory-mapped, because mapped
-    pages would count as memory of the process. With `show`, a progress bar with the shard's `label` is shown.
+    A block has up to BLOCK_TOKENS tokens, or a single document that is longer than that. The file is not memory-mapped,
+    because mapped pages would count as memory of the process. With `show`, a progress bar with the shard's `label` is
+    shown.
     """
     path, total = shard_paths(shard.prefix)[0], shard.len_tokens * shard.dtype.itemsize
     with path.open("rb", buffering=0) as stream, Progress(f"reading {label}", total, "B", show=show) as progress:
@@ -264,7 +266,7 @@ def length_facts(lengths: np.ndarray) -> dict[str, Any]:
     """Return statistics of document lengths, int32 [documents], as a mapping for JSON: counts, quantiles, and the share
     of the tokens in documents above each of `THRESHOLDS`.
 
-    A quantile q is the smallest length such that at least the share q of the documents is not longer.
+    The quantile q is the smallest length that at least the share q of the documents does not exceed.
     """
     tokens = int(lengths.sum(dtype=np.int64))
     longer = {str(length): lengths[lengths > length].sum(dtype=np.int64) / max(1, tokens) for length in THRESHOLDS}

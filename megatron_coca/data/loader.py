@@ -45,9 +45,9 @@ class Packing:
     Attributes:
         reset_attention_mask: attention does not cross from one document into another.
         reset_position_ids: positions start at 0 in every document.
-        masked_token: the target that follows this input id does not count in the loss, or None if all targets count.
-            Megatron and GPT-NeoX call this `eod_mask_loss`: the first token of a document is not predicted from the end
-            of the previous document.
+        masked_token: an input id; the target after it does not count in the loss. None if all targets count. Megatron
+            and GPT-NeoX call this rule `eod_mask_loss`: the first token of a document is not predicted from the end of
+            the previous document.
     """
 
     reset_attention_mask: bool = False
@@ -61,8 +61,8 @@ class Packing:
 
     def batch(self, tokens: np.ndarray, begins: np.ndarray | None, mask: np.ndarray | None = None) -> Batch:
         """Make a batch from tokens [samples, seq_length + 1]. `begins`, bool [samples, seq_length], marks the inputs
-        that start a document; it may be None if `needs_documents` is False. `mask` is the loss mask of the data, if the
-        data has one.
+        that start a document; it may be None if `needs_documents` is False. `mask` is the loss mask that comes with the
+        data, if there is one.
         """
         if self.masked_token is not None:
             kept = tokens[:, :-1] != self.masked_token
@@ -71,7 +71,7 @@ class Packing:
             return Batch(tokens, loss_mask=mask)
         documents = np.cumsum(begins, axis=1, dtype=np.int32) if self.reset_attention_mask else None
         positions = None
-        # If both are reset, the model's default is correct.
+        # If attention and positions are both reset, the model's default positions are correct.
         if not (self.reset_attention_mask and self.reset_position_ids):
             positions = np.broadcast_to(np.arange(begins.shape[1]), begins.shape).copy()
             if self.reset_position_ids:
@@ -104,7 +104,8 @@ class Loader:
         vocab_size: vocabulary size of the model. Reading a token id outside the vocabulary raises an error; None
             disables this check.
         packing: how document boundaries are treated; by default they are ignored.
-        num_workers: number of threads, and of steps that are read ahead. With 0 a step is read when it is requested.
+        num_workers: number of threads, which is also the number of steps that are read ahead. With 0, a step is read
+            when it is requested.
         length: use only this many inputs at the end of each sample; None uses all inputs.
         positions: draws the positions of the inputs; None leaves the positions to `packing`.
         start: the first step, and the number of its first sample. Earlier steps may have had other batch sizes.

@@ -1,4 +1,4 @@
-"""The mixture that a run reads: the share and the epochs of every source, as a table, metrics and warnings."""
+"""The mixture that a run reads: each source's share and number of epochs, as a table, metrics and warnings."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,7 +50,7 @@ def source_names(sources: Sequence[str]) -> list[str]:
 
 
 def mixture_figures(shares: Sequence[SourceShare]) -> dict[str, float]:
-    """Return the share and the epochs of every source as metrics `share/NAME` and `epochs/NAME`."""
+    """Return each source's share and number of epochs as the metrics `share/NAME` and `epochs/NAME`."""
     figures: dict[str, float] = {}
     for name, share in zip(source_names([share.source for share in shares]), shares, strict=True):
         figures |= {f"share/{name}": share.fraction, f"epochs/{name}": share.epochs}

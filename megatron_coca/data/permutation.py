@@ -1,4 +1,6 @@
-"""Permutations and random words that depend only on a key. They are the same on every machine and store nothing."""
+"""Permutations and random words that depend only on a key. They are the same on every machine, and no array has to be
+stored.
+"""
 
 import hashlib
 
@@ -53,7 +55,7 @@ def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
     most 2^62.
 
     The result is int64 with the shape of `indices`. No array of size `n` is stored: a Feistel network permutes the
-    range up to the next power of two, and it is applied again to images outside [0, n) (cycle walking).
+    range up to the next power of two. It is applied again to every image outside [0, n), which is called cycle walking.
     """
     given = np.asarray(indices)
     if not 1 <= n <= 1 << 62 or (given.size and (given.min() < 0 or given.max() >= n)):

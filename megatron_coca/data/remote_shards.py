@@ -26,9 +26,9 @@ SMALL_BYTES = 256 << 20
 """The files next to the shards (manifest, tokenizer) are copied if they have at most this many bytes."""
 LONGEST_NOTE = 1 << 16
 NOTE = ".remote"
-"""Suffix of a local JSON file, `<prefix>.bin.remote`, that describes tokens on a store."""
+"""Suffix of the local JSON file `<prefix>.bin.remote`, which describes the tokens of a shard on a store."""
 _NAMED: dict[Path, str] = {}
-"""The path of each note that this process wrote -> the URL that the user named. The address inside a note is never
+"""Maps the path of each note that this process wrote to the URL that the user named. The address inside a note is never
 used, because a downloaded folder may contain a note.
 """
 
@@ -69,7 +69,9 @@ def _copied_folder(url: str, cache: Path) -> Path:
 
 
 def _copy(files: DataFiles, name: str, folder: Path) -> None:
-    """Copy a file unless the copy is up to date. A file next to the copy records the state of the copied object."""
+    """Copy a file unless the copy is up to date. A file next to the copy, `<name>.state`, records the state that the
+    object had when it was copied.
+    """
     if (facts := files.facts(name)) is None:
         raise _missing(f"{files.url}/{name}")
     state, local, known = json.dumps(facts), folder / name, folder / f"{name}.state"
@@ -90,7 +92,7 @@ class RemoteTokens:
     """The tokens of a shard on a store. The local file `<prefix>.bin.remote` describes them."""
 
     def __init__(self, note: Path, dtype: np.dtype) -> None:
-        """Open the tokens. Raises `DataError` if `local_prefix` did not write the note in this process."""
+        """Open the tokens. Raises `DataError` unless `local_prefix` wrote the note in this process."""
         facts, url = _read_note(note), _NAMED.get(note.resolve())
         if url is None:
             address = f"{facts.get('url')}/{note.name.removesuffix('.bin' + NOTE)}"

@@ -52,7 +52,7 @@ class ShardHeader(NamedTuple):
     """The header of an index file."""
 
     dtype: np.dtype  # dtype of the tokens
-    sequences: int  # number of lengths, and of pointers
+    sequences: int  # number of sequences, each with a length and a pointer in the index
     entries: int  # number of entries of the document index, which is the number of documents plus one
 
     @property
@@ -117,7 +117,8 @@ def _bin_size(path: Path) -> int:
 
 
 def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
-    """Check that the documents fill the `.bin` file without gaps. Return True if each document is a single sequence.
+    """Check that the documents fill the `.bin` file without gaps. Return True if every document consists of a single
+    sequence.
 
     Raises `DataError` if there is a gap, or if the size of the `.bin` file differs from the size that the index
     records.
@@ -153,8 +154,8 @@ def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
 def _read_array(path: Path, dtype: np.dtype, offset: int, count: int) -> Iterator[np.ndarray]:
     """Yield blocks of the `count` numbers that begin at byte `offset` of a file.
 
-    The file is not memory-mapped, because mapped pages would count as memory of the process, and because the numbers
-    would be at odd addresses, which makes arithmetic slow.
+    The file is not memory-mapped, because mapped pages would count as memory of the process. Moreover, the numbers
+    would be at odd addresses, and arithmetic on them would be slow.
     """
     with path.open("rb", buffering=0) as stream:
         stream.seek(offset)
@@ -171,9 +172,9 @@ class Shard:
     Opening a shard reads the whole index once, in blocks; afterwards index and tokens are memory maps. Of the `.bin`
     file, only the size is checked; `megatron-coca inspect verify` detects altered tokens.
 
-    `prefix` is the path of the pair without `.bin` and `.idx`. `labels` is the prefix of a label shard: it has the same
-    documents, and negative ids mark the tokens that do not count in the loss. Raises `DataError` if a file is missing,
-    truncated or in another format, or if the files do not belong together.
+    `prefix` is the path of the pair without `.bin` and `.idx`. `labels` is the prefix of a label shard, which has the
+    same documents, but negative ids in place of the tokens that do not count in the loss. Raises `DataError` if a file
+    is missing, truncated or in another format, or if the files do not belong together.
     """
 
     def __init__(self, prefix: str | Path, labels: str | Path | None = None) -> None:
@@ -273,8 +274,8 @@ class Shard:
         return sliding_window_view(self._tokens, count)[starts]
 
     def _fetch(self, starts: np.ndarray, count: int) -> None:
-        """Ask the operating system for the pages of several windows at once. Page faults would wait for the disk one at
-        a time.
+        """Ask the operating system for the pages of several windows at once. Page faults would read the pages one after
+        another, and each would wait for the disk.
         """
         if len(starts) < 2 or self._map is None:
             return
@@ -372,8 +373,8 @@ def sampled_digest(shard: Shard) -> str:
     """Return the SHA-256 of the tokens and document starts in `DIGEST_WINDOWS` windows that are spread evenly over a
     shard.
 
-    At most 2 MB are read, so the digest distinguishes corpora but misses a change between the windows. The digest does
-    not depend on the dtype, name or manifest.
+    At most 2 MB are read, so the digest distinguishes corpora but does not detect a change between the windows. The
+    digest does not depend on the dtype, name or manifest.
     """
     count = min(DIGEST_TOKENS, shard.len_tokens)
     offsets = np.unique(np.linspace(0, shard.len_tokens - count, DIGEST_WINDOWS).astype(np.int64))

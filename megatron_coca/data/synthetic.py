@@ -4,7 +4,8 @@ Every task generates the tokens of a sample and a mask of the inputs that are fo
 hashes of (seed, split, sample number), so that a resumed run reads the same samples.
 
 Token ids come in this order: filler, one token for each pair of a key and a value (a fact), keys, values. Tasks without
-facts have only filler and one separator. `ordered_recall` has further question tokens after the values.
+facts have only filler tokens and one separator. `ordered_recall` has further tokens, which ask questions, after the
+values.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,7 +51,7 @@ class TaskSettings:
 
     @property
     def farthest(self) -> int:
-        """The largest k in questions that ask for the value told k facts earlier (`ordered_recall`)."""
+        """The largest k in the questions of `ordered_recall` that ask for the value told k facts earlier."""
         return self.back or self.facts
 
     def fact(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -70,7 +71,9 @@ class TaskSettings:
         return self.filler_tokens + self.keys * self.values + self.keys + self.values + keys
 
     def earlier(self, facts: np.ndarray) -> np.ndarray:
-        """Return the tokens that ask for the value of the last fact (1), the one before (2), ... (`ordered_recall`)."""
+        """Return the tokens that ask for a value by its age (`ordered_recall`): 1 is the last fact, 2 the one before
+        it.
+        """
         return self.first(np.array(self.keys)) + facts - 1
 
 
@@ -137,8 +140,9 @@ def recall_question(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Generate evaluation inputs for `recall`: facts at random positions, and one question at the end.
 
-    Returns (inputs int64 [samples, length], correct answer tokens int64 [samples], positions of the facts in question
-    int64 [samples]). `filler` is int64 [samples, length], and the length must be larger than the number of facts.
+    Returns (inputs int64 [samples, length], correct answer tokens int64 [samples], positions of the facts that the
+    questions ask for int64 [samples]). `filler` is int64 [samples, length], and the length must be larger than the
+    number of facts.
     """
     samples, length = filler.shape
     keys, values = draws.subset(settings.facts, settings.keys), draws.integers(settings.facts, settings.values)
@@ -182,8 +186,8 @@ def ordered_question(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Generate evaluation inputs of `ordered_recall`: all facts in random places, and one question at the end.
 
-    Returns the inputs, the answers and the places of the facts as `recall_question` does, and the kind of each question
-    as its index in `QUESTIONS`, int64 [samples].
+    Returns the inputs, the answers and the positions of the facts as `recall_question` does, and also the kind of each
+    question: its index in `QUESTIONS`, int64 [samples].
     """
     samples, length = filler.shape
     keys, values = _told(settings, draws, samples)
@@ -221,8 +225,8 @@ def _told(settings: TaskSettings, draws: Draws, samples: int) -> tuple[np.ndarra
 def _order_questions(
     settings: TaskSettings, draws: Draws, keys: np.ndarray, before: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw questions after `before` facts, int64 [samples, questions]. Return three arrays of this shape: the tokens
-    that ask, the indices of the facts with the answers, and the kinds.
+    """Draw questions, each after the number of facts in `before`, int64 [samples, questions]. Return three arrays of
+    this shape: the tokens that ask, the indices of the facts with the answers, and the kinds of the questions.
     """
     count = before.shape[1]
     kinds, chosen = draws.integers(count, len(QUESTIONS)), draws.integers(count, before)
@@ -292,7 +296,9 @@ TASKS: dict[str, Callable[[TaskSettings, np.ndarray, Draws], Generated]] = {
     "reverse": reverse,
     "ngram": ngram,
 }
-"""Functions by task name: (settings, filler int64 [samples, length + 1], random numbers) -> (tokens, answer mask)."""
+"""Maps the name of a task to its function, which takes (settings, filler int64 [samples, length + 1], random numbers)
+and returns (tokens, answer mask).
+"""
 
 ORDERED = "ordered_recall"
 FACT_TASKS = frozenset({"recall", ORDERED, "multi_query"})

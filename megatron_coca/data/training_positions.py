@@ -45,8 +45,9 @@ DRAWN: dict[str, tuple[Callable[[int], int], Callable[[np.ndarray, int, int], np
     "pose": (lambda largest: 2, _pose),
     "stretched": (lambda largest: largest, _stretched),
 }
-"""For each `training_positions.type`, two functions: bound -> number of random words that positions below the bound
-need, and (words, tokens, bound) -> increasing positions, int64 [tokens].
+"""Maps each `training_positions.type` to two functions. The first returns the number of random words that are needed to
+draw positions below a bound. The second takes (words, number of tokens, bound) and returns increasing positions, int64
+[tokens].
 """
 
 
@@ -69,8 +70,8 @@ class DrawnPositions:
     def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None, step: int = 0) -> np.ndarray:
         """Draw positions, int64 [n, length], for the samples of `step` with these global numbers, int64 [n].
 
-        With `begins`, bool [n, length], the positions of each document in a sample are drawn separately. All documents
-        of a step have the same bound, even with `stretched`.
+        `begins`, bool [n, length], marks the tokens that start a document; with it, the positions of each document in a
+        sample are drawn separately. All documents of a step have the same bound, even with `stretched`.
         """
         (words_for, make), largest = DRAWN[self.type], self.largest
         if self.type == "stretched":

@@ -17,7 +17,7 @@ from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 
 @dataclass
 class Verified:
-    """The result for one shard, or for the tokenizer and manifest of a folder.
+    """The result of verifying one shard, or the tokenizer and manifest of a folder.
 
     Attributes:
         place: the prefix of the shard, or the folder.

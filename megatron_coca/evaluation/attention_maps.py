@@ -23,7 +23,7 @@ before rotation (for CoCA k is the T projection), and the inputs of the layer's 
 
 @contextmanager
 def observed(model: nn.Module, visit: Visit, of: PositionMethod | None = None) -> Iterator[None]:
-    """Call `visit` for each attention layer in turn during a forward pass without a cache in this context.
+    """In this context, call `visit` for each attention layer in turn during every forward pass without a cache.
 
     With `of`, only the layers with this position method are visited. Only one layer's tensors are in memory at a time,
     unless `visit` keeps them.

@@ -1,4 +1,4 @@
-"""The record of chat-formatted prompts in result files. It imports no tokenizer, so that `--help` is fast."""
+"""The record of chat settings in result files. This module imports no tokenizer, so that `--help` is fast."""
 
 import json
 

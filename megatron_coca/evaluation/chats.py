@@ -12,7 +12,9 @@ from megatron_coca.evaluation.results import EvaluationError
 
 
 def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
-    """Return the chat settings, or None without `--apply-chat-template`. Raises EvaluationError for its options."""
+    """Return the chat settings, or None without `--apply-chat-template`. Raises EvaluationError if an option needs
+    `--apply-chat-template`, or if the tokenizer has no chat template.
+    """
     multiturn = getattr(args, "fewshot_as_multiturn", None)
     if not args.apply_chat_template:
         given = {"--system-instruction": args.system_instruction is not None, "--fewshot-as-multiturn": multiturn}

@@ -13,15 +13,15 @@ from torch import Tensor
 from megatron_coca.config import ModelConfig
 
 GAIN = 1.25
-"""bfloat16 must be this many times as fast as float32, because its rounding errors are larger."""
+"""bfloat16 is chosen only if it is this many times as fast as float32, because its rounding errors are larger."""
 TOKENS, ROUNDS = 512, 5
 
 
 def chosen_dtype(model: ModelConfig, device: str) -> tuple[str, str]:
     """Return "bfloat16" or "float32" for a model of this shape, and a sentence with the measured times.
 
-    The first feed-forward product of a block and causal attention are timed in both dtypes, in turn. The shortest times
-    are compared.
+    Causal attention and the first matrix product of a feed-forward layer are timed together, in both dtypes in turn.
+    The shortest time of each dtype counts.
     """
     work = {dtype: _work(model, device, dtype) for dtype in (torch.float32, torch.bfloat16)}
     seconds = {dtype: float("inf") for dtype in work}

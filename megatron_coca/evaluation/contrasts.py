@@ -87,8 +87,8 @@ def power_of(contrast: AnyContrast, pairs: int | None, level: float = LEVEL, sha
 def pairs_needed(differences: Differences, inside: float, wanted: float, most: int) -> float:
     """Return the smallest number of pairs that would show the mean difference with the power `wanted`, or inf.
 
-    The interval of the difference has the confidence `inside`. The result is inf if it is above `most`, or if all
-    differences are equal. The computation uses the mean and the standard deviation of the given differences.
+    The interval of the difference has the confidence `inside`. The result is inf if more than `most` pairs are needed,
+    or if all differences are equal. The computation uses the mean and the standard deviation of the given differences.
     """
     found = estimate(differences)
     if equal(differences) or not math.isfinite(found.mean):
@@ -169,7 +169,7 @@ def together(found: Sequence[tuple[ContrastType, Differences]], count: int) -> l
     """
     known = [(contrast, differences) for contrast, differences in found if len(differences) > 1]
     p_values = [p_value(differences) for _, differences in known]
-    missing = [1.0] * (count - len(known))  # these count too: an unfinished study must not claim more
+    missing = [1.0] * (count - len(known))  # missing ones count too: an unfinished study must not claim more
     corrected, factors = holm(p_values + missing), holm_factors(p_values + missing)
     tested = []
     for (contrast, differences), p, own, factor in zip(known, p_values, corrected, factors, strict=False):
@@ -179,7 +179,7 @@ def together(found: Sequence[tuple[ContrastType, Differences]], count: int) -> l
 
 
 class Step(NamedTuple, Generic[ContrastType]):
-    """A contrast of a sequence. If the verdict is "not tested", `p` is not the result of a test."""
+    """A contrast of a sequence. With the verdict "not tested", `p` has no meaning."""
 
     contrast: ContrastType
     difference: Estimate
@@ -208,7 +208,7 @@ def in_sequence(
 
 
 def verdict_of(expected: float | None, difference: Estimate, p: float) -> ContrastVerdict:
-    """Return the verdict on a tested difference. `expected` is the expected difference; None: any direction holds."""
+    """Return the verdict on a tested difference. If `expected` is None, a difference in either direction holds."""
     if math.isnan(p):
         return "cannot be tested"
     if p >= LEVEL:
@@ -254,7 +254,7 @@ class Corrected(NamedTuple):
 
 
 def corrected_once(entries: Sequence[ContrastEntry]) -> list[Corrected]:
-    """Return all entries, each corrected for the number of all (Bonferroni), in the given order.
+    """Return all entries in the given order, each corrected for the number of entries (Bonferroni).
 
     Raises EvaluationError if an entry has fewer than two differences: it would count without a test.
     """

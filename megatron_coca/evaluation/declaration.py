@@ -50,7 +50,7 @@ class Task:
         numbers: the numbers of an entry, the most important one first.
         readings: reads from an entry the numbers whose names are not known beforehand.
         comparable: the properties in which the results of one table agree.
-        at: the name of a missing entry, in which {} is the length.
+        at: the name of a missing entry; {} in it stands for the length.
         divided_by: the option with values that several processes can measure independently. Without it, a task is
             divided by variant only.
         fits: the function that checks, before a model is trained, that the task's prompts fit into their lengths, as
@@ -85,5 +85,5 @@ class Task:
         return [*filter(None, found), *(self.readings(entry) if self.readings is not None else ())]
 
     def number(self, name: str) -> Number | None:
-        """Return the declaration of the number with this name in results.csv; None if only results contain the name."""
+        """Return the declaration of the number with this name in results.csv; None if no declaration has the name."""
         return next((number for number in self.numbers if number.is_named(name)), None)

@@ -1,8 +1,8 @@
 """Initial angles of pairs of tokens, and the scores of a pair at every distance.
 
 The paper's a(s) depends only on the distance s between a fixed query and key, but in text each pair has one distance.
-`DistanceSweep` moves the pair: it puts the query at the last position and the key at any position before it, and
-rotates the query and the key with the model's own position method.
+`DistanceSweep` varies the distance of a pair: it puts the query at the last position and the key at any position
+before, and rotates both with the model's own position method.
 """
 
 import math

@@ -167,7 +167,7 @@ def collect_documents(
 ) -> Documents:
     """Return the first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to that length.
 
-    `start` is put before every document, unless the document begins with it already. Some prepared documents do.
+    `start` is put before every document, unless the document begins with it already, as some prepared documents do.
 
     With `repeated`, a document needs only that many tokens: its first `repeated` tokens are tiled to `max_length`, as
     in Su's pages on ReRoPE (kexue.fm/archives/9708). With `joined`, if too few documents are long enough, the rest of

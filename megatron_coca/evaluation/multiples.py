@@ -10,7 +10,7 @@ MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
 """One multiple, or a list: "4L", "3L/4", or "1L,4L"."""
 
 LENGTH_OPTIONS = ("windows", "lengths", "stride", "max_length", "repeat", "short")
-"""Options of tasks that may be multiples."""
+"""Task options whose values may be multiples."""
 
 
 def is_multiple(text: object) -> bool:

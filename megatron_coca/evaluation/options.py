@@ -40,8 +40,8 @@ Decoding = Literal["growing", "static", "auto"]
 DECODING = "growing"
 DECODINGS = {
     "growing": "the cache grows with every token",
-    "static": "all steps have the same shapes, and on a GPU the host launches each step as one CUDA graph; an error if "
-    "the model does not support it",
+    "static": "all steps have the same shapes, and on a GPU the host launches each step as one CUDA graph; the command "
+    "stops with an error if the model does not support this",
     "auto": "static on a GPU if the model supports it, otherwise growing",
 }
 """Descriptions of `model.Decoding`: how tokens after the first one are decoded."""
@@ -264,7 +264,7 @@ def subject_options(args: Namespace) -> SubjectOptions:
 
 
 def read_variants(args: Namespace) -> tuple[Variant, ...]:
-    """Read `--variant`, `--conf_dir`, `--label` and `--set`, which applies to every variant. Raises EvaluationError."""
+    """Read `--variant`, `--conf_dir`, `--label`, and `--set` (for every variant). Raises EvaluationError."""
     if not args.variant:
         label = args.label or " ".join([Path(args.checkpoint).resolve().name, *args.overrides])
         return (Variant(label, (), (*args.overrides, *source_keys(args))),)

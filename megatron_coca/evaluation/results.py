@@ -60,7 +60,7 @@ ADDED = frozenset(
 """Fields that may be missing in files of earlier versions. Comparisons of measurements ignore a missing field."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
-"""A number between 0 and 1, such as an accuracy. NaN is an error in a result file."""
+"""A number between 0 and 1, such as an accuracy. A result file that has NaN here is refused."""
 
 OPEN = ConfigDict(extra="ignore")
 """Configuration of a record that had more fields in earlier versions: extra fields are ignored."""
@@ -106,7 +106,10 @@ class EnvironmentRecord(Record):
 
 
 class Missing(Record):
-    """A requested entry, or all entries, without a result. `kind` is "refused" if the model does not support it."""
+    """A requested entry, or all entries, without a result.
+
+    `kind` is "refused" if the model does not support the entry.
+    """
 
     at: str  # "window 4096", or "all"
     kind: Literal["refused", "out of memory", "not run", "failed"]
@@ -230,7 +233,8 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path, kind: type[RecordType], noun: str) -> RecordType:
-    """Read a record from a file. Raises EvaluationError if the file is missing, unreadable or no record of this kind.
+    """Read a record from a file. Raises EvaluationError if the file is missing, unreadable or not a record of this
+    kind.
 
     `noun` names the record in messages.
     """
@@ -310,7 +314,7 @@ class Meter:
 
 @cache
 def _cores(threads: int) -> CrowdedCores:
-    """Return the watch of this process. It warns only once that the cores are crowded."""
+    """Return the object with which this process watches for crowded cores. It warns only once."""
     return CrowdedCores(threads)
 
 
@@ -319,7 +323,7 @@ def measured(device: "torch.device") -> Iterator[Meter]:
     """Measure the enclosed work on `device`.
 
     On a CUDA device, peak memory is measured by PyTorch. On the CPU, it is the growth of the process's resident memory,
-    or None if the system does not report it. If the cores were crowded, a warning is logged.
+    or None if the system does not report this. If the cores were crowded, a warning is logged.
     """
     import torch
 

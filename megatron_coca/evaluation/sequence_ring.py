@@ -46,7 +46,7 @@ class SequenceRing:
     """
 
     def __init__(self, args: Namespace, task: str, score: ScoreSequence) -> None:
-        """`score` is a function at module level, which the processes import."""
+        """`score` must be a function at module level, so that the processes can import it."""
         self._args, self._task, self._score, self._ranks = args, task, score, int(args.context_parallel_size)
         self._processes: list[BaseProcess] = []
         self._folder: Any = None
@@ -140,7 +140,7 @@ class _Member:
         return [int(number) for number in message]
 
     def take(self, model: GPT) -> None:
-        """Let a model on this rank compute only the rank's part of each input."""
+        """Prepare a model on this rank to compute only the rank's part of each input."""
         assign_shard(model, RingShard(ring=self.ring))
 
     def scored(self, model: GPT, rows: Tensor, bounds: Tensor, score: ScoreSequence) -> Tensor:

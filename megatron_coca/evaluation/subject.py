@@ -144,7 +144,7 @@ class Evaluation:
         named = (each for each in options.variants if "imports" in given_values(each.overrides, each.files))
         methods = next(named, first)
         self.opened = open_checkpoint(options.checkpoint, overrides=methods.overrides, files=methods.files)
-        # Read now, because the folder may change before the weights are loaded.
+        # The identity is read now, because the folder may change before the weights are loaded.
         self._identity = self.opened.identity
         found = self.opened.tokenizer(first.overrides, first.files)
         if found.note is not None:
@@ -235,7 +235,7 @@ class Evaluation:
             identity=self._identity,
             step=self.opened.step,
             seq_length=trained.model.seq_length,
-            pos_emb=config.position.pos_emb,  # the variant's: a Hugging Face folder may not record the method
+            pos_emb=config.position.pos_emb,  # the variant's value: a Hugging Face folder may not record the method
             trained_with=trained_with(trained),
             seed=trained.seed if self.opened.step is not None else None,  # not recorded in a Hugging Face folder
             network=network_digest(trained),
@@ -286,8 +286,8 @@ def environment_record(dtype: str, backend: str | None, device: str) -> results.
 
 
 def recipe_of(trained: Config) -> dict[str, Any]:
-    """Return the keys that change what a training makes of a seed, except keys at their defaults, paths, and the keys
-    of the network.
+    """Return the keys that, together with the seed, determine what a training produces. Keys at their defaults, paths,
+    and the keys of the network are left out.
     """
     flat = trained.flat()
     keys = [key for key, place in KEYS.items() if place.group in RECIPE_GROUPS or key in RECIPE_KEYS]
@@ -298,7 +298,7 @@ def recipe_of(trained: Config) -> dict[str, Any]:
 
 
 def _in_stage(key: str) -> bool:
-    """Return whether a key of a stage belongs to the recipe; some keys belong to stages only, such as their names."""
+    """Return whether a key of a stage belongs to the recipe; some keys exist only in stages, such as a stage's name."""
     return key not in KEYS or key in RECIPE_KEYS or KEYS[key].group in (*RECIPE_GROUPS, "model", "position")
 
 

@@ -166,7 +166,7 @@ def plan_commands(
 ) -> list[Command]:
     """Return the commands of a suite, task by task, for the checkpoints in `lengths`, with result files in `results`.
 
-    `shared` are options that every command gets: they divide its work.
+    `shared` are options for every command, which divide its work among processes.
 
     Raises EvaluationError for unknown tasks and options, and for labels that lead to the same file name.
     """
@@ -280,7 +280,7 @@ def run_commands(commands: Sequence[Command]) -> list[Failure]:
         write(f"{number} of {len(commands)}: {command.name}")
         print(plain(f"\n$ {shlex.join(['megatron-coca', 'evaluate', *command.arguments])}"), flush=True)
         status = run_to_its_end([*PROGRAM, "evaluate", *command.arguments])
-        if status != 0:  # after 2, the command has printed the missing entries
+        if status != 0:  # with status 2, the command has printed the missing entries
             reason = "incomplete; see its messages above" if status == 2 else describe_exit(status)
             failures.append(Failure(f"{command.name}: {reason}", is_temporary(status)))
     return failures

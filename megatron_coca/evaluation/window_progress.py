@@ -1,5 +1,5 @@
-"""Progress of evaluations that read texts in windows: it counts windows and tokens, even if all windows are in one
-document.
+"""Progress of evaluations that read texts in windows. It is counted in windows and tokens, so that it advances even
+within one document.
 """
 
 import math

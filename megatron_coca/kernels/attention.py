@@ -162,15 +162,17 @@ def flash_attention(
         scale: positive factor on the dot products; it must be positive because row maxima are computed before scaling.
         far_query, far_key: Q' and K' for pairs with r >= window, in the same shapes. Without them, these pairs are
             masked.
-        window: the distance at which far pairs begin; None if `query` and `key` score all pairs.
+        window: the smallest distance of far pairs; None if `query` and `key` score all pairs.
         first_keys: if set, far pairs are limited to this number of keys at the start of the document.
         formula: name of the distance bias: "linear" -c0 r, "log" -c0 ln(1 + c1 r), "power" -c0 r^c1 (0 at r = 0).
-        coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]. Gradients are computed if they require them.
+        coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]. Their gradients are computed if the tensor
+            requires gradients.
         starts: int64 [batch, key_length], non-decreasing: the index of the first token of each token's document. Keys
             before it are masked.
         tables: if given, `query` and `key` are magnitudes m, and the kernel computes (m cos, m sin) tile by tile:
-            cos and sin of the queries, float32 [query_length, rotated] or [batch or 1, 1, query_length, rotated], and
-            then those of the keys in the corresponding shape. The features after the rotated ones have the angle 0.
+            cos and sin of the queries, float32 [query_length, rotated] or [batch or 1, 1, query_length, rotated],
+            followed by cos and sin of the keys in the corresponding shape. The features after the rotated ones have the
+            angle 0.
         offset: with `tables`, constant angles that are subtracted from those of the queries, [heads, rotated].
 
     The softmax is computed in float32, and products of float32 operands are not rounded to TF32. Gradients are bitwise

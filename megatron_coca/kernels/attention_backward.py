@@ -68,8 +68,8 @@ def _launch(
     saved: tuple[Tensor, Tensor, Tensor],
     beyond: bool,
 ) -> None:
-    """Compute dK' and dV of one segment (query, key, dK'). `values` is (dV so far, dV). `beyond` selects the pairs from
-    the window on.
+    """Compute dK' and dV of one segment, `segment` = (query, key, dK'). `values` is (dV before this launch, dV after
+    it). `beyond` selects the pairs from the window on.
     """
     launch, key = plan.blocks.key_gradients, operands.key
     grad, *rows = saved
@@ -90,7 +90,7 @@ def _launch(
 
 
 _STOPS = WeakIdKeyDictionary()
-"""Results of `_stops` by their argument. All layers pass the same tensor in a micro-batch."""
+"""Results of `_stops`, by its argument. All layers pass the same tensor in a micro-batch."""
 
 
 def _stops(starts: Tensor) -> Tensor:

@@ -42,7 +42,9 @@ SMALL = Launches(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1
 """Launches for the interpreter. There, tiles of all sizes take the same time, and tests need several tiles."""
 
 _SINGLE = Launch(32, 16, 8, 1)
-"""Launch for float32 with 256 features. Larger tiles exceed 99 KiB or the registers; two segments always spill."""
+"""Launch for float32 with 256 features. Larger tiles need more than 99 KiB of shared memory or spill registers; with
+two segments, registers always spill.
+"""
 _WIDE = {
     (1, 512): Launches(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
     (2, 512): Launches(Launch(32, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
@@ -79,9 +81,9 @@ CONFIGS: dict[int, dict[tuple[int, int], Launches]] = {
 }
 """Block sizes on CUDA, by architecture and then by (number of segments, `row_class` of the operands).
 
-No GPU has compared these sizes with others. They were chosen from the compiler's reports (recorded in
+These sizes have not been compared with others on a GPU. They were chosen from the compiler's reports (recorded in
 benchmarks/kernels/budgets.json) so that registers do not spill and loads are pipelined. `with_measured` replaces them
-by sizes that were timed on a GPU, if there are any.
+by sizes that were timed on a GPU, if `MEASURED` contains any.
 """
 MEASURED = Path(__file__).with_name("measured_blocks.json")
 """Block sizes that tools/gpu/sweep.py found to be faster on a GPU: architecture -> "SEGMENTS ROW_CLASS" -> kernel ->
@@ -270,7 +272,7 @@ class Operands:
         return heads, heads // self.key.shape[1], query_length, self.key.shape[2]
 
     def filled(self, x: Tensor | None) -> Tensor:
-        """Return `x`, or any tensor if it is None, because the kernel does not read the pointer then."""
+        """Return `x` or, if it is None, any other tensor: the kernel then does not read the pointer."""
         return self.value if x is None else x
 
     @property

@@ -88,17 +88,17 @@ def load_turns(turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexpr, K
 def loaded_layout(tile):
     """Return the tile, computed in the layout in which its parts were loaded.
 
-    Otherwise Triton would compute it in the layout of an operand of a matrix product, which needs cos and sin in every
-    warp's registers. Triton does not move a layout across a sum, so the tile is summed over one number, which costs
-    nothing.
+    Otherwise Triton would compute it in the layout of an operand of a matrix product, and would then need cos and sin
+    in every warp's registers. Triton does not move a layout across a sum, so the tile is summed over one number, which
+    costs nothing.
     """
     return tl.sum(tile[:, :, None], 2)
 
 
 @triton.jit
 def load_halves(x, turns, start, length, TURNED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """Load a tile of Q' or K', and return it twice; or compute its halves from magnitudes: m cos and m sin, rounded
-    once.
+    """Load a tile of Q' or K', and return it twice. If `x` has magnitudes m, return the halves of the tile instead: m
+    cos and m sin, rounded once.
     """
     m = load_tile(x, start, length, KIND.width, ROWS, KIND.columns)
     if KIND.frequencies == 0:

@@ -17,11 +17,11 @@ from megatron_coca.kernels.tiles import operand, plane, unit_stride
 BLOCK = 64
 """Keys per tile. Wide operands in float32 take half as many."""
 TILE_BYTES, PREFETCHED = 1 << 16, 1 << 15
-"""Maximum bytes of a tile of keys and values in shared memory, and maximum bytes of a tile at which the next one is
-prefetched.
+"""Maximum bytes of a tile of keys and values in shared memory, and maximum bytes of a tile for the kernel to prefetch
+the next tile.
 """
 PROGRAMS = 512
-"""Number of programs that fill a GPU; the keys are split until there are this many programs."""
+"""Number of programs that occupy a whole GPU. The keys are split until there are this many programs."""
 ROWS = 16
 """Minimum rows of a matrix product in Triton; the queries of a key head are padded to this number."""
 MOST_SEGMENTS = 3

@@ -26,7 +26,7 @@ class Option:
         least, most: limits of a number, if they are narrower than the limits of its kind.
         default: the value if the option is not set. None if `by_length` computes it or the formula needs no value.
         by_length: a function of the training length L and the given options that returns the default.
-        shown: the text for this default in tables.
+        shown: the text for a default from `by_length` in tables.
     """
 
     name: str
@@ -204,7 +204,8 @@ class FrequencyExtension(Choice):
         least_rotated: minimum number of rotated features per head.
         learned: whether the frequencies are weights of the model.
         measures_length: whether the formula depends on L.
-        switches: whether the frequencies differ up to L and beyond, so that decoding recomputes all tokens at L.
+        switches: whether inputs beyond L use other frequencies than inputs up to L, so that decoding recomputes all
+            tokens at L.
         of_training: whether the rule itself chooses the frequencies of training, so that it cannot extend those of
             `rotary_frequencies`.
     """

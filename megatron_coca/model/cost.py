@@ -35,9 +35,10 @@ class ParameterCount:
     """Parameter counts of the parts of a model.
 
     `embedding` includes the padded rows. If the weights are tied, it is also the output head, and `head` counts only a
-    layer before the head and a bias. `norms` includes the final norm and the numbers of layer_scale. `position` counts
-    the table, bias or network of the position methods. `idle` counts the parameters of the experts that do not process
-    a token; `mlp` includes them. `adapters` counts the parameters of the adapters that a run adds.
+    layer before the head and a bias. `norms` includes the final norm and the factors of `layer_scale`. `position`
+    counts the table, bias or network of the position methods. `idle` counts the parameters of the experts that do not
+    process a token; `mlp` includes these parameters too. `adapters` counts the parameters of the adapters that a run
+    adds.
     """
 
     embedding: int
@@ -196,8 +197,8 @@ def flops_per_token(config: Config, length: int | None = None, backends: Backend
 
 
 def _frozen_weights(config: Config, head: int) -> int:
-    """Count the weights without gradients among those that each token is multiplied with, without adapters. `head` is
-    the number of weights in the output head.
+    """Count the frozen weights, without adapters, among the weights that each token is multiplied with. `head` is the
+    number of weights in the output head.
     """
     model, trains = config.model, config.optimizer.trains
     frozen = 0 if trains("output_head" if model.no_weight_tying else "embedding") else head
@@ -209,7 +210,7 @@ def _frozen_weights(config: Config, head: int) -> int:
 
 
 def _operand_width(model: ModelConfig, position: PositionConfig) -> int:
-    """Return the number of features of all heads of Q'. Backends in `PADDING` pad values to this width."""
+    """Return the number of features of Q' in all heads together. Backends in `PADDING` pad values to this width."""
     return model.num_attention_heads * build_method(position, model).operand_dim
 
 
@@ -313,9 +314,7 @@ def _latent_weights(model: ModelConfig, bias: int) -> dict[TrainablePart, int]:
 
 
 def _product_rows(model: ModelConfig) -> int:
-    """Count the features that the matrix products of attention and attention itself return, without the output
-    projection.
-    """
+    """Count the features that attention and its matrix products return, without the output projection."""
     outputs = model.attention_width + model.output_gates
     if model.kv_lora_rank is None:
         return model.packed_attention_width + outputs

@@ -43,8 +43,9 @@ class Routing(NamedTuple):
 class ExpertRouter(nn.Module):
     """Scores the experts for each token, in float32 or better, and chooses the best ones.
 
-    `correction_bias` [experts] changes only the choice. It is not trained by gradients, and stays in float32 if the
-    module is converted to a dtype with fewer bits, in which the small updates of its values would be lost.
+    `correction_bias` [experts] changes only which experts are chosen, not `Routing.weights`. It is not trained by
+    gradients, and stays in float32 if the module is converted to a dtype with fewer bits, in which the small updates of
+    its values would be lost.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -216,7 +217,7 @@ def mixtures_of(module: nn.Module) -> list[ExpertMixture]:
 
 @contextmanager
 def recorded_routing(mixtures: Sequence[ExpertMixture]) -> Iterator[None]:
-    """Keep the routers' results of the forward passes in the `with` block in `ExpertMixture.routing`."""
+    """Keep in `ExpertMixture.routing` the results of the routers in forward passes within the `with` block."""
     for each in mixtures:
         each.records = True
     try:
@@ -283,7 +284,7 @@ class Balancing:
 
     @torch.no_grad()
     def update(self, load: Tensor) -> None:
-        """Update the numbers that `moe_bias_update_rate` describes, for the load of a step, [layers, experts]."""
+        """Update every `correction_bias` at `moe_bias_update_rate`, for the load of a step, [layers, experts]."""
         if self._rate == 0:
             return
         below = (load.double().mean(-1, keepdim=True) - load).sign()

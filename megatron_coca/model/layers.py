@@ -260,8 +260,8 @@ def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
 
 
 def unweighted_qk_norms(model: ModelConfig, method: PositionMethod) -> dict[str, nn.Module]:
-    """Build the norms without weights of queries and keys, by their names in SelfAttention. Only layers that rotate
-    have them.
+    """Build the norms of queries and keys that have no weights, by their names in SelfAttention. Only layers that
+    rotate have them.
     """
     if not (model.unweighted_qk_norm and method.form.rotary):
         return {}

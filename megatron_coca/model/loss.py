@@ -48,8 +48,8 @@ def linear_cross_entropy(
     Labels with the value `IGNORED` do not count; if no label counts, the loss is 0. Logits have the dtype of `hidden`.
     The softmax, the losses, their sum, and the weight gradient summed over chunks are in float32, or in float64 if
     `hidden` is float64. `kernel` is a value of `loss_kernel`. The chunk size "auto" is 1,024 tokens; with the Triton
-    kernel it is larger if more tokens fit into 1 GiB of logits, and chunks are about equal. `cap` is passed to
-    `soft_capped`; it requires the kernel "torch". `bias` [vocabulary] is added to the logits.
+    kernel it is larger if more tokens fit into 1 GiB of logits, and all chunks have about the same size. `cap` is
+    passed to `soft_capped`; it requires the kernel "torch". `bias` [vocabulary] is added to the logits.
     """
     count = (labels != IGNORED).sum().clamp(min=1)
     trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)

@@ -22,7 +22,7 @@ class SharedPrefix:
         self._prompt: np.ndarray | None = None
         self._cache: Cache | None = None
         methods = model.methods.values()
-        # With a window, tokens that a cut cache needs are gone, and LongRoPE may have begun again with a new cache.
+        # A window has dropped tokens that a cut cache needs, and LongRoPE may have started again with a new cache.
         self._supported = all(method.window is None and method.switch is None for method in methods)
 
     def cache_for(self, prompt: np.ndarray, new_tokens: int, length: int | None = None) -> Cache:
@@ -54,6 +54,6 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 def prefix_order(prompt: np.ndarray) -> tuple[int, list[int]]:
     """Return a sort key for prompts: length, then tokens. In this order each prompt shares most with the one before.
 
-    Prompts that hide a fact in the same filler are thus ordered by its depth.
+    Prompts that hide a fact in the same filler are thus ordered by the depth of the fact.
     """
     return len(prompt), prompt.tolist()

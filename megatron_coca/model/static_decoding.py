@@ -31,7 +31,7 @@ LEAST_EXTENT = 512
 AHEAD = 2
 """Steps on a GPU that the host launches before it reads the tokens of a step."""
 LEAST_CAPTURED = 4
-"""Least remaining number of tokens for which a graph is captured. Capturing takes the host about as long as one token
+"""A graph is captured only if at least this many tokens remain. Capturing takes the host about as long as one token
 without a graph.
 """
 

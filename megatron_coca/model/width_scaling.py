@@ -27,13 +27,14 @@ class WeightKind(NamedTuple):
 
 
 CONSTANT = WeightKind(0.0, 0.0)
-"""Vectors and embeddings, whose number of inputs does not grow, and the output head. For the head, `final_logit_scale`
-falls with the width instead of the weights, so that tied and untied heads are alike.
+"""Vectors and embeddings, whose number of inputs does not grow, and the output head. As the width grows,
+`final_logit_scale` falls instead of the head's weights, so that tied and untied heads are alike.
 """
 HIDDEN = WeightKind(-0.5, -1.0, -0.5)
 """Matrices whose inputs and outputs grow. Steps of Muon have the spectral norm lr sqrt(max(out, in))."""
 TO_FEW = WeightKind(-1.0, -1.0)
-"""Matrices whose inputs grow, but not their outputs: sqrt(out / in) is less than the norm of HIDDEN's values."""
+"""Matrices whose inputs grow, but not their outputs: with HIDDEN's exponents, their norm would exceed sqrt(out / in).
+"""
 
 KINDS: tuple[tuple[str, WeightKind], ...] = (
     (r"\.lora_A(\.|$)", HIDDEN),
@@ -55,7 +56,7 @@ def kind_of(name: str) -> WeightKind:
 
 
 def initial_factor(name: str, model: ModelConfig) -> float:
-    """Return the factor of `use_mup` on the initial values of the named matrix; 1 without it."""
+    """Return the factor of `use_mup` on the initial values of the named matrix; 1 without `use_mup`."""
     return model.mup_init_scale * model.width_ratio ** kind_of(name).deviation if model.use_mup else 1.0
 
 

@@ -1,6 +1,7 @@
 """Run a GPT-NeoX script with the plugin: python -m megatron_coca.neox_plugin deepy.py train.py -d configs 350M.yml
 
-Type this command instead of `python` before any GPT-NeoX script. Processes that deepy.py starts use this file too.
+Write `python -m megatron_coca.neox_plugin` instead of `python` before any GPT-NeoX script. Processes that deepy.py
+starts use this file too.
 """
 
 import runpy

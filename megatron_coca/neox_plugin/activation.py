@@ -86,7 +86,7 @@ def _with_adamw(original: Function) -> Function:
 
 
 def _with_steps_per_print(original: Function) -> Function:
-    """Pass `steps_per_print` to pipelines. GPT-NeoX omits its default, so DeepSpeed's engine would divide by None."""
+    """Pass `steps_per_print` to pipelines. GPT-NeoX does not pass the default, so DeepSpeed would divide by None."""
 
     def calculate_derived(self: Any) -> None:
         if self.pipe_parallel_size:

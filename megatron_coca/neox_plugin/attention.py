@@ -38,8 +38,8 @@ class PluginAttention:
         self._contexts: dict[tuple[Any, ...], PositionContext] = {}
 
     def offsets(self, rank: int, heads: int) -> HeadOffsets | None:
-        """Build the constant angles of a layer for the `heads` query heads of a tensor-parallel rank, or return None.
-        Every rank draws the angles of all heads and keeps those of its own heads.
+        """Build the constant angles of a layer for the `heads` query heads of a tensor-parallel rank, or return None if
+        the method has no such angles. Every rank draws the angles of all heads and keeps those of its own heads.
         """
         made = self._method.layer_offsets()
         if made is not None:

@@ -1,4 +1,4 @@
-"""Add the plugin's YAML keys to GPT-NeoX, and translate this package's keys for it."""
+"""Add the plugin's YAML keys to GPT-NeoX, and translate this package's keys for GPT-NeoX."""
 
 import logging
 from collections.abc import Mapping
@@ -162,7 +162,8 @@ def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
         logger.warning("%s: no effect in GPT-NeoX", ", ".join(ignored))
     translated: dict[str, Any] = {}
     if all(values.get(name) is not None for name in BATCH_SIZES):
-        # GPT-NeoX's default of 1 would contradict the two sizes. With null, GPT-NeoX divides them, as we do.
+        # GPT-NeoX's default of 1 would contradict the two sizes. With null, GPT-NeoX derives the number from them, as
+        # we do.
         translated["gradient_accumulation_steps"] = None
     for name, value in values.items():
         if name not in ignored and not _unset(name, value):

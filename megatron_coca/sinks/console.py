@@ -39,8 +39,8 @@ BAR: dict[str, Callable[[float], str]] = {
 
 
 class Console(MetricSink):
-    """Shows progress on standard error. On a terminal, this is a bar, with one line above it for each validation. In
-    other outputs, such as a job's log file, it is one line per report.
+    """Shows progress on standard error. On a terminal, it shows a progress bar, with one line above the bar for each
+    validation. In other outputs, such as a job's log file, it writes one line per report.
     """
 
     def __init__(self, run: RunFacts) -> None:

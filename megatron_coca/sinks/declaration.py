@@ -30,7 +30,7 @@ class SinkOption:
     """One option of a sink.
 
     Attributes:
-        kind: text; flag: true or false; folder: a folder to write to, which only one run may use at a time.
+        kind: "text", "flag" (true or false), or "folder" (a folder to write to, which only one run may use at a time).
         meaning: the description in docs/config.md.
         key: the configuration key with the value, which has its own description. None: the option is in the mapping
             `metric_sinks.NAME`.
@@ -51,7 +51,8 @@ class RunFacts:
     Attributes:
         folder: the folder for the metrics of the run.
         start: number of completed steps.
-        known: `start`, or 0 if the folder has no metrics of this run.
+        known: number of completed steps of which the folder has metrics: `start`, or 0 if it has no metrics of this
+            run.
         id: the id of the run.
         config: every key of the configuration by its dotted name, without passwords in URLs.
     """
@@ -102,7 +103,7 @@ SinkClass = TypeVar("SinkClass", bound=type[MetricSink])
 
 
 def register_sink(sink: SinkClass) -> SinkClass:
-    """Declare a sink; a decorator for its class. A sink replaces a user's sink that has the same name.
+    """Declare a sink; a decorator for its class. The sink replaces an earlier sink of a user that has the same name.
 
     Raises:
         ValueError: a sink of this package has the name.
@@ -125,7 +126,7 @@ class SentSteps:
     """
 
     def __init__(self, sink: type[MetricSink], key: str, run: RunFacts) -> None:
-        """`key` is the configuration key for messages. Raises SinkSetupError: the file contains no id."""
+        """`key` is the configuration key for messages. Raises SinkSetupError if the file contains no id."""
         assert sink.record is not None
         self._path, self._key, self._warned = run.folder / sink.record, key, False
         self.id: str | None = None

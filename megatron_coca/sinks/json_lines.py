@@ -38,7 +38,8 @@ def continues(folder: Path, run: str | None) -> bool:
 
 
 class JsonLines(MetricSink):
-    """Writes one line of JSON to `metrics.jsonl` for every report and for every note, which has its text as `event`.
+    """Writes one line of JSON to `metrics.jsonl` for every report and for every note. The line of a note has its text
+    as `event`.
 
     A resumed run drops the lines of steps that it will repeat, but does not repeat the notes of the step from which it
     resumes (such as the start of a stage). A new run moves the lines of older runs to `OLDER`. NaN and infinity, which

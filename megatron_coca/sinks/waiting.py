@@ -10,7 +10,7 @@ Returned = TypeVar("Returned")
 
 
 def within(seconds: float, name: str, action: Callable[[], Returned]) -> Returned:
-    """Return the result of `action`, which a thread with this name runs.
+    """Return the result of `action`, which runs in a thread called `name`.
 
     Raises:
         TimeoutError: the action takes longer; its thread continues until the process ends.

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 @register_sink
 class WandB(MetricSink):
-    """Sends metrics to Weights & Biases. With WANDB_MODE=offline, or if the server does not answer, they stay on disk.
+    """Sends metrics to Weights & Biases. If the server does not answer, or with WANDB_MODE=offline, the metrics stay on
+    disk.
 
     A resumed run keeps its id, and does not send repeated steps again, because wandb cannot replace logged values.
     """

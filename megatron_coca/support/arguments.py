@@ -25,7 +25,7 @@ SUCCESSORS = {
     "ablate --peak-flops": "set the key peak_theoretical_tflops",
     "prepare --skip-damaged": "remove damaged files from the input; --max-faulty accepts faulty records",
     "ablate --slurm": "use --engine slurm",
-    "export --without-padding": "leave it out; exports keep padding rows and never generate them",
+    "export --without-padding": "leave it out; exported models keep the padding rows, but never generate their tokens",
 }
 """Removed options, each after its command, with the replacement."""
 
@@ -69,9 +69,9 @@ def local_path(text: str) -> Path:
 
 
 def add_configurations(parser: ArgumentParser, text: str, dest: str = "inputs", nargs: str = "+") -> None:
-    """Declare configurations as positional arguments, and `add_conf_dir`.
+    """Declare configurations as positional arguments, and the option of `add_conf_dir`.
 
-    `config.split_inputs(options.inputs, options.conf_dir)` reads both.
+    `config.split_inputs(options.inputs, options.conf_dir)` reads the arguments and the option.
     """
     parser.add_argument(dest, type=expanded, nargs=nargs, metavar="CONFIG.yml | key=value", help=text)
     add_conf_dir(parser)
@@ -89,7 +89,7 @@ def model_of(inputs: list[str], conf_dir: str | None) -> tuple[str | None, list[
 
 
 def add_conf_dir(parser: ArgumentParser) -> None:
-    """Declare the folder of the configurations that a command line names, as in GPT-NeoX."""
+    """Declare GPT-NeoX's option for the folder that contains the configurations named on the command line."""
     text = "folder of the YAML files, which can then be named without .yml"
     parser.add_argument("-d", "--conf_dir", type=expanded, metavar="DIR", help=text)
 

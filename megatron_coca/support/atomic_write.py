@@ -31,7 +31,7 @@ def write_file(path: Path, content: str | bytes, durable: bool = True) -> None:
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-            partial.rename(path)  # while the file is open, because its lock ends with it
+            partial.rename(path)  # before the file is closed, because closing ends its lock
     except OSError:
         partial.unlink(missing_ok=True)
         raise
@@ -46,7 +46,7 @@ _swept = set[Path]()
 def _new_partial(path: Path) -> BinaryIO:
     """Open a new hidden file to write the content of `path`, and lock it, so that no other process removes it."""
     while True:
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # process numbers repeat in every pod
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # pods have equal process numbers
         file = partial.open("xb")  # "x" does not follow a planted symbolic link
         if _lock(file) is not False and os.fstat(file.fileno()).st_nlink:
             return file

@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 WINDOW, SLICE = 30.0, 5.0
-"""Seconds after which a process that was crowded in every slice says so, and the shortest length of a slice."""
+"""The window: seconds after which a process that was crowded in every slice prints a message. The slice: its minimum
+length in seconds.
+"""
 LOST = 0.25
-"""In a crowded slice, at least this many threads had no core, on average. On idle cores, two spinning threads lost 0.1.
+"""In a crowded slice, at least this many threads had no core, on average. For two spinning threads on idle cores, the
+average was 0.1.
 """
 INTERRUPTIONS = 30.0
 """In a crowded slice, at least this many involuntary context switches occurred per second. If the threads got less than
@@ -26,12 +29,12 @@ INTERRUPTIONS_PER_THREAD = 5.0
 up on many cores.
 """
 SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""A user who sets one of these variables knows about spinning."""
+"""Environment variables. A user who sets one of them knows about spinning, so no message is printed."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds, processor seconds of all threads, and involuntary context switches, since any moment."""
+    """Seconds, processor seconds of all threads, and involuntary context switches, since an arbitrary moment."""
 
     seconds: float
     used: float
@@ -54,8 +57,8 @@ class CrowdedCores:
     """Says once that the cores are crowded.
 
     A slice is crowded if the threads got less processor time than they could use *and* were interrupted often. Neither
-    is enough: threads that wait for data or for the main thread also get less time, and a thread of this process can
-    interrupt another one.
+    condition is enough alone: threads that wait for data or for the main thread also get less time, and a thread of
+    this process can interrupt another one.
     """
 
     def __init__(
@@ -65,7 +68,9 @@ class CrowdedCores:
         usage: Callable[[], tuple[float, int]] = own_usage,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """`threads` compute in parallel. With one thread nothing spins, so nothing is said."""
+        """`threads` is the number of threads that compute in parallel. A single thread does not spin, so it gets no
+        message.
+        """
         self._threads, self._clock, self._usage = threads, clock, usage
         self._silent = threads < 2 or any(name in environment for name in SETTINGS)
         self.restart()
@@ -85,7 +90,7 @@ class CrowdedCores:
             self._begin, self._slice = self._begin + spent, self._slice + spent
 
     def look(self) -> str | None:
-        """Return the message if every slice of the window was crowded. Call this after every step."""
+        """Return the message if every slice of the window was crowded, else None. Call this after every step."""
         if self._silent or self._clock() - self._slice.seconds < SLICE:
             return None
         now = self._now()

@@ -132,7 +132,7 @@ def open_missing_streams() -> None:
 
 
 def drop_closed_streams() -> bool:
-    """Return whether a program that reads the output or the messages has ended. The rest is then discarded."""
+    """Return whether the reader of the output or of the messages has ended. If so, discard the rest of that stream."""
     closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
     for stream in closed:
         drop_output(stream)

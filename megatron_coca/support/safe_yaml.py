@@ -43,8 +43,8 @@ class YamlFault(Exception):
 class LimitedLoader(yaml.SafeLoader):
     """Loader of YAML 1.1 that enforces the limits. Raises ``yaml.YAMLError`` for every fault.
 
-    libyaml parses ten times as fast as PyYAML's own parser. PyYAML's parser reads text in which libyaml finds a fault,
-    because PyYAML's errors say more, and text that matches `DISPUTED`.
+    libyaml parses ten times as fast as PyYAML's own parser. PyYAML's parser is used only for text that matches
+    `DISPUTED`, and for text in which libyaml finds a fault, because PyYAML's errors say more.
     """
 
     def __init__(self, text: str) -> None:
@@ -168,7 +168,7 @@ def fault(error: yaml.YAMLError, text: str) -> YamlFault:
 
 
 def _as_text(key: yaml.Node) -> yaml.Node:
-    """Return the node of a key as a text, except the merge key `<<`."""
+    """Return the node of a key as a text node. The merge key `<<` remains unchanged."""
     if not isinstance(key, yaml.ScalarNode) or key.tag in (_STRING, _MERGE):
         return key
     return yaml.ScalarNode(_STRING, key.value, key.start_mark, key.end_mark, key.style)

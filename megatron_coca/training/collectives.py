@@ -51,7 +51,8 @@ def from_main(action: Callable[[], Any]) -> Any:
     """Run `action` on rank 0 and return its JSON-serializable result on every rank. Every rank must call this.
 
     Raises:
-        CheckpointError: `action` raised one on rank 0. Every rank raises it; classes in `KINDS` are preserved.
+        CheckpointError: `action` raised a CheckpointError on rank 0. Every rank then raises it, with the same class if
+            that is one of `KINDS`.
     """
     result, failure = None, None
     if dist.is_main():

@@ -41,8 +41,8 @@ class Coordinate(NamedTuple):
         mup: whether the model has `use_mup`.
         kind: one of `KINDS`.
         step: number of optimizer steps before the measurement.
-        size: mean absolute value, averaged over the layers too.
-        change: mean absolute difference from the values before the first step.
+        size: mean absolute value of the output, averaged over the layers too.
+        change: mean absolute difference from the output before the first step.
     """
 
     width: int
@@ -55,7 +55,7 @@ class Coordinate(NamedTuple):
 
 def at_width(config: Config, width: int, mup: bool, base: int) -> Config:
     """Return the configuration of a model with another hidden_size. All other widths change in proportion, and the
-    number of heads stays the same. `base` is the base width if the configuration has none.
+    number of heads stays the same. `base` is the base width for muP if the configuration sets none.
 
     Raises:
         ConfigError: a width is not a whole number, or the model cannot have this width.
@@ -79,7 +79,7 @@ def check_coordinates(
     config: Config, widths: Sequence[int], steps: int, dtype: torch.dtype = torch.float32
 ) -> list[Coordinate]:
     """Train models of all `widths`, with and without `use_mup`, for some steps on one batch of random tokens, at the
-    configured learning rate without a schedule, and measure them before each step and after the last one.
+    configured learning rate without a schedule, and measure their parts before each step and after the last one.
 
     Raises:
         ConfigError: the configuration has no learning rate, or the model cannot have one of the widths.
@@ -138,7 +138,7 @@ def _mean(parts: Iterator[Tensor]) -> float:
 
 @contextmanager
 def _recorded(model: GPT) -> Iterator[dict[str, list[Tensor]]]:
-    """Keep the outputs of the parts of a model in the `with` block, by kind, with one tensor for each layer."""
+    """Record the outputs of a model's parts inside the `with` block: for each kind, one tensor per layer."""
     outputs: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
 
     def keep(kind: str, module: nn.Module, inputs: Any, output: Tensor) -> None:

@@ -175,7 +175,7 @@ def _check_added_tokens(shards: Sequence[Shard], tokenizer: Tokenizer, vocab_siz
 def data_not_here(config: Config) -> list[str]:
     """Return a line for each part of the configured data that would have to be prepared, fetched or corrected.
 
-    If the list is empty, `open_corpus` needs none of this. The function only looks for files.
+    If the list is empty, `open_corpus` can open the data at once. This function only checks whether files exist.
     """
     task = config.data.synthetic
     labels = (label for split in SPLITS for label in getattr(config.data, f"{split}_label_data_paths") or () if label)
@@ -218,10 +218,12 @@ def with_task_vocabulary(config: Config) -> Config:
 
 
 def with_vocabulary(config: Config) -> tuple[Config, str | None]:
-    """Return the configuration with the vocabulary size that training would set, and a note on where it comes from.
+    """Return the configuration with the vocabulary size that training would set, and a note on where this size comes
+    from.
 
-    Nothing is prepared or downloaded. Without the data, the size comes from the configured tokenizer, and without its
-    files it is `ASSUMED_VOCABULARY`. There is no note if the configuration or its synthetic task sets the size.
+    Nothing is prepared or downloaded. If the data is not here, the size comes from the configured tokenizer. If the
+    tokenizer's files are not here either, the size is `ASSUMED_VOCABULARY`. There is no note if the configuration or
+    its synthetic task sets the size.
 
     Raises:
         ConfigError: the size is too small for the synthetic task.
@@ -251,7 +253,8 @@ def _samples(config: Config, split: str, blend: Blend) -> Samples:
 
 
 def open_split(config: Config, split: str) -> Blend | None:
-    """Open the samples of a split (train, valid or test) in the same order as `open_corpus`; None if it has no data.
+    """Open the samples of a split (train, valid or test) in the same order as `open_corpus`; None if the split has no
+    data.
 
     Raises:
         DataError: a shard is missing, damaged or too short.

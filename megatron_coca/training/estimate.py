@@ -23,7 +23,9 @@ from megatron_coca.training.sent_bytes import SentBytes, sent_by_attention
 from megatron_coca.training.topology import Topology, zero_section
 
 STATES = {"Adam": 2, "AdamW": 2, "cpu_adam": 2, "sgd": 0, "lion": 1, "Muon": 1}
-"""Number of float32 moments that each optimizer keeps per parameter, and Muon per element of a matrix."""
+"""Number of float32 moments that each optimizer keeps per parameter. For Muon, this is the number for the matrices; its
+other parameters have AdamW's moments.
+"""
 
 LIVE_PARAMETERS = 1e9
 """The maximum number of parameters that ZeRO 3 gathers at a time; DeepSpeed's default."""
@@ -36,7 +38,7 @@ FILLING_TOKENS = 32_768
 H100 is 40% with 8,192 tokens and 47% with 32,768; neither has been measured.
 """
 CONTEXT = 1.5 * GIB
-"""The CUDA context with PyTorch's kernels, and NCCL buffers."""
+"""Bytes for the CUDA context with PyTorch's kernels, and for NCCL's buffers."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ def _native_states(config: Config, ranks: int, numbers: int, trained: int) -> Me
         matrices = trained * (count.attention + count.mlp) / max(count.total, 1)
         moments += 4 * (trained - matrices) / ranks  # AdamW has two moments
         step += 4 * matrices / ranks + (4 * min(bucket, matrices) if reduces else 0.0)  # of its part, and of a bucket
-    # The largest bucket is copied before its gradients are freed, and the reduced parts are kept until all are reduced.
+    # The largest bucket is copied before its gradients are freed, and the reduced parts are kept until all buckets are
+    # reduced.
     buffers = size * (min(bucket, trained) + own) if reduces else 0.0
     # A graph never frees its activations, so the step cannot use their memory. Sums of gradients need another copy.
     if config.parallel.cuda_graphs:
@@ -255,9 +258,9 @@ def larger_micro_batch(config: Config, gpus: int, gib: float) -> tuple[BatchSize
     """Return the sizes of a step with a larger micro-batch that still fits on a GPU with `gib` GiB, and the memory of
     the step. Return None if the configured micro-batch is large enough or no larger one fits.
 
-    The micro-batch is the smallest one with FILLING_TOKENS or, if that does not fit, the largest one that does.
-    The samples of a step do not change. With pipeline stages the result is None, because a pipeline needs its
-    micro-batches.
+    The micro-batch is the smallest one with FILLING_TOKENS or, if that does not fit, the largest one that does. The
+    number of samples per step does not change. With pipeline stages the result is None, because a pipeline needs many
+    micro-batches per step.
     """
     topology, length = Topology.of(config.parallel, gpus), config.model.seq_length
     sizes, best = config.batch.resolve(topology.data), None

@@ -37,7 +37,7 @@ _NODE_FAILURE = re.compile(r"srun: error: Node failure on (?P<node>[^\s,\[\]]+)"
 _KILLS = ("srun: First task exited", "srun: Terminating", "srun: Job step aborted", "srun: Force Terminated")
 """Beginnings of the messages with which srun announces that it kills the remaining tasks."""
 _RUNNING = re.compile(r"^srun: StepId=\S+ (tasks? [\d,-]+): running", re.MULTILINE)
-"""A task that did not end within srun's `--wait` after another one had failed."""
+"""Matches srun's line about a task that did not end within srun's `--wait` after another task had failed."""
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 
 
@@ -67,7 +67,7 @@ def reason_of_start(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def append(folder: Path, line: Mapping[str, Any]) -> None:
-    """Append a line. It ends an incomplete line that a killed process has left. Raises OSError."""
+    """Append a line, on a line of its own even if a killed process left an incomplete line. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     with open_to_append(folder / LAUNCHES) as file:
         broken = file.tell() and not read_regular(folder / LAUNCHES).endswith(b"\n")
@@ -82,7 +82,7 @@ class LaunchRecord:
     """
 
     def __init__(self, folder: Path, active: bool) -> None:
-        """Only the process with `active`, the main rank, writes."""
+        """`active` is true on the main rank, the only one that writes."""
         self._folder, self._active, self._started = folder, active, False
 
     def __enter__(self) -> Self:
@@ -132,11 +132,12 @@ class StepFailure(NamedTuple):
 def first_failure(errors: str) -> StepFailure | None:
     """Return the failure that ended a step, from the messages of srun.
 
-    This is the first task that a signal ended, or the first error of a task if no signal ended one: other tasks may
-    report their errors before Slurm reports a kill. Tasks that end after srun began to kill tasks do not count.
+    This is the failure of the first task that a signal ended or, if no signal ended a task, the first error of a task.
+    The signal counts first because other tasks may report their errors before Slurm reports the kill. Tasks that end
+    after srun began to kill tasks do not count.
 
-    If a task did not end by itself, its host may be lost, which may have caused the errors of the other tasks. In this
-    case no node is blamed for an exit code.
+    If a task did not end by itself, its host may be lost, and this may have caused the errors of the other tasks. In
+    this case no node is blamed for an exit code.
     """
     running = _RUNNING.search(errors)
     found: list[tuple[bool, StepFailure]] = []

@@ -76,8 +76,8 @@ def _order(samples: Samples) -> tuple[Any, ...]:
 
 
 def differing_stages(saved: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the differences between the saved stages up to a saved step and the wanted stages. The last stage may
-    change.
+    """Return how the finished stages in `wanted` differ from those in `saved`. Both lists end with the stage of the
+    saved step, which may change.
     """
     if max(1, len(saved)) != max(1, len(wanted)):
         return [

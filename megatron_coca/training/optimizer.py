@@ -40,7 +40,7 @@ ORTHOGONAL = re.compile(
     r"\battention\.(query_key_value(\.(query|key|value))?|(query|key_value)(_down|_up)|query|dense|output_gate)\.weight$"
     r"|\bmlp\.(?!router\.|shared_gate\.).*\bweight$"
 )
-"""Names of the matrices whose steps Muon makes orthogonal."""
+"""Names of the matrices whose updates Muon orthogonalizes."""
 UNDECAYED = re.compile(r"norm\.|\.position_offsets\.|\.mlp\.linear[12]\.bias")
 """Names of parameters without weight decay, whatever their shapes."""
 
@@ -51,7 +51,7 @@ def parts_of(name: str) -> tuple[TrainablePart, ...]:
 
 
 def split_projections(model: nn.Module) -> None:
-    """Replace every packed projection by three layers, in place."""
+    """Replace every packed projection by three layers (queries, keys, values), in place."""
     for attention in [module for module in model.modules() if isinstance(module, SelfAttention)]:
         attention.split_projection()
 
@@ -59,8 +59,9 @@ def split_projections(model: nn.Module) -> None:
 def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
     """Freeze, in place, all parameters that `trainable` does not name. Parameters that are never trained stay frozen.
 
-    Every packed projection is replaced by three layers if some but not all of queries, keys and values are trained, and
-    for Muon, which treats each of the three as a matrix. Call this after loading weights and before building an engine.
+    Every packed projection is replaced by three layers if some but not all of queries, keys and values are trained, or
+    if the optimizer is Muon, which treats each of the three as a matrix. Call this after loading weights and before
+    building an engine.
     """
     if config.type == "Muon" or len({config.trains(part) for part in QUERY_KEY_VALUE}) > 1:
         split_projections(model)
@@ -84,7 +85,8 @@ class TrainableShare(NamedTuple):
 
 
 def trainable_share(config: Config) -> TrainableShare:
-    """Count parameters like `numel()` of the model, including adapters and the padding of the embedding and the head.
+    """Count the elements of all parameters of the model, including adapters and the padding of the embedding and the
+    head.
 
     Raises:
         ConfigError: `vocab_size` is unknown.
@@ -130,10 +132,10 @@ class Muon(torch.optim.AdamW):
     """Muon (Jordan 2024) for the groups with `orthogonal`, and AdamW for the others.
 
     For a matrix [out, in] with the gradient g: m = mu m + (1 - mu) g, then w -= lr (O + decay w). O is the result of
-    `orthogonalized` for (1 - mu) g + mu m. Its size is that of a step of AdamW, so both have the same rate (Liu et al.
-    2025, arXiv:2502.16982). A weight [n, out, in] counts as n matrices; a weight in a group with `stacked` counts as
-    that number of matrices below one another. `torch.optim.Muon` takes the same steps, but it needs whole matrices, and
-    an engine divides them among ranks. m is `exp_avg` in the state.
+    `orthogonalized` for (1 - mu) g + mu m. O is as large as an update of AdamW, so the same rate suits both optimizers
+    (Liu et al. 2025, arXiv:2502.16982). A weight [n, out, in] counts as n matrices; a weight in a group with `stacked`
+    counts as that number of matrices below one another. `torch.optim.Muon` computes the same updates, but needs whole
+    matrices, and the engine divides matrices among ranks. m is `exp_avg` in the state.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the weights that have gradients; `closure` is not supported. Removes the gradients of matrices."""
+        """Update the weights that have gradients; `closure` is not supported. The gradients of matrices are removed."""
         assert closure is None
         for group in self.param_groups:
             for weight in group["params"] if group["orthogonal"] else ():
@@ -167,7 +169,7 @@ class Muon(torch.optim.AdamW):
 
     @staticmethod
     def move(group: dict[str, Any], weight: Tensor, direction: Tensor) -> None:
-        """Update a matrix, or a part of it, along `direction`, which has its shape."""
+        """Update a matrix, or a part of it, along `direction`, which has the same shape."""
         weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
 
 
@@ -272,7 +274,9 @@ def parameter_groups(
 def _divided_by_rate(
     groups: ParameterGroups, trainable: dict[str, nn.Parameter], width_ratio: float
 ) -> ParameterGroups:
-    """Divide each group into groups with one factor on the learning rate each, in the order of the parameters."""
+    """Split each group into groups whose parameters have the same factor on the learning rate. Keep the order of
+    parameters.
+    """
     names, divided = {id(parameter): name for name, parameter in trainable.items()}, []
     for group in groups:
         parts: dict[float, list[nn.Parameter]] = {}

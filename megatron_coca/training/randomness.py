@@ -21,7 +21,7 @@ def seed_everything(seed: int, stream: int) -> None:
 
 
 def compute_deterministically(wanted: bool) -> None:
-    """If `wanted`, make PyTorch operations bitwise reproducible; an operation that has no such form raises an error."""
+    """If `wanted`, make PyTorch operations bitwise reproducible; an operation that cannot be raises an error."""
     if wanted and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise cuBLAS may change the order of sums
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -29,7 +29,9 @@ def compute_deterministically(wanted: bool) -> None:
 
 
 def rng_states() -> dict[str, Any]:
-    """Return the generator states of Python, NumPy, PyTorch and this process's GPU. They load with `weights_only`."""
+    """Return the generator states of Python, NumPy, PyTorch and this process's GPU. `torch.load` can read them with
+    `weights_only`.
+    """
     kind, keys, *rest = np.random.get_state()
     return {
         "python": json.dumps(random.getstate()),

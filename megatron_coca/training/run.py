@@ -210,8 +210,8 @@ def _train_stage(opened: OpenedStage, folder: Path | None, context: RunContext) 
 
 
 class _Built(NamedTuple):
-    """An engine, the identity of the checkpoint from which a new run gets its weights, if any, and the model that the
-    adapters change, if there are any.
+    """An engine, the identity of the checkpoint from which a new run gets its weights (None if there is no such
+    checkpoint), and the model that the adapters change (None without adapters).
     """
 
     engine: Engine
@@ -220,7 +220,7 @@ class _Built(NamedTuple):
 
 
 def _build_engine(opened: OpenedStage, how: StageStart | None, context: RunContext) -> _Built:
-    """Build the engine. `how` tells how a resumed run continues."""
+    """Build the engine. `how` tells how a resumed run continues; it is None in a new run."""
     config, pipe = opened.corpus.config, context.topology.coordinates(dist.rank()).pipe
     model, origin, adapts = _initial_weights(opened, how, context)
     if config.optimizer.lora is not None:

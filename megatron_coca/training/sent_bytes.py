@@ -15,8 +15,8 @@ class SentBytes(NamedTuple):
     """Bytes sent by all ranks of a sequence in a training step, per token of the sequence, in all layers.
 
     Attributes:
-        exchange: by the all-to-all of sequence_parallel_size.
-        ring: by the rounds of context_parallel_size, for sequences of one document.
+        exchange: bytes sent by the all-to-all of sequence_parallel_size.
+        ring: bytes sent in the rounds of context_parallel_size, if every sequence is one document.
     """
 
     exchange: float
@@ -24,7 +24,7 @@ class SentBytes(NamedTuple):
 
 
 def sent_by_attention(config: Config, topology: Topology) -> SentBytes:
-    """Count the bytes. Activation checkpointing repeats the messages of the forward pass."""
+    """Count the bytes that attention sends. Activation checkpointing repeats the messages of the forward pass."""
     size, again = BYTES[config.precision.dtype], int(config.model.checkpoint_activations)
     exchange = ring = 0.0
     for name, method in build_methods(config).items():

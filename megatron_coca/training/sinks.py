@@ -68,8 +68,9 @@ def metric_folders(config: Config) -> dict[str, str]:
 
 
 def adopt_metrics(folder: Path, known: str, own: str) -> None:
-    """Make the metrics of the run `known` in a copied folder those of the run `own`. At the services of its sinks,
-    `own` starts new runs. If this cannot be written, the run begins new metrics, with a warning.
+    """In a copied folder, make the metrics of the run `known` the beginning of the metrics of the run `own`. At the
+    services of its sinks, `own` starts new runs. If the new id cannot be written, the run begins new metrics, with a
+    warning.
     """
     try:
         if (folder / OWNER).exists() and continues(folder, known):

@@ -124,7 +124,7 @@ and at least 1M per rank, so that messages are not latency-bound, as in Megatron
 the backward pass. DeepSpeed's default of 500M is more than all gradients of most models.
 """
 PREFETCHED_PARAMETERS = 50_000_000
-"""Number of parameters that ZeRO 3 gathers before they are used; DeepSpeed's default."""
+"""Number of parameters that ZeRO 3 gathers ahead of their use; DeepSpeed's default."""
 
 
 def zero_section(config: Config, ranks: int, cuda: bool) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Trainer:
                 monitor.note(self.step, f"stage begins: {self._stage.text}")
             try:
                 if self.step == 0:
-                    self._save()  # if extra_save_iters has 0
+                    self._save()  # if extra_save_iters contains 0
                 with open_loader(self._corpus, self._corpus.train, self._layout) as loader:
                     if self._unvalidated:  # a validation was due when the run was stopped
                         self._validate_and_save(monitor)

@@ -48,8 +48,8 @@ def check_validation(corpus: Corpus) -> None:
 
 
 def validate(corpus: Corpus, mean_loss: MeanLoss, layout: CorpusLayout) -> dict[str, float]:
-    """Return mean losses, in nats per token, on the first batches of the validation data, which are always the same.
-    A loss is the mean over all labels of its batches. Without labels, it is omitted with a warning.
+    """Return mean losses, in nats per token, on the first batches of the validation data, which are always the same. A
+    loss is the mean over all labels of its batches. A loss without labels is omitted, with a warning.
 
     `validation_loss` is the loss on `eval_iters` batches of the blend. With several sources and `eval_per_source`,
     `validation_loss/NAME` is the loss on each source. A source's number of batches is proportional to its weight in the
@@ -103,8 +103,8 @@ def window_perplexities(corpus: Corpus, valid: Samples, mean_loss: MeanLoss, lay
 
 
 def _terms(name: str, measured: Sequence[HeldOutLoss]) -> list[float]:
-    """Return the mean losses of batches, weighted so that their average is the mean over all labels; empty without
-    labels.
+    """Return the mean losses of batches, weighted so that their average is the mean over all labels. The list is empty
+    if there are no labels.
     """
     counts = [each.labels for each in measured]
     if not any(counts):

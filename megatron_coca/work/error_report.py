@@ -1,8 +1,9 @@
-"""The report of an error that ends a process, from a child process to the one that started it.
+"""The report of an error that ends a process, which a child process passes to the process that started it.
 
 A process whose environment variable ERROR_FILE names a file writes its error there. The process that started it prints
 the first error of all its child processes (`training/launch/processes.py`). The variable (TORCHELASTIC_ERROR_FILE) and
-the format are torchrun's, so torchrun finds the first error, too. All other processes print their errors.
+the format are torchrun's, so torchrun finds the first error, too. A process without this variable prints its error
+itself.
 
 This module imports only the standard library, because a failed import of another library may be the error to report.
 """

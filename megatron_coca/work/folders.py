@@ -1,7 +1,7 @@
 """The results of units of work: folders that are either complete or absent, even after a kill or a power loss.
 
-The content is written to a hidden folder beside the final one, which a lock protects. Then it is flushed to disk and
-renamed.
+The content is written to a hidden folder beside the final one, under a lock. Then the hidden folder is flushed to disk
+and renamed.
 """
 
 import shutil
@@ -24,7 +24,8 @@ def require_new(folder: Path, error: Error) -> None:
 def is_complete(folder: Path, files: Mapping[str, bytes], error: Error) -> bool:
     """Return whether an earlier process has written `folder` with these files; False if there is no such folder.
 
-    A scheduler often restarts a command that was killed after its folder was complete. The restarted command succeeds.
+    A scheduler often restarts a command that was killed after its folder was complete. With this check, the restarted
+    command succeeds.
 
     Raises `error` if the folder exists and one of the files is missing or differs.
     """
@@ -46,7 +47,7 @@ def partial_folder(final: Path) -> Path:
 
 
 def make_once(final: Path, make: Callable[[Path], None], error: Error, wait: bool = False) -> bool:
-    """Make a folder unless it exists: `make` fills a new folder, which then gets its name.
+    """Make a folder unless it exists: `make` fills a new folder, which is then renamed to `final`.
 
     Return False if another process is making the folder. With `wait`, wait for that process instead, and make the
     folder if that process did not.

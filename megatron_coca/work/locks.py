@@ -48,14 +48,15 @@ def exclusive_lock(
     protects nothing any more, and `HeldLock.intact` returns False.
 
     Args:
-        busy: the message of `error`, or the exception to raise, if another process holds the lock; None waits for it.
+        busy: what to do if another process holds the lock: raise `error` with this message, or raise this exception;
+            None waits for the lock.
         temporary: whether to remove the file at the end of the block, before it is unlocked.
 
     Raises:
         error, or the exception `busy`: another process holds the lock.
         error: the file cannot be locked.
     """
-    from filelock import FileLock, Timeout  # the GPT-NeoX plugin imports this module, and does not need the package
+    from filelock import FileLock, Timeout  # the GPT-NeoX plugin imports this module, but does not need filelock
 
     # Not 0: if another process removes its temporary file after this process has opened it, a retry is needed.
     lock = FileLock(path, timeout=-1 if busy is None else 0.1, poll_interval=0.05)

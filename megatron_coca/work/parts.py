@@ -5,10 +5,10 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping
 
 INDEXES = ("JOB_COMPLETION_INDEX", "SLURM_ARRAY_TASK_ID")
-"""The variables of Kubernetes Indexed Jobs and of Slurm arrays that number their tasks. Both are counted from 0."""
+"""The environment variables in which Kubernetes and Slurm give the index of a job's task. Both count from 0."""
 PART_HELP = (
-    "do only part I of N; auto/N takes I from the index of a Kubernetes pod or of a Slurm array, counted from 0; when "
-    "all parts are finished, run the command once without this option"
+    "do only part I of N; with auto/N, the part is the index, counted from 0, of the Kubernetes pod or of the Slurm "
+    "array's task; when all parts are finished, run the command once without this option"
 )
 
 

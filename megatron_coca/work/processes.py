@@ -17,7 +17,9 @@ from megatron_coca.work.signals import PREEMPTION, handled
 from megatron_coca.work.statuses import exit_status
 
 MAIN = str(Path(__file__).parents[1] / "__main__.py")
-"""`python MAIN train ...` is `megatron-coca train ...`, installed or in a checkout, from any working folder."""
+"""`python MAIN train ...` does the same as `megatron-coca train ...`, even without installation and from any working
+folder.
+"""
 PROGRAM = (sys.executable, "-u", MAIN)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -1,4 +1,4 @@
-"""Signals of a scheduler, a terminal or a user to a command."""
+"""The signals that a scheduler, a terminal or a user sends to a command."""
 
 import os
 import signal
@@ -28,8 +28,8 @@ def heard(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
 def _install(
     signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
 ) -> dict[signal.Signals, Any]:
-    """Set a handler for the signals that are not ignored, and return the previous handlers. Handlers change only in
-    the main thread, because Python allows no other thread to set them.
+    """Set a handler for the signals that are not ignored, and return the previous handlers. Outside the main thread
+    this changes nothing, because Python lets only the main thread set handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -43,8 +43,8 @@ def _restore(number: signal.Signals, before: Any) -> None:
 
 @contextmanager
 def handled(signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Call `handler` for these signals inside the block, except for ignored ones. Handlers change only in
-    the main thread, because Python allows no other thread to set them.
+    """Call `handler` for these signals inside the block, except for ignored ones. Outside the main thread this has no
+    effect, because Python lets only the main thread set handlers.
     """
     before = _install(signals, handler)
     try:

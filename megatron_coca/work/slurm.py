@@ -50,7 +50,7 @@ class SlurmTasks(SlurmPipelineExecutor):
         )
 
     def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
-        """Leave out options without a value, and the limit of memory unless `sbatch_args` sets one."""
+        """Leave out options without a value, and also the memory limit unless `sbatch_args` sets one."""
         values = super().get_sbatch_args(max_array)
         if "mem-per-cpu" not in self._more:
             del values["mem-per-cpu"]
@@ -69,7 +69,8 @@ class SlurmTasks(SlurmPipelineExecutor):
 def _environment() -> str:
     """Return the line of the batch script that finds this program, and that requeues the task when the script ends.
 
-    The line names the task ARRAY_INDEX, because the SLURM_JOB_ID of an array's last task is the number of the array.
+    The line identifies the task as ARRAY_INDEX, because the SLURM_JOB_ID of an array's last task is the number of the
+    array.
     """
     path = f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
     root = shlex.quote(os.fspath(Path(MAIN).parents[1]))

@@ -30,7 +30,7 @@ EXIT_STATUSES = tuple(MEANINGS)
 FINAL = (DONE, UNUSABLE, DIVERGED, UNSAVED, INTERRUPTED)
 """Exit statuses after which a restart does not help: the command would end the same way, or a user ended the run."""
 TEMPORARY = (UNAVAILABLE, PREEMPTED, HUNG, UNJOINED)
-"""Exit statuses of a child process after which a repetition may succeed, besides signals.
+"""Exit statuses of a child process after which a repetition may succeed. It may also succeed after a signal.
 
 FAILED is not among them: every error with a traceback has this status, and most such errors would occur again.
 """
@@ -71,7 +71,7 @@ class Preempted(Stopped):
 
 
 class Unsaved(Stopped):
-    """Preempted by a signal without a `save` folder. Each time the job is requeued, the run starts from step 0."""
+    """Preempted by a signal; the run has no `save` folder. Each time the job is requeued, it starts from step 0."""
 
     status = UNSAVED
 

@@ -72,7 +72,9 @@ def process_pool(workers: int, initializer: Callable[[], None]) -> "ProcessPoolE
 
 
 def end_pool(pool: "ProcessPoolExecutor") -> None:
-    """End worker processes at once, even during an item. An unfinished item has no result, and its lock is released."""
+    """End worker processes at once, even while they work on an item. An unfinished item has no result, and its lock is
+    released.
+    """
     for process in list((pool._processes or {}).values()):
         process.kill()
     pool.shutdown(cancel_futures=True)

@@ -48,7 +48,7 @@ def parser() -> ArgumentParser:
 
 
 def check(args: Namespace) -> str | None:
-    """Return what has no equivalent here, with the remedy."""
+    """Return a message, with the remedy, if an argument has no equivalent here."""
     if not args.append_eod:
         return "--append-eod: not set, but documents always end with the end-of-document token; add it"
     if args.dataset_impl != "mmap":

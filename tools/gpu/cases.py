@@ -46,7 +46,7 @@ def write_line(file: Path, **values: Any) -> None:
 def run_cases(cases: Mapping[str, GpuCase], file: Path) -> int:
     """Run the cases that `file` does not contain yet. Return 1 if a case failed in this run or an earlier one, else 0.
 
-    After an error of CUDA no kernel can run in this process, so the script starts again for the other cases.
+    After a CUDA error no kernel can run in this process, so the script starts itself again for the other cases.
     """
     for name, case in cases.items():
         lines = [line for line in read_lines(file) if line.get("case") == name]
@@ -83,7 +83,9 @@ def count_started(file: Path) -> int:
 
 
 def _run_to_the_end(commands: list[list[str]], file: Path) -> None:
-    """Run the commands at the same time. One that a signal ends in a case runs again, at most `TRIES` times a case."""
+    """Run the commands at the same time. If a signal ends a command in a case, it runs again, at most `TRIES` times per
+    case.
+    """
     started = -1
     while commands and started < (started := count_started(file)):
         processes = [subprocess.Popen(command) for command in commands]
@@ -94,8 +96,9 @@ def _run_to_the_end(commands: list[list[str]], file: Path) -> None:
 def run_in_parallel(cases: Mapping[str, GpuCase], file: Path, share: str | None) -> int:
     """Run the cases as `run_cases` does, but in several processes, because most of their time is compilation.
 
-    `share` is the value of --share, "INDEX/COUNT" in the processes that this function starts: each is the same command
-    with this option. The number of processes is half the number of CPU cores, at most `MOST`.
+    This function starts the same command several times with the option --share. `share` is the value of that option:
+    "INDEX/COUNT" in the processes that were started, otherwise None. The number of processes is half the number of CPU
+    cores, at most `MOST`.
     """
     count = max(1, min(MOST, len(os.sched_getaffinity(0)) // 2, len(cases)))
     if share is None and count > 1:

@@ -47,8 +47,8 @@ def _imported(file: Path, root: Path) -> tuple[Path, ...]:
 
 
 def _nodes(node: ast.AST, inside: bool) -> Iterator[ast.AST]:
-    """Yield all nodes except those under `if TYPE_CHECKING`. A package's own file offers imports in functions that most
-    programs never call, so they count only with `inside`.
+    """Yield all nodes except those under `if TYPE_CHECKING`. A package's own file has imports in functions that most
+    programs never call, so imports in functions count only with `inside`.
     """
     for child in ast.iter_child_nodes(node):
         typing = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
@@ -63,7 +63,7 @@ def _names(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)  # which may be modules
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)  # these names may be modules
 
 
 def _files(name: str, root: Path) -> Iterator[Path]:

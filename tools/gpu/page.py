@@ -24,7 +24,7 @@ Results = Mapping[str, Sequence[ResultLine]]
 def results_of(item: Item) -> list[ResultLine]:
     """Return the finished lines of a run. For pytest's report, these are the numbers of tests by outcome."""
     if item.results.is_file() and item.results.read_bytes()[:1] == b"<":
-        with contextlib.suppress(ElementTree.ParseError):  # a kill cut it off
+        with contextlib.suppress(ElementTree.ParseError):  # a kill cut the report off
             if tests := list(ElementTree.fromstring(item.results.read_text(errors="replace")).iter("testcase")):
                 return [_junit(tests)]
     lines = [line for line in read_lines(item.results) if line.get("status") != "started"]
@@ -125,7 +125,7 @@ ANSWERS: dict[str, Callable[[Results], str]] = {
     "attention": _ratios,
     "inference": _inference,
 }
-"""A part's answer in one sentence; other parts list their figures."""
+"""Functions that answer a part's question in one sentence. For the other parts, the page lists their figures."""
 
 
 # Page

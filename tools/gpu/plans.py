@@ -127,7 +127,8 @@ CHANGED_TESTS = " ".join(
     f"tests/gpu/test_{name}_cuda.py" for name in ("passes", "decoding", "merge", "head", "operands")
 )
 OTHER_TESTS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("triton", "attention", "lengths"))
-"""The files of the GPU tests. First come those that failed on a GPU and were then changed, and those that are newer."""
+"""The files of the GPU tests. First come those that failed on a GPU and were then changed, and those that were added
+since."""
 
 FIRST: dict[str, PlanPart] = {
     "step": PlanPart(

@@ -49,7 +49,7 @@ def busy(kernels: Iterable[Ran]) -> float:
 
 
 def summary(kernels: Sequence[Ran], steps: int) -> dict[str, Any]:
-    """Return figures per step, from the first kernel's begin to the last one's end."""
+    """Return figures per step, from the start of the first kernel to the end of the last one."""
     span = max(kernel.stop for kernel in kernels) - min(kernel.start for kernel in kernels)
     return {
         "milliseconds": round(span / steps / 1e3, 4),
@@ -59,7 +59,7 @@ def summary(kernels: Sequence[Ran], steps: int) -> dict[str, Any]:
 
 
 def slowest(kernels: Sequence[Ran], steps: int) -> list[dict[str, Any]]:
-    """Return a line for each of the kernels that take the most time together."""
+    """Return a line for each of the kernels with the greatest total time."""
     times: defaultdict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         times[kernel.name].append(kernel.stop - kernel.start)

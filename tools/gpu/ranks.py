@@ -35,7 +35,7 @@ SAVED = 9
 BATCH = 128
 """Samples in a step, the same for any number of ranks."""
 ROUNDING = 5e-3
-"""Largest relative difference of losses after sums of bfloat16 gradients in another order."""
+"""Largest relative difference between losses if bfloat16 gradients were summed in different orders."""
 WAIT = 170.0
 """Seconds to wait for a step before a run counts as blocked."""
 Arguments = argparse.Namespace
@@ -64,7 +64,7 @@ def command(options: Arguments, save: Path, ranks: int, *keys: str) -> list[str]
 
 def train(options: Arguments, name: str, ranks: int, *keys: str, keep: bool = False) -> list[dict[str, Any]]:
     """Train a run in an empty folder to its end, and return its metrics. Checkpoints are deleted unless `keep` is set,
-    because one of the 350M model takes 6 GB.
+    because a checkpoint of the 350M model takes 6 GB.
 
     Raises:
         RuntimeError: the run failed; the message contains the end of its output.

@@ -27,12 +27,12 @@ from tools.gpu.plans import PlanPart, Run
 ItemRecord = dict[str, Any]
 DONE, RUNNING, FAILED, LATE, MISSING = "done", "running", "failed", "ended at its limit", "not run"
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Variables of PyTorch and Triton with folders of compiled kernels. They are below the output folder, so that a run
-that continues does not compile again.
+"""Variables that tell PyTorch and Triton where compiled kernels are. Their folders are below the output folder, so that
+a run that continues does not compile again.
 """
 LOCAL = ("*.so", "*.best_config")
-"""Files of these folders that fit only one machine: libraries for its C library, and kernels chosen by their time
-there.
+"""Files in these folders that fit only the machine that wrote them: libraries built for its C library, and choices of
+the kernels that were fastest there.
 """
 
 
@@ -112,7 +112,7 @@ def missing_packages(run: Run) -> list[str]:
 
 
 def execute(item: Item, here: Mapping[str, Any]) -> ItemRecord:
-    """Run a process within its limit, and return its record, which is written before and after.
+    """Run a process within its limit, and return its record, which is written before and after the process runs.
 
     If a kill or the limit ended an earlier process of the same code, its results are kept, and the new process
     continues after them. If a signal ends a process in a case, for example because the driver crashed, the process is
@@ -196,7 +196,7 @@ def end_tree(root: int) -> None:
         with contextlib.suppress(OSError):  # it has ended
             parents[int(file.parent.name)] = int(file.read_text(errors="replace").rpartition(")")[2].split()[1])
     tree = [root]
-    for process in tree:  # which grows
+    for process in tree:  # the list grows meanwhile
         tree += [child for child, parent in parents.items() if parent == process]
     for process in tree:
         with contextlib.suppress(ProcessLookupError):
@@ -205,7 +205,7 @@ def end_tree(root: int) -> None:
 
 
 def end_group(group: int) -> None:
-    """Kill the processes that are left of a group."""
+    """Kill the processes that are left in a process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 

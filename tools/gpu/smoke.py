@@ -49,7 +49,7 @@ ATTENTION: dict[str, tuple[str, Case]] = {
 }
 """Backends and their kernels, those of the default configurations first."""
 OPERANDS = [(form, *size) for size in ((64, 64), (16, 64), (20, 80)) for form in ("coca", "rotary", "coca_strict")]
-"""Form, rotated features and head_dim: all features, and features after the rotary block."""
+"""Form, rotated features and head_dim: with all features rotated, and with features after the rotary block."""
 POLAR = {"PoPE": ("softplus", 1, 1, True), "CoCA-Strict with angles": ("relu_mean", 2, 2, True)}
 """Magnitude, power, features per frequency, and constant angles."""
 LOSSES = {

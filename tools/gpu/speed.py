@@ -6,9 +6,9 @@
     python tools/gpu/speed.py --output FILE.jsonl --graphs --lengths 2048 --methods rotary coca rerope
 
 `--kind` compares methods with rotary, `--backends` compares the backends that `auto` could choose for a method,
-`--packed` compares the kernels for packed documents, and `--graphs` compares decoding with fixed shapes, whose
-operations are in a CUDA graph, with a growing cache. In every round each side makes one call. A case that runs out of
-memory is recorded, and the others continue.
+`--packed` compares the kernels for packed documents, and `--graphs` compares decoding in a CUDA graph, with fixed
+shapes, with decoding with a growing cache. In every round each side makes one call. A case that runs out of memory is
+recorded, and the others continue.
 """
 
 import argparse
@@ -185,7 +185,7 @@ PACKED: dict[str, Callable[[AttentionInputs], Tensor]] = {
     **{name: BACKENDS[name].attend for name in ("sdpa", "flex", "triton")},
     "varlen": varlen,
 }
-"""Kernels for packed documents; the first is the base of the ratios and of the values."""
+"""Kernels for packed documents; the first is the base of the ratios, and its values are the expected ones."""
 
 
 def packed(setting: Setting, length: int, rounds: int, name: str, values: bool) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def packed(setting: Setting, length: int, rounds: int, name: str, values: bool) 
     rows, device = max(1, min(ROWS, TOKENS // length)), setting.device
     ids = (torch.rand(rows, length, generator=torch.Generator().manual_seed(length)) < 1 / DOCUMENT).cumsum(1)
     documents = documents_from_ids(ids, torch.device(device))
-    generator = torch.Generator(device).manual_seed(length)  # a CPU would draw for seconds
+    generator = torch.Generator(device).manual_seed(length)  # drawing on a CPU would take seconds
     shape, dtype = (rows, length, 16, 64), setting.dtype
     drawn = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)]
     leaves = [x.transpose(1, 2).detach().requires_grad_() for x in drawn[:3]]

@@ -3,11 +3,10 @@
     python tools/gpu/sweep.py --output results/gpu/attention.blocks.jsonl     # about a minute on a GPU
     python tools/gpu/sweep.py --record results/gpu/attention.blocks.jsonl     # needs no GPU
 
-The first command compiles the candidates in several processes at a time, and then times one after the other. It can be
-killed and continues after the last finished case. The second command writes the winners to
-megatron_coca/kernels/measured_blocks.json, from which the kernels take their block sizes
-(`with_measured` in launch_constants.py). A winner is faster than the present launch by `GAIN` in three of four rounds,
-at every length.
+The first command compiles the candidates in several processes at a time, and then times one after the other. If it is
+killed, the same command continues after the last finished case. The second command writes the winners to
+megatron_coca/kernels/measured_blocks.json, from which the kernels take their block sizes (`with_measured` in
+launch_constants.py). A winner is faster than the present launch by `GAIN` in three of four rounds, at every length.
 """
 
 import argparse

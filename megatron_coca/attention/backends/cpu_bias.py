@@ -44,7 +44,7 @@ def biased_attention(
 
     The operands are those of `AttentionInputs`, on the CPU. Gradients flow to the operands and to the bias
     coefficients. A coefficient's gradient is a sum over all pairs in which most terms cancel, so with a learned bias
-    half-precision operands are computed in float32.
+    half-precision operands are converted to float32.
     """
     rows, dtype = min(QUERY_BLOCK, query.shape[2]), query.dtype
     along = diagonals(bias, key.shape[2], rows, query, window).contiguous()

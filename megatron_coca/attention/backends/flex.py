@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention: a compiled CUDA kernel that applies bands, documents and biases and computes in float32."""
+"""PyTorch's FlexAttention: a compiled CUDA kernel for bands, documents and biases, which computes in float32."""
 
 import inspect
 from collections.abc import Callable
@@ -99,8 +99,8 @@ def padded_size(size: int, smallest: int) -> int:
 
 
 def _padded(inputs: AttentionInputs) -> AttentionInputs:
-    """Pad rows and tokens with zeros, and queries to the number of keys. Otherwise every length in evaluation would
-    compile a new kernel.
+    """Pad rows and tokens with zeros, and add queries up to the number of keys. Otherwise a new kernel would be
+    compiled for every length in evaluation.
 
     Queries are padded at the front, at the positions of cached tokens. Queries and keys are padded at the end, where no
     real token sees the padding.

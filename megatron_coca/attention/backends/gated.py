@@ -7,7 +7,7 @@ weight is, |c - F_n| then stays as small as the sum of log gates between a row a
 
 Q' gets constant features, and K' gets features whose products with those of Q' are c - F_n. The kernel therefore also
 computes the gradients of the gates, in linear memory. In half precision, c - F_n is the sum of three features; in other
-precisions the same features allow more origins. On the CPU, half-precision inputs are computed in float32: a gate's
+precisions the same features allow more origins. On the CPU, half-precision inputs are converted to float32: a gate's
 gradient is a running sum of key gradients, and the kernel would round each of these.
 
 Strong gates are bounded: once the sum of log gates between a key and its query is below `_closed`, the key has no
@@ -33,7 +33,7 @@ origin.
 
 
 def attend_gated(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
-    """Apply `attend`, which has no gates, to inputs with gates: [batch, heads, query_length, width of V].
+    """Apply `attend`, which does not support gates, to inputs with gates: [batch, heads, query_length, width of V].
 
     With several query blocks, the backward pass recomputes each block.
     """

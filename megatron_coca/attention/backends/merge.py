@@ -1,7 +1,7 @@
-"""Attention over several segments: flash calls without masks, merged by their log-sum-exp. It needs O(N) memory and
+"""Attention over several segments: flash calls without masks, merged by their log-sum-exp. This needs O(N) memory and
 computes each pair once.
 
-The visible pairs are divided into pieces that need no mask. Where the kernel has windows, a band of distances is one
+The visible pairs are divided into pieces that need no mask. If the kernel supports windows, a band of distances is one
 piece. A row's output is the sum of its pieces' outputs, each weighted by its share of the softmax denominator. The
 backward pass calls the flash kernel's backward for each piece with the merged output and log-sum-exp, so the softmax
 weights are those of the complete row and the gradients are exact.
@@ -203,7 +203,9 @@ def add_pieces(
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
-    """Include the sink logits [heads] in an output and its log-sum-exp, in place: like one more piece with output 0."""
+    """Include the sink logits [heads] in an output and its log-sum-exp, in place. A sink is like one more piece with
+    output 0.
+    """
     score = sink.to(lse.dtype)[:, None]
     out.mul_(torch.sigmoid(lse - score)[..., None])
     lse.copy_(torch.logaddexp(lse, score))

@@ -81,7 +81,7 @@ def area_pieces(band: Band, queries: range, keys: range, begin: int) -> tuple[Bl
     stop = min(stop, right + width - 1)
     if left >= right or start >= stop:
         return ()
-    slides, stays = min(left + width, stop), min(right, stop)  # the first rows that do not see key `left`, or key `row`
+    slides, stays = min(left + width, stop), min(right, stop)  # first row without key `left`; first row m without key m
     pieces = [*_growing(start, min(slides, stays), left)]
     if slides < stays:
         pieces += _sliding(max(start, slides), stays, width)

@@ -31,7 +31,9 @@ from megatron_coca.attention.inputs import (
 aten = torch.ops.aten
 _VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 GROUPED = _VERSION >= (2, 5)
-"""Whether PyTorch supports fewer key heads than query heads. The CPU kernel of PyTorch 2.3 would read out of bounds."""
+"""Whether PyTorch supports fewer key heads than query heads. With fewer, the CPU kernel of PyTorch 2.3 reads out of
+bounds.
+"""
 WINDOWED = _VERSION >= (2, 11)
 """Whether FlashAttention-2 is called with windows. The plugin also supports older versions of PyTorch, some of which
 have no windows.
@@ -100,8 +102,8 @@ class CudaFlash:
 
     @property
     def windows(self) -> bool:
-        """Whether the kernel is called with windows. Deterministic runs do not use them, because no test on a GPU has
-        shown yet that the gradients repeat bit for bit.
+        """Whether the kernel is called with windows. Deterministic runs do without windows, because no test on a GPU
+        has shown yet that the gradients with windows repeat bit for bit.
         """
         return WINDOWED and not torch.are_deterministic_algorithms_enabled()
 
@@ -258,8 +260,8 @@ def _decoded(inputs: AttentionInputs) -> Tensor:
 
 
 def _dense_mask(inputs: AttentionInputs, bias: DistanceBias) -> Tensor:
-    """Return the bias of every pair as a dense mask. It is used with dropout, for which PyTorch's CPU attention is
-    dense.
+    """Return the bias of every pair as a dense mask, for attention with dropout, which PyTorch computes densely on the
+    CPU.
     """
     rows, columns = inputs.query.shape[2], inputs.key.shape[2]
     along = diagonals(bias, columns, rows, inputs.query, inputs.segments[0].band.high)

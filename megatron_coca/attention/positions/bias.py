@@ -2,7 +2,7 @@
 
 A bias has the name of its `formula`, its `coefficients` ([heads, k] float32 or better) and a method `at` that evaluates
 it. Kernels implement some formulas by name; other backends evaluate any bias with `at`. Distances must be float32 or
-better: bfloat16 can represent only 4 or 5 different values among 512 adjacent distances at 32k. Learned biases are
+better: bfloat16 can represent only 4 or 5 different values among 512 adjacent distances near 32,768. Learned biases are
 modules; their weights may have any dtype.
 """
 
@@ -27,7 +27,8 @@ class DistanceBias(Protocol):
     @property
     def formula(self) -> str:
         """Name of the formula for kernels: `linear` is -c0 r, `log` is -c0 ln(1 + c1 r), `power` is -c0 r^c1, `buckets`
-        is a step function; any other name is allowed. For formulas in `PAIRWISE`, call `bias_of_pairs`, not `at`.
+        is a step function. A formula that no kernel computes may have any other name. For formulas in `PAIRWISE`, call
+        `bias_of_pairs`, not `at`.
         """
         ...
 
@@ -464,6 +465,6 @@ BIASES: dict[str, BiasBuilder] = {
     "fire": lambda heads, *_: BiasSource("fire", by_layer=lambda: LearnedFire(heads)),
     "sandwich": lambda heads, *_: fixed_bias("sandwich", sandwich, heads),
 }
-"""Biases by `pos_emb`. As in GPT-NeoX, all layers share one T5 table; as in KERPLE's code, each layer has its own
-kernel.
+"""Biases by `pos_emb`. As in GPT-NeoX, all layers share one T5 table. As in KERPLE's code, each layer has its own
+KERPLE parameters.
 """

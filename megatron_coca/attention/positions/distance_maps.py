@@ -71,7 +71,7 @@ def _leaky_rerope(s: MapOptions, training_length: int) -> tuple[Band, ...]:
 
 def _inv_leaky_rerope(s: MapOptions, training_length: int) -> tuple[Band, ...]:
     """Inverse Leaky ReRoPE (Su 2023, kexue.fm/archives/9728): Leaky ReRoPE with k = L/(2L'), so that steps beyond the
-    window are longer than 1. It is used in training, so that plain rotation at inference stays within the distances
+    window are longer than 1. The map is used in training, so that plain rotation in evaluation produces only distances
     seen in training.
     """
     return _leaking(s["window"], training_length / (2 * s["target_length"]))

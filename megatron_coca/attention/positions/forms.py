@@ -219,7 +219,7 @@ def growth(positions: Tensor, dim: int, centre: float) -> Tensor:
     """Return xPos's factor, zeta_j^((p - c)/512) with zeta_j = (2j/d + gamma)/(1 + gamma), for float64 `positions` p:
     [...] -> [..., dim/2]. Queries are multiplied by it, and keys are divided by it.
 
-    The centre c cancels in the scores. It keeps the factors small, which would otherwise overflow at 32k.
+    The centre c cancels in the scores. It keeps the factors small; without it, they would overflow at 32k.
     """
     pair = torch.arange(dim // 2, dtype=torch.float64, device=positions.device)
     zeta = (2 * pair / dim + GAMMA) / (1 + GAMMA)
@@ -267,10 +267,10 @@ class ScoreForm:
         query_rest: maps q to Q' on the dimensions beyond `rotary_pct`.
         key_rest: maps k to K' on the dimensions beyond `rotary_pct`.
         kernel: the name of the form in the fused kernel, or None.
-        polar: the magnitude and the query's power of a form that the fused kernel of polar forms computes, or None.
+        polar: the options `magnitude` and `power` of a form that the fused kernel of polar forms computes, or None.
         decay: whether the tables include xPos's exponential factors.
-        magnitude: the numbers m of q for which Q' = R_m (m, 0), if the form has no angle that depends on q or k. Only
-            such a form can be turned by a constant angle.
+        magnitude: maps q to the numbers a for which Q' = R_m (a, 0), if the form has no angle that depends on q or k.
+            Only such a form can be turned by a constant angle.
         angle: constant angle phi of every term, m_j u_j cos(r theta_j + phi).
         features: number of rotated features per frequency.
         operand_features: number of features of the rotated part of Q' and K' per rotated feature.
@@ -340,7 +340,9 @@ class ScoreForm:
 
     @property
     def by_magnitudes(self) -> bool:
-        """Whether Q' and K' have two features for each magnitude, so that a kernel saves memory if it computes them."""
+        """Whether Q' and K' have two features for each magnitude, so that a kernel that computes Q' and K' itself saves
+        memory.
+        """
         return self.operand_features == 2 and self.magnitude is not None
 
     def query_magnitudes(self, q: Tensor, tables: RotaryTables, factor: Tensor | None = None) -> Tensor:
@@ -529,8 +531,8 @@ SCORE_FORMS: dict[str, ScoreForm] = {
 
 
 def without_kernels(form: ScoreForm) -> ScoreForm:
-    """Return the score form that a user declared. Unless it is a built-in form, it gets no fused kernels: the kernel of
-    the form from which it was derived would ignore the user's functions.
+    """Return the score form that a user declared. Unless this is a built-in form, the result has no fused kernels: the
+    kernel of the form from which the user derived it would ignore the user's functions.
     """
     return form if form in SCORE_FORMS.values() else replace(form, kernel=None, polar=None)
 

@@ -258,8 +258,8 @@ def _longrope(rotary: Rotary, length: int) -> Tensor:
 
 def _llama3(rotary: Rotary, length: int) -> Tensor:
     """Llama 3.1 (Meta 2024, the released code). A frequency with fewer than low_freq_factor rotations within L becomes
-    theta / s. One with more than high_freq_factor rotations stays theta. In between, the result is linear in the number
-    of rotations.
+    theta / s. A frequency with more than high_freq_factor rotations does not change. In between, the result is linear
+    in the number of rotations.
     """
     theta, ramp = _theta(rotary), Ramp(rotary.scaling.low_freq_factor, rotary.scaling.high_freq_factor)
     kept = kept_by_rotations(theta, rotary, ramp)
@@ -296,7 +296,9 @@ def _longrope_multiplier(rotary: Rotary, length: int) -> float:
 
 
 def _yarn_multiplier(rotary: Rotary, length: int) -> float:
-    """Return 0.1 ln s + 1 or, if both strengths are set, the ratio of the temperatures, as in Hugging Face."""
+    """Return 0.1 ln s + 1 or, if `mscale` and `mscale_all_dim` are set, the ratio of their temperatures, as in Hugging
+    Face.
+    """
     own, of_all = rotary.scaling.mscale, rotary.scaling.mscale_all_dim
     if own is None or of_all is None:
         return temperature(rotary.scaling.factor)

@@ -37,8 +37,8 @@ def ring_attend(backend: Backend, inputs: AttentionInputs, ring: Ring, length: i
     the query's dtype. Every rank must call this, with the same bands and documents.
 
     The operands, values and gates have only this rank's tokens; `documents` are those of all tokens. Gradients of keys
-    and values are sums over the queries of all ranks. Gradients of sinks and bias coefficients are this rank's terms.
-    All sums have a fixed order.
+    and values are sums over the queries of all ranks. Gradients of sinks and bias coefficients are only this rank's
+    terms of such sums. All sums have a fixed order.
     """
     bands = tuple(segment.band for segment in inputs.segments)
     plan = ring_plan(ring.division(length), ring.rank, bands, inputs.documents)
@@ -63,8 +63,8 @@ class _Call:
         return self.plan.rounds[0].received
 
     def rounds(self, value: Tensor, keys: Sequence[Tensor]) -> Iterator[tuple[Round, Keys | None]]:
-        """Yield every round with its keys, or with None if the round reads no keys. The keys of the next round are on
-        their way while a round is computed.
+        """Yield every round with its keys, or with None if the round reads no keys. While a round is computed, the keys
+        of the next round are being received.
         """
         first, *others = self.plan.rounds
         coming = self._post(others[0], value, keys) if others else None

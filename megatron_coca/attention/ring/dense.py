@@ -1,5 +1,5 @@
-"""Rounds of a ring by dense scores of small blocks, for every bias, soft-capping and forgetting gates. Memory is linear
-in the length; the backward pass computes the scores again.
+"""Compute the rounds of a ring from dense scores of small blocks, with any bias, soft-capping and forgetting gates.
+Memory is linear in the length; the backward pass computes the scores again.
 """
 
 import math
@@ -27,7 +27,8 @@ class _Block:
     Attributes:
         area: its tokens.
         batch: its batch rows.
-        rows, columns: the indices of its queries and keys on this rank and in the round.
+        rows, columns: the indices of its queries among this rank's queries, and of its keys among the keys of the
+            round.
     """
 
     area: Area

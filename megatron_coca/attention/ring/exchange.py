@@ -69,7 +69,7 @@ def keys_of(x: Tensor, needed: KeySlice, held: KeySlice) -> Tensor:
 
 
 def add_keys(total: Tensor, part: Tensor, needed: KeySlice, held: KeySlice) -> None:
-    """Add `part`, which has the keys `needed`, to the keys of the tokens `held`, in place."""
+    """Add `part`, with rows for the keys `needed`, in place to `total`, with rows for the tokens `held`."""
     first = 0
     for tokens in needed.ranges:
         if len(tokens):

@@ -1,5 +1,5 @@
-"""Rounds of a ring by PyTorch's flash kernels, for scores without bias, soft-capping and gates. It uses linear memory
-and computes only visible pairs, as the backend `merge` does.
+"""Compute the rounds of a ring with PyTorch's flash kernels, for scores without bias, soft-capping and gates. This
+needs linear memory and computes only visible pairs, as in the backend `merge`.
 """
 
 from collections.abc import Sequence

@@ -121,8 +121,8 @@ class Round:
 
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[int, BlockPiece], ...], ...]:
-        """For each group of rows, the pieces without masks, each with the index of its segment. Their indices are those
-        of the rank's queries and of the received keys.
+        """For each group of rows, the pieces without masks, each with the index of its segment. The indices in a piece
+        count the rank's queries and the received keys.
         """
         return tuple(tuple(piece for area in areas for piece in self._pieces(area)) for areas in self.areas)
 
@@ -138,7 +138,7 @@ class Round:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """The rounds of a rank. In the first round, it reads its own keys.
+    """The rounds of a rank. In the first round, the rank reads its own keys.
 
     Attributes:
         division: the tokens of all ranks.

@@ -1,9 +1,10 @@
-"""Read a Hugging Face folder as changed by adapters that peft trained: low-rank ones, and weights trained as a whole.
+"""Read a Hugging Face folder with the changes of adapters that peft trained: low-rank adapters, and weights that were
+trained as a whole.
 
 peft itself merges the adapters, one module at a time. So every variant of LoRA (rsLoRA, DoRA, patterns of ranks,
 transposed weights) has the same effect as in peft, and only one weight is in memory. Sums are in float32, or in float64
-for weights in float64. The files may come from strangers, so only their settings in `READ` reach peft, and only the
-user can name the model that they change.
+for weights in float64. The files may come from strangers, so only the settings listed in `READ` are passed to peft, and
+only the user can name the model that the adapters change.
 """
 
 import hashlib
@@ -61,11 +62,13 @@ CHOICES = 4
 """Maximum number of repetitions and groups in a pattern of ranks or alphas. Patterns of peft have at most 3."""
 INITIAL = "init_lora_weights"
 DRAWN = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Values of `INITIAL` that leave the weights of the base model as they are."""
+"""Values of `INITIAL` that do not change the weights of the base model."""
 PARAMETER = re.compile(r"\.(lora_\w+?(?:\.weight|\.bias)?|token_adapter\.trainable_tokens_delta)$")
-"""The end of a name of a parameter of an adapter."""
+"""The end of the name of an adapter's parameter."""
 ROWS = "token_adapter.trainable_tokens_delta"
-"""The rows of an embedding that were trained alone; the setting `TOKENS` lists their tokens."""
+"""Name of the parameter with those rows of an embedding that were trained alone; the setting `TOKENS` lists their
+tokens.
+"""
 
 
 class UnsupportedAdapters(CheckpointError):
@@ -149,7 +152,7 @@ class Adapters:
             or not all(isinstance(token, int) and 0 <= token < len(weight) for token in listed)
         ):
             raise CheckpointError(
-                f"{self.folder / SETTINGS}: {TOKENS}: must list {len(rows)} tokens of the {len(weight)} of {module}; "
+                f"{self.folder / SETTINGS}: {TOKENS}: must list {len(rows)} of the {len(weight)} tokens of {module}; "
                 "use the model that the adapters were trained on as --base"
             )
         weight = weight.clone()
@@ -289,7 +292,7 @@ def read_adapters(folder: Path) -> Adapters:
 
 
 class AdaptedFolder(Folder):
-    """The text network in a Hugging Face folder as changed by adapters.
+    """The text network in a Hugging Face folder, with the changes of adapters.
 
     Attributes:
         base: the folder without the adapters.
@@ -406,7 +409,7 @@ class AdaptedFolder(Folder):
         )
 
     def log(self) -> None:
-        """Log what the base class logs, and the adapters that are left out."""
+        """Log what `Folder.log` logs, and the number of adapters that are left out."""
         super().log()
         if self._left_out:
             logger.warning(
@@ -422,7 +425,7 @@ class AdaptedFolder(Folder):
 
 
 def open_adapted(adapters: Adapters, base: Path, ignored: Collection[str] = ()) -> OpenedCheckpoint:
-    """Open the model in the Hugging Face folder or GGUF file `base` as changed by adapters.
+    """Open the model in the Hugging Face folder or GGUF file `base`, with the changes of `adapters`.
 
     Its tokenizer is that of the adapters' folder, or of `base` if that folder has none. Raises CheckpointError.
     """

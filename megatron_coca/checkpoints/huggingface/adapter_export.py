@@ -1,9 +1,10 @@
-"""Export the adapters of a native checkpoint as a PEFT folder, which changes a Hugging Face folder of the same network.
+"""Export the adapters of a native checkpoint as a PEFT folder, which belongs to a Hugging Face folder of the same
+network.
 
-Where one matrix of the class contains several of our parts (`query_key_value` of GPT-NeoX), their adapters become one
-adapter. Its rank is the sum of their ranks, and the rows of B are 0 where an adapter changes nothing. Where the class
-divides one of our matrices (`mlp.linear1` for LLaMA), the adapters of the pieces have the same A. In both cases, the
-product is exact.
+Where one matrix of the transformers class contains several of our parts (`query_key_value` of GPT-NeoX), their adapters
+become one adapter. Its rank is the sum of their ranks, and the rows of B are 0 where an adapter changes nothing. Where
+the class divides one of our matrices (`mlp.linear1` for LLaMA), the adapters of the pieces have the same A. In both
+cases, the product is exact.
 """
 
 import math
@@ -38,7 +39,7 @@ from megatron_coca.work.folders import atomic_dir
 A, B, NORMS = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 """Parameters of an adapter in PEFT's files."""
 CLASS_HEAD = "lm_head.weight"
-"""The name of the output head in the classes of transformers, whatever its name in their files."""
+"""The name of the output head in the classes of transformers. Their files may use another name."""
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
 """The dtype in which weights are merged -> the maximum difference between the merged weights of checkpoint and export,
 as a fraction of the largest weight. Checkpoint and export are merged in different orders.
@@ -85,7 +86,7 @@ def export_adapters(
     elif not same:
         raise CheckpointError(
             f"{opened.folder}: its adapters change the model in {place}, which is not a Hugging Face folder with the "
-            "network and position method of the run; name a new folder for such a folder with --with-base FOLDER"
+            "network and position method of the run; name a new folder to export that model to, with --with-base FOLDER"
         )
     adapters = _Adapters(weights, config, weight_map.expand(EXPORTERS[kind].rows(config), config.model.num_layers))
     tensors = {name: value.contiguous() for name, value in adapters.tensors()}
@@ -219,7 +220,7 @@ class _Adapters:
         return list(parts)
 
     def settings(self, base: str) -> Any:
-        """Return PEFT's settings of the adapters. All tensors must have been built before."""
+        """Return PEFT's settings for the adapters. Call this only after all tensors are built."""
         from peft import LoraConfig
 
         own, lora = self.weights.lora.settings, self.weights.lora

@@ -43,8 +43,8 @@ POSITION_KEYS = (
 LIMITS = ("sliding_window_width", "attention_chunk_size", "alibi_slope_scale", "rotary_frequencies")
 """Position keys that are written only if they are set."""
 LAYERS = "layers"
-"""Key in `position` that lists the type of every layer, if the types differ. The key `layer_types` contains the keys of
-each type except `global`.
+"""Key in `position` that lists the type of every layer, if the types differ. The key `layer_types` contains the
+position keys of each type except `global`.
 """
 LEARNED_ROWS = "max_position_embeddings"
 """Key in `position` for the number of rows in the learned position table. At the top level of config.json, the same key
@@ -355,9 +355,7 @@ def find_reader(config: Json, source: Path) -> ConfigReader:
     if not isinstance(kind, str) or kind not in READERS:
         known = f"supported values: {', '.join(sorted(READERS.keys() | families.FAMILIES.keys()))}"
         if config.get(TEXT):
-            known = (
-                f"of models that read images or sound, the text networks of these are supported: {', '.join(WRAPPERS)}"
-            )
+            known = f"the text networks of these models that read images or sound are supported: {', '.join(WRAPPERS)}"
         reason = UNSUPPORTED_TYPES.get(str(kind), known)
         raise CheckpointError(f"{source}: model_type: {kind!r} is not supported; {reason}")
     return READERS[kind]

@@ -102,7 +102,7 @@ LATER = {
     "use_output_transform": False,
     "skip_first_norm": False,
 }
-"""Values of network keys that config.json lacks."""
+"""Values of network keys that are missing in config.json."""
 
 
 class Rotary(NamedTuple):
@@ -221,7 +221,9 @@ class Positions:
 
     @property
     def masked(self) -> bool:
-        """Whether scores need a mask of this file, at least in training: for a bias, map, window, chunks or softcap."""
+        """Whether scores need a mask that this file builds, at least in training: for a bias, map, window, chunks or
+        softcap.
+        """
         return self.biased or self.limited or self.softcap is not None or self.trained_bands != UNMAPPED
 
     def shared(self, where: TokenPlaces, dtype: torch.dtype, bias: Any, training: bool) -> SharedPositions:
@@ -255,7 +257,8 @@ class Positions:
         return SharedPositions(segments, factor, distance, causal, inside, seen, bias)
 
     def _frequencies(self, where: TokenPlaces, factor: Tensor | None) -> tuple[RotaryFrequencies, Tensor | None]:
-        """Return the frequencies of each row, [rows or 1, 1, d/2], and `factor` times the square of the multiplier.
+        """Return the frequencies of each row, [rows or 1, 1, d/2], and `factor` times the square of the extension's
+        multiplier.
 
         The frequencies are computed on the device of the positions, because a CUDA graph cannot copy from the host.
         """
@@ -757,7 +760,9 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
         )
 
     def _outgrown(self, cache: Any, input_ids: Tensor, mask: Any) -> bool:
-        """Return whether a row, without padding, has grown past a switch length since the last step."""
+        """Return whether a row, without padding, has grown past a length at which LongRoPE switches since the last
+        step.
+        """
         switches = {positions.switch for positions in self.model.positions.values()} - {None}
         past = int(cache.get_seq_length()) if switches else 0
         if not 0 < past < input_ids.shape[1]:

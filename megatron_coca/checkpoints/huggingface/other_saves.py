@@ -17,7 +17,7 @@ and activation checkpointing.
 def without_wrappers(names: Collection[str]) -> dict[str, str]:
     """Map the names of the modules that were wrapped to the names in the files.
 
-    If two names become equal without their wrappers, they are not those of one model, and no name is shortened.
+    If two names would become equal without their wrappers, the names do not belong to one model, and none is shortened.
     """
     plain = {_WRAPPERS.sub("", name): name for name in names}
     return plain if len(plain) == len(names) else {name: name for name in names}

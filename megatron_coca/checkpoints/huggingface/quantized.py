@@ -29,7 +29,7 @@ FP8, FBGEMM, MXFP4 = "fp8", "fbgemm_fp8", "mxfp4"
 READ: dict[str, tuple[str, str]] = {FP8: ("FP8", "float32"), FBGEMM: ("FP8", "float32"), MXFP4: ("MXFP4", "bfloat16")}
 """The `quant_method` of folders that are read -> name of the format, and the dtype of dequantized weights."""
 SCALES = ("_scale_inv", "_scale")
-"""Ends of the name of a weight's scales, after the name of the weight. Scales with either end multiply the numbers."""
+"""What follows a weight's name in the name of its scales. In both cases, the numbers are multiplied by the scales."""
 UNNEEDED = (".activation_scale", ".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")
 """Ends of the names of scales of a layer's input and of cached keys and values. They only affect FP8 computation."""
 SIZE = "weight_block_size"
@@ -97,8 +97,8 @@ def block_size(config: Json, source: Path) -> tuple[int, int] | None:
 
 
 def weights_in(kind: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of the weights in a quantized folder, each with the file name of its tensor of numbers. `names`
-    maps the names of all tensors to those in the files.
+    """Return the names of the weights in a quantized folder, each with the name in the files of its tensor of numbers.
+    `names` maps the names of all tensors to those in the files.
     """
     if kind == MXFP4:
         kept = {name: file for name, file in names.items() if not _scales_blocks(name, names)}
@@ -221,7 +221,7 @@ def _open_blocks(open_files: Callable[[Iterable[str]], Weights], names: list[str
 def from_blocks(blocks: Tensor, exponents: Tensor) -> Tensor:
     """Return an MXFP4 weight in bfloat16, [experts, columns, rows].
 
-    `blocks` are uint8 [experts, rows, groups, bytes], and `exponents` are uint8 [experts, rows, groups]. Beside the
+    `blocks` are uint8 [experts, rows, groups, bytes], and `exponents` are uint8 [experts, rows, groups]. Besides the
     result, at most one expert is in memory with full precision.
     """
     experts, rows, groups, size = blocks.shape

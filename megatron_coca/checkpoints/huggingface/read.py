@@ -353,7 +353,7 @@ def _open_weights(folder: Folder) -> Weights:
         unread = [name for name in unread if not _is_behind(name, model.num_layers)]
     missing = [name for row in wanted for name in row.theirs if name not in files]
     remedy = f"correct {CONFIG}" + (f", or {families.row_name(kind_of_model)}" if family else "")
-    if missing and unread:  # no download lost these weights
+    if missing and unread:  # another download would not help
         raise CheckpointError(
             f"{folder.path}: the model described by {CONFIG} has weights with other names ({_some(missing)}) than the "
             f"folder ({_some(unread)}); {remedy}"
@@ -373,7 +373,7 @@ def _is_behind(name: str, layers: int) -> bool:
 
 
 def rows_of(folder: Folder) -> list[weight_map.Row]:
-    """Return the table of the weights of the text network, a row for each of ours. Raises CheckpointError."""
+    """Return the table with a row for each of our weights of the text network. Raises CheckpointError."""
     model, config, files = folder.config.model, folder.network.settings, folder.files
     kind = str(config["model_type"])
     family = families.FAMILIES.get(kind)

@@ -20,10 +20,11 @@ TRAINING_LENGTH = "training_length"
 """Key in an exported config.json for the training length, if it differs from max_position_embeddings."""
 MAXIMUM = "max_position_embeddings"
 NO_OPTIONS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL})
-"""Keys in transformers' section that are not options of an extension."""
+"""Keys in the section on rotation that are not options of an extension."""
 AXES = ("mrope_section", "mrope_interleaved")
-"""Options of a rotation with three axes: time, height and width. The positions of text are the same on each axis, so
-that text is rotated in the usual way."""
+"""Options of a rotation with three axes: time, height and width. A token of text has the same position on each axis, so
+text is rotated in the usual way.
+"""
 OUR_OPTIONS = frozenset({"ramp", "resonance"})
 """Extension options that transformers does not have. Its classes ignore them."""
 
@@ -34,7 +35,7 @@ def rope_section(config: Json) -> Json:
 
 
 def without_axes(section: Any) -> Any:
-    """Return a section on rotation without the axes, which have no effect on text. Other values are unchanged."""
+    """Return a section on rotation without the axes, which do not affect text. Anything but a mapping is unchanged."""
     if not isinstance(section, Mapping):
         return section
     kept = {name: value for name, value in section.items() if name not in AXES}

@@ -25,7 +25,7 @@ NEEDS_CODE = "--trust-remote-code runs modeling_coca.py of {}: read the file, un
 RUN = ("llama", "gpt_neox")
 """Values of `model_type` of transformers' own classes whose exports were run in vLLM."""
 LENGTHENED = ("linear", "yarn")
-"""Extensions for which vLLM's own models build a table of rotations that is longer by the factor."""
+"""Extensions for which vLLM's own models build a table of rotations that is longer by the extension's factor."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class Program(NamedTuple):
 
     Attributes:
         words: the program's command, to which the folder is added.
-        lacks: values of `model_type` for which the program has no model, and needs `THROUGH` to use transformers'.
+        lacks: values of `model_type` for which the program has no model of its own, and needs `THROUGH` to use that of
+            transformers.
         length: the option for the longest input.
         longer: an environment variable that allows inputs beyond max_position_embeddings.
     """

@@ -59,7 +59,7 @@ def own_files(folder: Path) -> TokenizerFiles:
 
 
 def _without_code(content: dict[str, Any], files: Mapping[str, bytes]) -> bytes:
-    """Return a JSON file without the key that names code. A tokenizer.json works with a class of transformers."""
+    """Return a JSON file without the key that names code. A class of transformers reads any tokenizer.json."""
     left = {key: value for key, value in content.items() if key != CODE}
     if "tokenizer_class" in left and "tokenizer.json" in files:
         left["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -195,7 +195,7 @@ def _vocabulary(tokenizer: Tokenizer) -> bytes:
 
 
 def _from_json(tokenizer: Tokenizer) -> Any:
-    """Load a tokenizer.json without truncation, padding, dropout and post-processors that add tokens."""
+    """Load a tokenizer.json, but drop its truncation, padding and dropout, and any post-processor that adds tokens."""
     import tokenizers
 
     content = json.loads(_vocabulary(tokenizer))
@@ -240,7 +240,7 @@ def _from_bytes(tokenizer: Tokenizer) -> Any:
 
 
 def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
-    """Build a tokenizer from SentencePiece pieces and scores. `tokenizer_files` checks that its ids are the same."""
+    """Build a tokenizer from SentencePiece pieces and scores. `tokenizer_files` checks that both give the same ids."""
     import sentencepiece
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, normalizers, pre_tokenizers

@@ -1,4 +1,4 @@
-"""Find keys of config.json that the class of transformers does not read, so that they cannot change the model.
+"""Find keys of config.json that the class of transformers does not read. Such keys cannot change the model.
 
 The source code of the class is searched for the names of keys, without running the model. Without transformers, only
 the keys in `NEVER_READ` are known.

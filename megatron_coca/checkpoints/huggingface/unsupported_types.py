@@ -46,7 +46,7 @@ UNSUPPORTED_TYPES = {name: reason for reason, names in _GROUPS.items() for name 
     "doge": "its attention drops keys by a learned score",
     "gemma3n_text": "it has an input for each layer and several residual streams",
     "gpt_neox_japanese": "of all its projections, only the output projection of the last layer's attention has a bias",
-    "hrm_text": "it passes its layers several times",
+    "hrm_text": "it applies its layers several times to every token",
     "jetmoe": "its attention is a mixture of experts, too",
     "kolibri1": "its router adds its correction to the logits instead of the scores",
     "laguna": "the number of heads differs between its layers, and softplus gates multiply their outputs",

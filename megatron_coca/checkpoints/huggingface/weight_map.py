@@ -175,7 +175,7 @@ MODULES = (
 
 
 def modules_of(theirs: str, **packings: WeightPacking) -> dict[str, tuple[str, WeightPacking]]:
-    """Map each of `MODULES` to its name in `theirs`, which are in the same order, and to its packing.
+    """Map each of `MODULES` to its packing and its name in `theirs`, which lists the names in the same order.
 
     `packings` maps the last part of our name to the packing; the default is SINGLE.
     """
@@ -216,7 +216,7 @@ DENSE_NORMS: dict[str, tuple[str, ...]] = {
     "non_parametric_layernorm": (),
     "non_parametric_rmsnorm": (),
 }
-"""Parameters of each norm, with the same names here and in `dense`. A layernorm may have no bias."""
+"""Parameters of each norm. The tables of `dense` keep these names. A layernorm may have no bias."""
 
 
 def dense(norm: str, gated: bool, places: Iterable[str], qk_norms: Iterable[str]) -> tuple[Row, ...]:
@@ -356,7 +356,7 @@ def _misfit(theirs: Weights, row: Row, shapes: Sequence[Shape], problem: str) ->
 
 
 def to_foreign_weights(ours: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
-    """Convert our weights to Hugging Face weights. This is the inverse of `joined`.
+    """Convert our weights to Hugging Face weights. This is the inverse of `our_weights`.
 
     Raises CheckpointError if the table has no row for a weight.
     """

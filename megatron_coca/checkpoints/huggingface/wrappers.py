@@ -21,9 +21,9 @@ class TextType(NamedTuple):
     """A text network.
 
     Attributes:
-        kind: the `model_type` of the same network as a model of its own.
-        defaults: the class's defaults of keys that the config.json of a wrapper may omit. Listed are the keys that the
-            config.json of a whole model must have, and others if their default differs from that of `kind`.
+        kind: the `model_type` of a whole model that consists of the same network.
+        defaults: the class's defaults of keys that the config.json of a wrapper may omit: keys that the config.json of
+            a whole model must have, and keys whose default differs from that of `kind`.
         rope: the default of the rotary base, if it differs from that of `kind`.
     """
 
@@ -87,7 +87,7 @@ TEXT_TYPES: dict[str, TextType] = {
 """`model_type` of a text network inside a wrapper. Types that are not listed keep their name and have no defaults."""
 
 FLAT = re.compile(r".*(vision|image|video|audio|speech).*|text_config|patch_size|num_channels|embd_layer|img_processor")
-"""Keys of the wrapper itself in a config.json that has the keys of the text network beside them."""
+"""Keys of the wrapper itself, if a config.json has the keys of the text network at its top level, too."""
 WRAPPERS: dict[str, str] = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
@@ -122,7 +122,7 @@ WRAPPERS: dict[str, str] = {
 }
 """`model_type` of a wrapper -> the default `model_type` of its text network."""
 OUTER = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys that apply to the text network even if they are beside its section."""
+"""Keys that apply to the text network even when they stand at the top level of config.json, outside its section."""
 
 LEFT_OUT = {
     "aya_vision": "logit_scale",

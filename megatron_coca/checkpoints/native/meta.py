@@ -48,7 +48,7 @@ class _Part(BaseModel):
 
 
 class GuardState(_Part):
-    """The state of `LossGuard`. Losses and norms are logarithms."""
+    """The state of `LossGuard`. It contains the logarithms of losses and norms."""
 
     losses: list[Annotated[float, Field(gt=0.0)]] = []
     norms: list[Annotated[float, Field(gt=0.0)]] = []

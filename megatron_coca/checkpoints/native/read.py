@@ -250,7 +250,9 @@ def _is_inside(name: str) -> bool:
 
 
 def _require(names: Iterable[str], listed: Collection[str], source: str | Path) -> None:
-    """Raise CheckpointError if one of `names` is not in `listed`. A name with a final slash means any file below it."""
+    """Raise CheckpointError if one of `names` is not in `listed`. A name with a final slash means at least one file
+    below it.
+    """
     for name in names:
         if name not in listed and not (name.endswith("/") and any(file.startswith(name) for file in listed)):
             raise CheckpointError(f"{source}: damaged (does not list {name}); copy it again, or use another step")

@@ -31,7 +31,7 @@ WEIGHT = "weight"
 
 
 SLICES = "places"
-"""Key in the metadata of a file for the slices of its parameters."""
+"""Key under which the metadata of a file contain the slices of its parameters."""
 
 
 class TensorShard(NamedTuple):
@@ -219,7 +219,7 @@ class PieceReader:
     def _covering(
         self, ranges: Sequence[_Range], begin: int, stop: int, kind: str, name: str
     ) -> list[tuple[_Range, int, int]]:
-        """Return the ranges that together cover [begin, stop), each with the begin and the end of the part to read from
+        """Return the ranges that together cover [begin, stop), each with the start and the end of the part to read from
         it.
         """
         parts, reached = [], begin
@@ -264,7 +264,7 @@ class StateReader(PieceReader):
             file = self._files.enter_context(safe_open(path, "pt"))
             recorded = json.loads(file.metadata()[SLICES])
             slices = {name: ParameterSlice.from_json(values) for name, values in recorded.items()}
-            ranges = [self._range(file, key, slices) for key in file.keys()]  # noqa: SIM118 - it is no mapping
+            ranges = [self._range(file, key, slices) for key in file.keys()]  # noqa: SIM118 - `file` is not a mapping
         except OSError as error:
             raise UnreadableError.of(path, error) from error
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -100,7 +100,8 @@ def read_config(
 def model_yaml(config: Config, ranks: int, pipe: int) -> str:
     """Return the model's keys as a GPT-NeoX YAML file for `ranks` tensor ranks and `pipe` pipeline stages.
 
-    `make_vocab_size_divisible_by` is set so that GPT-NeoX pads any smaller tokenizer to the model's number of rows.
+    `make_vocab_size_divisible_by` is set so that GPT-NeoX pads the vocabulary of any smaller tokenizer to the model's
+    number of rows.
     """
     flat, model, foreign = config.flat(), config.model, foreign_keys(config)
     # Keys of disabled features are left out, because older versions of GPT-NeoX do not have them.

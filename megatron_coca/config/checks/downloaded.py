@@ -105,7 +105,9 @@ def _has_any(folder: Path, patterns: Sequence[str]) -> bool:
 
 
 def _places(file: Path) -> tuple[Path, Path]:
-    """Return the path of a file and of its target. A link in the Hub's cache and its target have different folders."""
+    """Return the path of a file, and of its target if it is a link. A link in the Hub's cache and its target are in
+    different folders.
+    """
     return Path(os.path.abspath(file)), file.resolve()
 
 
@@ -129,8 +131,8 @@ def foreign_keys(file: Path, values: Mapping[str, Any]) -> Iterator[tuple[str, s
 
 
 def faults(values: Mapping[str, Any], where: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for every key with an address, another computer or a folder elsewhere, if the value comes
-    from a file that may have been downloaded.
+    """Yield (key, message) for every key that names an address, another computer or a folder outside the working
+    folder, if the value comes from a file that may have been downloaded.
 
     Args:
         values: the values of all files and overrides together.

@@ -11,7 +11,8 @@ from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import Sample
 
 EARLY_PASSAGES, EARLY_FACTOR = 64, 5.0
-"""A preparation stops early if, after `EARLY_PASSAGES` passages, the losses are above `EARLY_FACTOR` times the limits.
+"""A preparation stops early if, after at least `EARLY_PASSAGES` passages, the tokenizer's losses are above
+`EARLY_FACTOR` times their limits.
 """
 
 
@@ -35,8 +36,8 @@ class _SoFar:
 
 
 class Watch:
-    """Stops a preparation early if most of the data so far is unusable. A smaller share is checked only at the end of
-    the preparation.
+    """Stops a preparation early if most of the data so far is unusable. A smaller share of unusable data stops it only
+    at the end.
     """
 
     def __init__(self, sources: Sequence[CorpusSource], tokenizer: Tokenizer, rules: Rules) -> None:
@@ -44,8 +45,8 @@ class Watch:
         self._found = [_SoFar() for _ in sources]
 
     def see(self, number: int, documents: int, problems: ReadingProblems, sample: Sample) -> None:
-        """Add the counts of a chunk of source `number`. Raises `DataError` if almost everything so far is faulty or
-        lost.
+        """Add the counts of a chunk of source `number`. Raises `DataError` if almost all data of this source so far is
+        faulty, or if the tokenizer loses far too much of it.
         """
         source, found = self._sources[number], self._found[number]
         found.documents += documents

@@ -19,8 +19,8 @@ from megatron_coca.support.atomic_write import flush
 
 BLOCK_FORMAT = 4  # a part of the names of blocks; increase it if the content or the meaning of a block file changes
 DOCUMENT = np.dtype([("high", "<u8"), ("low", "<u8"), ("unit", "<i4")])
-"""A document for the removal of duplicates: both halves of the digest of its text, and the number of its unit within
-the block.
+"""What duplicate removal needs to know about a document: the two halves of the digest of its text, and the number,
+within the block, of the unit that contains it.
 """
 _DOCUMENTS = "documents"
 _COLUMNS = ("target", "lengths", "text_bytes", "tokens", "digests", "labels")
@@ -33,8 +33,8 @@ def write_block(
 ) -> str:
     """Write a block file and return an empty string. If a unit is damaged, write no file and return the error message.
 
-    `results` are pairs (number of the unit within the block, result). A result is a chunk or, at the end of a unit, its
-    error or None. `advance` is called with the size of each chunk.
+    `results` are pairs (number of the unit within the block, result). A result is a chunk or, at the end of a unit, the
+    error about this unit or None. `advance` is called with the size of each chunk.
     """
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # process numbers are equal in all pods
     documents = [np.empty(0, dtype=DOCUMENT)]
@@ -48,7 +48,7 @@ def write_block(
                 elif result is not None:
                     return str(result)
             file.writestr(_DOCUMENTS, np.concatenate(documents).tobytes())
-            # A reader compares the comment with the file name, to detect copied files.
+            # When the file is opened, the comment is compared with the file name, to detect a copy under another name.
             file.comment = path.name.encode()
         flush(unfinished)
         unfinished.rename(path)

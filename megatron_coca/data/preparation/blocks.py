@@ -2,8 +2,8 @@
 
 A block is a zip file in `.<output>.blocks` with the tokenized chunks of its units. The file appears only when it is
 complete. Its name is a digest of everything that its content depends on: settings, tokenizer, libraries, and the
-content of the units (`unit_identity`). The paths and modification times of files do not matter. A preparation that was
-killed continues with the blocks that are missing. If files or settings change, only the blocks that depend on
+content of the units (`unit_identity`). It does not depend on the paths and modification times of files. A preparation
+that was killed continues with the blocks that are missing. If files or settings change, only the blocks that depend on
 them are built again.
 """
 
@@ -39,11 +39,11 @@ from megatron_coca.support.console import Progress
 from megatron_coca.work.folders import make_once
 
 TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
-"""A tokenizer, or a function that trains a tokenizer in the given folder. The function is called once; the trained
-tokenizer is kept if the preparation is interrupted.
+"""A tokenizer, or a function that trains a tokenizer in the given folder. The function is called only once, because the
+trained tokenizer is kept if the preparation is interrupted.
 """
 BLOCKS = 256
-"""Approximate number of blocks in a corpus. Even a small corpus has enough blocks for many processes."""
+"""Approximate number of blocks in a corpus, so that many processes have work even if the corpus is small."""
 BLOCK_BYTES = (8 << 20, 256 << 20)
 """Minimum and maximum size of a block in bytes on disk. With these sizes, one core builds a block in seconds to
 minutes, and a large corpus has few block files.
@@ -79,7 +79,7 @@ def settings_of(
 
 
 def made_from(inputs: Inputs, settings: Mapping[str, Any], rules: Rules) -> str:
-    """Return a digest of everything that determines the content of a preparation. `settings` is the result of
+    """Return a digest of everything that determines the output of a preparation. `settings` is the result of
     `settings_of`.
     """
     read = [identity(unit) for _, unit in inputs.units]
@@ -87,8 +87,8 @@ def made_from(inputs: Inputs, settings: Mapping[str, Any], rules: Rules) -> str:
 
 
 def block_bytes(size: int) -> int:
-    """Return the size in bytes of a block in a corpus of `size` bytes. The result is a power of two, so that a little
-    more text changes few blocks.
+    """Return the size in bytes of a block in a corpus of `size` bytes. The result is a power of two, so that adding a
+    little text to the corpus changes few blocks.
     """
     least, most = BLOCK_BYTES
     return min(max(least, 1 << (size // BLOCKS).bit_length()), most)
@@ -170,8 +170,8 @@ class ChunkStream:
 class Blocks:
     """All blocks of a preparation, whether built or not.
 
-    The first process that creates this object trains the tokenizer while the other processes wait. It also sets the
-    time that a chat template prints.
+    The first process that creates this object trains the tokenizer while the other processes wait. It also fixes the
+    time that the chat template prints.
 
     Args:
         sources, inputs, rules: the sources, inputs and rules of the preparation.
@@ -268,7 +268,7 @@ class Blocks:
         return sum(size for *_, size in contents([self._blocks[number]], self._inputs.units))
 
     def plan(self, shard_bytes: int | None) -> ShardPlan:
-        """Return the plan of the shards. The numbers of the units of a block are positions in `owners`."""
+        """Return the plan of the shards. The number of a unit is its position in `owners`."""
         return ShardPlan(
             folder=self.folder / f"shards-{_digest([[path.name for path in self.paths], shard_bytes])}",
             sources=self._sources,
@@ -304,8 +304,8 @@ class Blocks:
         return write_block(self.paths[number], found, progress.advance)
 
     def _chunks(self, numbers: Sequence[int]) -> Iterator[tuple[int, int, Chunk | DataError | None]]:
-        """Yield (block, unit, chunk) in order. At the end of each unit or piece, yield its error, or None, in place of
-        a chunk.
+        """Yield (block, unit, chunk) in order. After the last chunk of each unit or piece, yield (block, unit, error),
+        or None in place of the error.
         """
         stream, opened = ChunkStream(iter(())), -1
         for number in numbers:
@@ -350,8 +350,8 @@ class Blocks:
             yield number, unit, done(unit, job)
 
     def _end(self, unit: int, damage: DataError | None) -> DataError | None:
-        """Return the error with which a unit or piece ends, or None. If the unit changed before all its chunks were
-        tokenized, return the error about this change.
+        """Return `damage`, the error at which reading a unit or piece ended, or None. If the unit has changed since it
+        was listed, return the error about this change instead.
         """
         source, described = self._inputs.units[unit]
         try:

@@ -1,8 +1,10 @@
-"""Find the documents with a text that occurred before. The result is exact, and memory does not depend on the corpus.
+"""Find the documents with a text that occurred before. The result is exact, and the memory needed does not depend on
+the size of the corpus.
 
-First, each *group* of blocks becomes sorted runs of (digest, position), with each digest once per run. Then each
-*range* of digests is compared: equal digests of all runs meet in one range, and all but the first position are dropped.
-No group depends on another group, and no range on another range, so any process on any host can do any of them.
+First, the documents of each *group* of blocks are written as sorted runs of (digest, position); each digest occurs once
+in a run. Then the digests are divided into *ranges*, and each range is compared over all runs: of the positions with
+the same digest, all but the first are dropped. No group depends on another group, and no range on another range, so any
+process on any host can do any group or range.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,15 +16,17 @@ from megatron_coca.data.preparation.block_files import read_digests
 from megatron_coca.data.preparation.shard_plan import ShardPlan
 
 SORTED, DROPPED = "sorted", "dropped"
-"""Kinds of results: the runs of a group, each with the documents dropped from it, and the documents dropped from a
-range.
+"""The two kinds of results. One contains the runs of a group and, for each run, the documents dropped from it. The
+other contains the documents dropped from a range.
 """
 GROUP = 16
 """Number of blocks in a group."""
 RUN = 1 << 22
-"""Number of documents in a run, or in a range on average. Sorting takes about 80 bytes for each document."""
+"""Number of documents in a run, and average number of documents in a range. Sorting takes about 80 bytes of memory for
+each document.
+"""
 _ROWS = 3
-"""A run is an array [3, documents] of unsigned 64-bit numbers: both halves of the digests, and the positions.
+"""A run is an array [3, documents] of unsigned 64-bit numbers: the two halves of the digests, and the positions.
 
 A position is `block << 33 | document << 1 | keep`. `keep` is 1 if the source keeps its duplicates.
 """
@@ -75,7 +79,7 @@ def _sorted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write_positions(path: Path, positions: np.ndarray) -> None:
-    """Write the positions in order, without those of sources that keep their duplicates."""
+    """Write the positions in order, without the positions in sources that keep their duplicates."""
     np.sort(positions[positions & np.uint64(1) == 0]).astype("<u8", copy=False).tofile(path)
 
 
@@ -92,7 +96,7 @@ def count_ranges(plan: ShardPlan) -> int:
 
 
 def compare_range(plan: ShardPlan, number: int, folder: Path, advance: Callable[[float], None]) -> None:
-    """Write the positions of the documents to drop in a range of digests into `folder`, in order."""
+    """Find the documents to drop in a range of digests, and write their positions into `folder`, in order."""
     count = count_ranges(plan)
     limits = np.array([(number << 64) // count, (number + 1 << 64) // count - 1], dtype=np.uint64)
     found = []
@@ -134,5 +138,5 @@ class Dropped:
 
 
 def _limits(blocks: range) -> np.ndarray:
-    """Return the positions at which the blocks begin and end."""
+    """Return the first position of the blocks, and the first position after them."""
     return np.array([blocks.start << 33, blocks.stop << 33], dtype=np.uint64)

@@ -6,8 +6,8 @@ from megatron_coca.data.readers.source import NOT_COUNTED, ReadingProblems
 from megatron_coca.data.readers.streams import BINARY
 
 FEW, FEW_BYTES = 10, 1 << 16
-"""Up to this number of faulty records, their share of the records is not limited. Up to this total size, their share of
-the bytes is not limited. So a bad line in a small file does not stop a preparation.
+"""The share of faulty records is not limited if there are at most `FEW` of them. Their share of the bytes is not
+limited if they have at most `FEW_BYTES` bytes in total. So a bad line in a small file does not stop a preparation.
 """
 EARLY_FAULTS, EARLY_SHARE = 10_000, 0.9
 """A preparation stops early if it finds more than `EARLY_FAULTS` faulty records and their share of the records so far
@@ -16,7 +16,7 @@ is above `EARLY_SHARE`.
 WITHOUT_ANSWER = "chat without an answer"
 """A kind of fault: no token of the chat counts in the loss."""
 NOT_ENCODED = "text that the tokenizer cannot encode"
-"""A kind of fault; for example, the text contains a run of millions of spaces."""
+"""A kind of fault. An example is a text with a run of millions of spaces."""
 _AS_JSON = (
     "write one JSON object per line, as json.dumps does; if the files are plain text, give them the suffix .txt, "
     "before any compression suffix (log.txt.gz)"
@@ -50,7 +50,7 @@ REMEDIES = {
 
 
 def remedy_of(problems: ReadingProblems) -> tuple[str, str]:
-    """Return the kind of the faults to show, and its remedy."""
+    """Return the kind of fault that an error message should name, and its remedy."""
     kind = next((kind for kind, _ in problems.sizes.most_common() if kind not in NOT_COUNTED), "")
     if kind == "invalid JSON" and _NOT_LINES in problems.sizes:
         kind = _NOT_LINES  # the JSON value spans many lines, so its later lines are invalid
@@ -59,7 +59,8 @@ def remedy_of(problems: ReadingProblems) -> tuple[str, str]:
 
 def check_faults(name: str, documents: int, problems: ReadingProblems, most: float, early: bool = False) -> None:
     """Raise `DataError` if the share of faulty records in the source `name` is above `most`. The share is computed in
-    records, in bytes, and in files without any usable record.
+    three ways: from the number of records, from their bytes, and from the number of files (a file without any usable
+    record is faulty).
 
     `documents` is the number of usable records. Set `early` if the source is not completely read yet; then only the
     share of the records counts, and its limit is much higher (see `EARLY_SHARE`).

@@ -14,11 +14,11 @@ FEW = 20
 
 
 def with_splits(sources: Sequence[CorpusSource], inputs: Inputs, rules: Rules) -> list[CorpusSource]:
-    """Return the sources, changed where the hash would leave a split of a source with few documents empty.
+    """Return the sources. A source with few documents is changed if the hash would leave one of its splits empty.
 
-    If the training or a requested split would be empty, long texts are cut (`CorpusSource.cut`). Chats and documents
-    with keys of their own cannot be cut; if all of them would be held out, the last one in the order of the hash is
-    used for training (`CorpusSource.train_from`).
+    If the training split, or a held-out split with a positive fraction, would be empty, long texts are cut
+    (`CorpusSource.cut`). Chats and documents with keys of their own cannot be cut; if all of them would be held out,
+    the documents whose key has the largest hash are used for training (`CorpusSource.train_from`).
 
     Reading stops after `FEW` documents. Damaged files are not reported here, because the preparation reports them.
     """

@@ -63,7 +63,7 @@ def build_manifest(
     shards: Sequence[WrittenShard],
     findings: Sequence[Findings],
 ) -> dict[str, Any]:
-    """Return the manifest of finished shards."""
+    """Return the content of the manifest for shards that are finished."""
     entries: dict[tuple[int, str, int | None], dict[str, Any]] = {}
     for shard in shards:
         owner = sources[shard.source].spec.name
@@ -154,7 +154,8 @@ def write_run_config(
     """Write `data.yml` into `folder`, which is later renamed to `final`. The paths in `data.yml` are relative to this
     folder.
 
-    A split without documents gets no shards; the shards of another split are not used instead.
+    If a split has no documents, its list of shards is empty, so that a run does not use the shards of another split
+    instead.
     """
     keys: dict[str, Any] = {}
     entries = record["sources"]
@@ -181,8 +182,8 @@ def empty_splits(record: Mapping[str, Any], sources: Sequence[CorpusSource] = ()
     """Return a line for each of the validation and test splits that has no documents according to the manifest.
 
     All files of a repository are in one split, so one repository cannot fill another split. The same is true for all
-    documents with the same key. If the fraction is 0, the user wanted an empty split, so the line states only the
-    effect.
+    documents with the same key. If the fraction is 0, the user wanted the split to be empty, so the line states only
+    the effect and no remedy.
     """
     more = ADD_DOCUMENTS
     if any("key" in source.spec.fields for source in sources):
@@ -206,7 +207,8 @@ def training_weights(sources: Sequence[CorpusSource], entries: Sequence[Mapping[
     """Return the share of the training tokens for each entry of the manifest, by name. The shares sum to 1.
 
     A source without a weight is weighted by its token count. A set without a weight is weighted by its token count
-    within its source. The shards of a divided set share its weight by their token counts.
+    within its source. If a set is divided into several shards, they share its weight in proportion to their token
+    counts.
     """
     tokens = {entry["name"]: sum(entry[split]["tokens"] for split in SPLITS) for entry in entries}
     shares: dict[str, float] = {}

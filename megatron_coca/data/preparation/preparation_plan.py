@@ -17,7 +17,7 @@ from megatron_coca.data.readers.source import Document, ReadingProblems, ReadUni
 
 SPLITS = ("train", "valid", "test")
 MAX_RECORD_MIB = 2048
-"""The maximum of `SourceSpec.max_record_mib`, because an index stores 32-bit lengths."""
+"""The largest value that `SourceSpec.max_record_mib` may have, because the index of a shard stores 32-bit lengths."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class CorpusSource:
         fraction: use only this fraction of the documents, chosen by a hash of the text.
         split: put all documents into this split, instead of choosing the split of each document by a hash of its key.
         max_faulty: maximum share of faulty records.
-        cut: whether long texts are cut into a part for each split (`text_cuts`).
-        train_from: documents whose keys have at least this hash are used for training; None uses only the splits.
+        cut: whether each long text is cut into parts, one for each split (`text_cuts`).
+        train_from: documents are used for training if the hash of their key is at least this number, whatever their
+            split. None if there is no such exception.
     """
 
     spec: SourceSpec
@@ -93,8 +94,8 @@ def hash_fraction(key: str) -> float:
 
 
 def split_of(key: str, rules: Rules) -> str:
-    """Return the split of a document. The hash of its key decides: "test" below `test_fraction`, "valid" in the
-    `valid_fraction` above it, else "train".
+    """Return the split of a document. The hash of its key decides: it is "test" if the hash is below `test_fraction`,
+    "valid" if the hash is below `test_fraction + valid_fraction`, and otherwise "train".
     """
     fraction = hash_fraction(key)
     if fraction < rules.test_fraction:
@@ -174,7 +175,7 @@ class Inputs:
 
     Attributes:
         units: pairs (number of the source, unit) in reading order.
-        unread: for each source, how many files in its folders are not read, by reason.
+        unread: for each source, how many files in its folders are not read, counted by reason.
     """
 
     units: Sequence[tuple[int, ReadUnit]]
@@ -222,7 +223,7 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
     units = reader.units()
     size = sum(unit.size for unit in units)
     problems = ReadingProblems()
-    due, usable = 0.0, 0  # `due`: number of characters still to yield for the part of the source that was read so far
+    due, usable = 0.0, 0  # `due`: how many more characters to yield for the part of the source that was read so far
     for unit in units:
         due += 0 if size else share / len(units)
         for number, chunk in enumerate(reader.chunks(unit)):

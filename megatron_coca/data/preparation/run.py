@@ -1,5 +1,5 @@
-"""Prepare shards from corpora: tokenize the corpus in blocks, write the documents of the blocks to shards in tasks, and
-finish the folder. Blocks and shards are kept if the process is killed.
+"""Prepare shards from corpora: tokenize the corpus in blocks, write the documents of the blocks to shards (each task
+writes some of them), and complete the output folder. If the process is killed, finished blocks and shards are kept.
 """
 
 import json
@@ -146,8 +146,8 @@ def prepare_part(
 ) -> str:
     """Do a part of the work of `prepare`, and return a message about it. Raises `DataError` as `prepare` does.
 
-    If blocks are missing, the missing blocks with number % `parts` == `part` are built. If all blocks exist, all
-    processes that call this function, however many, share the work on the shards.
+    If blocks are missing, this call builds those missing blocks whose number modulo `parts` is `part`. If all blocks
+    exist, all processes that call this function, however many, share the work of writing the shards.
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
@@ -166,7 +166,7 @@ def prepare_part(
             plan = blocks.plan(rules.shard_bytes)
             run_stages(plan, execution, part / parts, wait=False)
             done, tasks = len(plan.tasks) - len(STAGES[-1].missing(plan)), len(plan.tasks)
-            return f"{plan.folder}: {done} of {tasks} tasks of shards are done"
+            return f"{plan.folder}: {done} of {tasks} tasks that write shards are done"
     except DataError:
         if not (output / manifest.MANIFEST).is_file():
             raise

@@ -30,7 +30,8 @@ ShardKey = tuple[int, str, str]
 
 
 def write_shards(plan: ShardPlan, number: int, folder: Path, advance: Callable[[float], None]) -> None:
-    """Write the shards of a task into `folder`, check and hash them, and record them with the findings.
+    """Write the shards of a task into `folder`, check and hash them, and record them together with the findings about
+    their sources.
 
     Raises `DataError` for a damaged block.
     """
@@ -78,7 +79,7 @@ def _write_block(
 
 
 class Outputs:
-    """The shard writers of a task in a folder. A writer is opened when its first document is written."""
+    """The writers of the shards of one task. A writer is opened when the first document of its shard is written."""
 
     def __init__(
         self, folder: Path, sources: Sequence[CorpusSource], vocab_size: int, pieces: Sequence[SourcePiece]

@@ -1,4 +1,5 @@
-"""The plan of the shards: which blocks go to which shards, divided into tasks that any process on any host can do.
+"""The plan of the shards: which blocks go to which shards. The work is divided into tasks, each of which any process on
+any host can do.
 
 The plan follows from the sizes of the inputs on disk, so it does not depend on the processes or on their number.
 """
@@ -14,8 +15,8 @@ import numpy as np
 from megatron_coca.data.preparation.preparation_plan import CorpusSource
 
 TASK_BYTES = 8 << 30
-"""A task writes small sources until their total size on disk reaches this value, or the size of a shard if a shard is
-smaller.
+"""Small sources are put into the same task until their total size on disk reaches this value, or the size of a shard
+(`shard_gib`) if that is smaller.
 """
 
 
@@ -23,8 +24,8 @@ smaller.
 class SourcePiece:
     """The part of a source in one task: the documents of the source in consecutive blocks.
 
-    Each set and split of a piece is a shard. `number` is the number of the piece in the source, or None if the source
-    has only one piece.
+    The documents of each set and split in a piece become one shard. `number` is the number of the piece in the source,
+    or None if the source has only one piece.
     """
 
     source: int
@@ -56,11 +57,15 @@ class ShardPlan:
 
     @property
     def last_compared(self) -> int:
-        """The last source from which duplicates are removed. Texts of later sources are not compared."""
+        """The number of the last source from which duplicates are removed, or -1. Texts of later sources are not
+        compared.
+        """
         return max((n for n, source in enumerate(self.sources) if source.duplicates != "keep"), default=-1)
 
     def result(self, kind: str, number: int) -> Path:
-        """Return the folder with the result `number` of a kind. The folder appears when the result is complete."""
+        """Return the folder of the result with this number and of this kind. The folder appears when the result is
+        complete.
+        """
         return self.folder / f"{kind}-{number:06d}"
 
 

@@ -1,8 +1,8 @@
 """Do the work that turns blocks into shards, together with any other processes that do the same.
 
-The work consists of three stages, and each stage of items. The result of an item is a folder that appears when it is
-complete. A process holds a lock on an item while it works on the item, so processes on many hosts can share the items,
-whenever the processes start. If a process is killed, its lock ends, and another process does the item.
+The work consists of three stages, and a stage consists of items. The result of an item is a folder that appears when it
+is complete. A process holds a lock on an item while it works on the item, so processes on many hosts can share the
+items, whenever the processes start. If a process is killed, its locks end, and other processes do its items.
 """
 
 import time
@@ -43,10 +43,11 @@ class Stage:
 
     Attributes:
         title: the name of the stage in progress lines.
-        kind: the beginning of the names of its results.
+        kind: the prefix of the names of the stage's results.
         count: a function that returns the number of items.
         make: a function (plan, item, folder, advance) that writes the result of an item into a new folder.
-        bytes_of: a function (plan, item) that returns an item's bytes of the corpus on disk, or None to count items.
+        bytes_of: a function (plan, item) that returns the size on disk of the part of the corpus that an item covers.
+            None if progress is counted in items.
     """
 
     title: str
@@ -128,10 +129,12 @@ class _Team:
 
 
 def run_stages(plan: ShardPlan, execution: Execution, begin: float = 0.0, wait: bool = True) -> None:
-    """Do all items that have no result, except those that other processes do. Raises `DataError` for a damaged block.
+    """Do all items that have no result, except the items that other processes are doing. Raises `DataError` for a
+    damaged block.
 
     Args:
-        begin: the share of the items after which to begin, so that processes rarely want the same item.
+        begin: the share of the missing items to leave for last. If it differs between processes, they rarely want the
+            same item.
         wait: whether to wait for the shards of other processes. Results of earlier stages are always awaited.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)

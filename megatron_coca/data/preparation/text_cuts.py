@@ -3,8 +3,8 @@
 SHORTEST_CUT = 1000
 """A text of fewer characters is not cut."""
 LEAST = 4096
-"""A held-out part has at least this many characters, or a tenth of the text if that is less, even if its fraction is
-smaller. A smaller part could be shorter than one sample.
+"""A held-out part has at least this many characters, or a tenth of the text if that is less, even if its fraction of
+the text is smaller. A smaller part could be shorter than one sample.
 """
 _NEAR = 1000
 
@@ -12,8 +12,8 @@ _NEAR = 1000
 def cut_text(text: str, valid_fraction: float, test_fraction: float) -> list[tuple[str, str]]:
     """Return (part, split) for the parts of a text, in order: first training, then validation, then test.
 
-    Joined, the parts give the whole text, but a part with only white space is left out. Parts end after a line, or else
-    after a word. A fraction of 0 gives no part. A short text is used for training.
+    The parts together are the whole text, but a part with only white space is left out. Parts end after a line, or else
+    after a word. If a fraction is 0, its split gets no part. A short text is not cut and is used for training.
     """
     if len(text) < SHORTEST_CUT:
         return [(text, "train")]

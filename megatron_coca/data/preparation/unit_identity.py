@@ -1,4 +1,6 @@
-"""The identity of a unit in the names of blocks: its content, so that a copy at another path needs no new blocks."""
+"""The identity of a unit, which is part of the names of its blocks. It depends on the content of a file and not on its
+folder, so that a copy at another path needs no new blocks.
+"""
 
 import hashlib
 import os
@@ -16,10 +18,11 @@ _TOKEN_LIBRARIES = ("sentencepiece", "tokenizers")
 
 
 def identity(unit: ReadUnit) -> list[object]:
-    """Return (name, size, digest of both ends) of a file. The name determines how the file is read.
+    """Return (name, size, digest of both ends) of a file. The name is included because it determines how the file is
+    read.
 
-    A folder of a repository or a data set, and an object in a store, have their path and their stamp instead.
-    Raises `DataError` if the file cannot be read.
+    For a repository, a folder of a data set and an object in a store, the result is (path, size, stamp). Raises
+    `DataError` if the file cannot be read.
     """
     if not os.path.isfile(unit.path):
         return [os.fsencode(unit.path).hex(), unit.size, unit.stamp]

@@ -29,7 +29,7 @@ DIGEST_BYTES = 16
 IN_FLIGHT = 4
 """Number of chunks in progress per process, so that no process waits for the slowest chunk."""
 SAMPLED = 16
-"""Number of passages of each chunk that are encoded and decoded to detect losses: about 1.5% of the text."""
+"""Number of passages of each chunk that are encoded and decoded to detect losses. They are about 1.5% of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class TokenizedChunk:
     """The documents of one chunk in order, stored as columns.
 
     Attributes:
-        targets: the (set, split) pairs that occur; each pair has its own shard.
-        target: for each document, its index in `targets`, int64 [documents].
+        targets: the pairs (set, split) that occur in the chunk; the documents of each pair go to a separate shard.
+        target: for each document, the index of its pair in `targets`, int64 [documents].
         lengths: number of tokens of each document, including its separator, int32 [documents].
         text_bytes: number of UTF-8 bytes of each document, int64 [documents].
         tokens: the tokens of all documents, concatenated, in the dtype of the shard.
@@ -133,8 +133,8 @@ class ChunkTokenizer:
     def _texts(
         self, source: CorpusSource, documents: Sequence[Document], problems: ReadingProblems
     ) -> tuple[list[tuple[Document, str]], list[Tokenized]]:
-        """Return ((document or part of it, split) of the documents that the tokenizer can encode, their tokens). The
-        other documents are added to `problems`.
+        """Return two lists about the documents that the tokenizer can encode: pairs (document or part of it, split),
+        and the tokens of each. The other documents are added to `problems`.
         """
         divided, done = [], []
         for document in documents:
@@ -153,8 +153,8 @@ class ChunkTokenizer:
     def _chats(
         self, documents: Sequence[Document], counted: Counted, problems: ReadingProblems
     ) -> tuple[list[Document], list[Tokenized]]:
-        """Return (documents that the chat template can render and that have an answer, their tokens). The other
-        documents are added to `problems`.
+        """Return two lists: the documents that the chat template can render and that have an answer, and the tokens of
+        each. The other documents are added to `problems`.
         """
         kept, done = [], []
         for document in documents:
@@ -229,8 +229,8 @@ def _fetch(future: Future[TokenizedChunk]) -> TokenizedChunk:
 
 
 class LostWorker(DataError):
-    """A worker process was killed. A repetition may succeed, so the command does not end with the status of invalid
-    input.
+    """A worker process was killed. If the command is run again, it may succeed, so its exit status is not that of
+    invalid input.
     """
 
     status = FAILED

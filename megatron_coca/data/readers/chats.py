@@ -18,14 +18,16 @@ _CALLS = "tool_calls"
 def chat_text(messages: Any, tools: Any, system: Any = None) -> str:
     """Return the messages and tools of a chat as JSON, `{"messages": [...], "tools": [...] or null}`.
 
-    - `messages`, `tools`, `tool_calls` and `arguments` may be JSON text. It is parsed.
+    - `messages`, `tools`, `tool_calls` and `arguments` may be JSON text. Such text is parsed.
     - The keys `from` and `value` are renamed to `role` and `content`.
-    - `system`, the system message that a record has beside its messages, becomes the first message.
+    - `system`, a system message that the record has outside the list of messages, becomes the first message.
     - The keys in `COUNTING` become one key, `weight: 0`, if the message does not count in the loss.
-    - Every message has the key `content`, which may be null. Other keys with null, and empty `tool_calls`, are removed.
+    - Every message has the key `content`, which may be null. Other keys whose value is null, and empty `tool_calls`,
+      are removed.
     - A list of parts that are all text becomes one text.
 
-    Raises `RejectedRecord` if the messages or tools do not have this form, or arguments are text but not JSON.
+    Raises `RejectedRecord` if the messages or tools cannot be converted to this form, or if arguments are text that is
+    not JSON.
     """
     messages, tools = _parsed(messages), _parsed(tools)
     messages = [_parsed(each) for each in messages] if isinstance(messages, list) else messages

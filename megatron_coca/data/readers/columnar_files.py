@@ -108,8 +108,8 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
 
 
 def _lengths(column: Any) -> np.ndarray:
-    """Return the number of bytes of each value in a column, int64 [rows], with each text counted as often as it occurs.
-    For types without texts, every value gets the average size.
+    """Return the number of bytes of each value in a column, int64 [rows], where a text that occurs several times is
+    counted each time. In a column of a type without texts, every value gets the average size.
     """
     from pyarrow import BaseExtensionType, compute, types
 
@@ -176,8 +176,8 @@ def _own_type(kind: Any) -> Any:
 
 
 def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[RawRecord]:
-    """Yield the rows of a packed batch as the same records that JSON lines with this data would give. Rows are numbered
-    from `chunk.first`.
+    """Yield the rows of a packed batch as records, the same that a file of JSON lines with this data would give. Rows
+    are numbered from `chunk.first`.
     """
     from pyarrow import ipc
 
@@ -201,8 +201,8 @@ def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[RawRecord]:
 
 
 def _converter(field: Any, in_list: bool = False) -> Callable[[Any], Any] | None:
-    """Return the function that converts a value that is not null, as pyarrow returns it, to the value in JSON lines;
-    None if they are equal.
+    """Return the function that converts a non-null value from pyarrow to the value that JSON lines would have; None if
+    the two values are equal.
 
     Columns of JSON (`arrow.json`, which `datasets` writes for `Json`) are parsed. Maps become objects. All objects in a
     list share the keys of one struct, so a null in such an object stands for an absent key.

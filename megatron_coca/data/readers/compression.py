@@ -12,8 +12,8 @@ import zstandard
 from megatron_coca.data.errors import DataError
 
 FEED = 512
-"""Number of compressed bytes per call of a decoder. It bounds the output of a call to 16 MiB, because 4 bytes of zstd
-can decompress to 128 KiB. Larger values are not faster.
+"""Number of compressed bytes per call of a decoder. It limits the output of a call to 16 MiB, because 4 bytes of zstd
+can decompress to 128 KiB. Larger numbers of bytes are not faster.
 """
 WINDOW = 1 << 31
 """Maximum window size of a zstd frame in bytes, as with `zstd --long=31`."""

@@ -61,7 +61,7 @@ def language_of_script(text: str) -> str | None:
 
 # The training data of Codex excludes files with an average line length above 100 characters or a line above 1,000 (Chen
 # et al. 2021, "Evaluating Large Language Models Trained on Code", section 3.1). CodeParrot and The Stack use the same
-# two limits.
+# limits.
 MEAN_LINE, LONGEST_LINE = 100, 1000
 
 _HEAD_CHARACTERS, _HEAD_LINES = 2000, 5
@@ -172,8 +172,8 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "tools": ("tools",),
     "system": ("system",),
 }
-"""The paths in a record at which each field is looked up, in order of preference. They include the names that the Pile
-and The Stack use.
+"""For each field, the paths at which it is looked up in a record, in order of preference. The paths include the names
+that the Pile and The Stack use.
 """
 
 _ABSENT = object()
@@ -192,7 +192,7 @@ class Fields:
         self._filters = spec.filters if spec.filters != Filters() else None
 
     def documents(self, records: Iterable[RawRecord], problems: ReadingProblems) -> Iterator[Document]:
-        """Yield the documents of records. Records that yield no document are added to `problems`."""
+        """Yield one document for each usable record. The other records are added to `problems`."""
         for place, row, size in records:
             try:
                 set_name = self._set(row) if self._sets or self._divide else ""
@@ -289,8 +289,8 @@ class Fields:
 
 
 def as_text(value: Any) -> str:
-    """Return a key or name as text, so that it is equal in every file format. The text is empty for null, NaN, lists
-    and objects.
+    """Return a key or name as text, so that the same value gives the same text in every file format. The text is empty
+    for null, NaN, lists and objects.
 
     A whole number has no decimal point, even if it is stored as a float or Decimal. Dates are in ISO 8601. Bytes are
     UTF-8, or else hexadecimal.

@@ -30,7 +30,7 @@ from megatron_coca.support.remote_files import is_url
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _UNREAD = "unread"
-"""The `form` of a `TypedChunk` for a file that is not read. Its payload is the reason."""
+"""The `form` of a `TypedChunk` for a file that is not read. The payload of such a chunk is the reason."""
 
 
 class TypedChunk(NamedTuple):
@@ -204,8 +204,8 @@ def read_documents(path: Path | str, problems: ReadingProblems | None = None) ->
     and so does a file that is missing, unreadable, damaged or of unknown type, or that changed while it was read.
     """
     problems = ReadingProblems(strict=True) if problems is None else problems
-    # The limit on records is very large, because evaluation data is chosen by hand, and one document may be a whole
-    # collection of books.
+    # The limit on the size of records is very large, because evaluation data is chosen by hand, and one document may be
+    # a whole collection of books.
     reader = FileReader(SourceSpec(str(path), [path], max_record_mib=1024))
     for unit in reader.units():
         for chunk in reader.chunks(unit):

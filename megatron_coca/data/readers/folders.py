@@ -35,9 +35,10 @@ _CONVERSIONS = {
     **dict.fromkeys((".zip", ".7z", ".rar"), "unpack the archive"),
     **dict.fromkeys((".pdf", ".html", ".htm", ".epub", ".doc", ".docx"), "convert the document to .txt"),
 }
-"""What to do with files of known types that are not read. Renaming them would not help."""
+"""What a user should do with files of known types that no reader supports. Renaming these files would not help."""
 _SHORT = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
-# Files that describe the data next to them. If they were read, they would become documents or be reported as damaged.
+# The names of files that describe the data next to them. If such a file were read, it would become a document or be
+# reported as damaged.
 _DESCRIPTION = re.compile(
     r"readme\.md|dataset_dict\.json|dataset_infos?\.json|state\.json|(.*[-_.])?(md5|sha\d+)sums?\.txt"
 )
@@ -227,8 +228,8 @@ def _reasons(folder: Path, names: list[str]) -> dict[str, str | None]:
             if not isinstance(name, str) or Path(name).name != name:
                 raise DataError(f"{state}: {name!r:.80} is no file name in the folder; save the data set again")
             inside(folder, name, DataError)
-        # All other Arrow files in the folder are caches with the same rows. If a file named in `state.json` is missing,
-        # the error occurs when the file is opened.
+        # All other Arrow files in the folder are caches with the same rows. If a file that `state.json` names is
+        # missing, the error is reported when the file is opened.
         skipped = {name: unread_reason(name) or "next to a saved data set" for name in names if name not in saved}
         return {**dict.fromkeys(saved), **skipped}
     return {name: unread_reason(name) or _irregular(os.path.join(folder, name)) for name in names}

@@ -123,7 +123,9 @@ class HuggingFaceReader(Reader):
 
 @contextlib.contextmanager
 def _only_below(root: str) -> Iterator[None]:
-    """Let `datasets` find files only below `root`: the metadata in a data set's README.md can name any file or URL."""
+    """Let `datasets` find files only below `root`, because the metadata in a data set's README.md can name any file or
+    URL.
+    """
     import datasets
 
     resolve = datasets.data_files.resolve_pattern

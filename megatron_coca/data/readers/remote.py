@@ -11,7 +11,7 @@ from megatron_coca.data.readers.source import ReadUnit
 from megatron_coca.support.remote_files import RemoteFiles, is_url
 
 TIMEOUT = 300.0
-"""A failed request is retried for this many seconds, because a preparation takes hours and most outages are short."""
+"""For how many seconds a failed request is repeated. A preparation takes hours, and most outages are short."""
 
 
 class DataFiles(RemoteFiles):

@@ -87,8 +87,8 @@ class RepositoryReader(Reader):
         self._spec = spec
 
     def units(self) -> list[ReadUnit]:
-        """List the repositories. The stamp of a repository covers the metadata, and the names, sizes and modification
-        times of its source files.
+        """List the repositories. The stamp of a repository is a digest of the metadata and of the names, sizes and
+        modification times of the repository's source files.
 
         Raises `DataError` for a path that is not a folder or contains no repository. Listing a million files takes
         about 3 s if the folders are in the page cache.
@@ -115,7 +115,9 @@ class RepositoryReader(Reader):
             ) from error
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Yield chunks. Each contains the names of about a megabyte of files, and the counts of skipped entries."""
+        """Yield chunks. Each chunk contains the names of files that have about a megabyte together, and the counts of
+        skipped entries.
+        """
         repository = self._name(unit.path)
         names, left_out, size, first = list[str](), Counter[str](), 0, 1
 

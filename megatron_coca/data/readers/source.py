@@ -18,8 +18,8 @@ from megatron_coca.support.safe_yaml import as_list
 NAMED_PROBLEMS = 1000  # limits the memory if all lines of a corpus are faulty
 EMPTY_TEXT = "empty text"
 NOT_COUNTED = frozenset({EMPTY_TEXT})
-"""Kinds of faults that do not count, because they do not suggest a wrong format. Tables of paragraphs have many empty
-rows.
+"""Kinds of faults that do not count, because they do not suggest a wrong format. For example, tables of paragraphs have
+many empty rows.
 """
 
 
@@ -42,7 +42,7 @@ class Document:
 
 
 class RejectedRecord(Exception):
-    """Raised for an unusable record. Faults are counted by `kind`; `detail` only appears in messages."""
+    """Raised for an unusable record. Faults are counted by their `kind`, and `detail` appears only in messages."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind)
@@ -68,7 +68,7 @@ class ReadingProblems:
         counts, sizes: number and total size in bytes of the faulty records, by kind.
         read: total size in bytes of all records.
         files: number of files that begin in the part that was read, if the reader reads files.
-        without_record: identities of files with a first part in which every record is faulty.
+        without_record: identities of files whose first part has only faulty records.
         with_record: identities of files with a usable record in a later part.
     """
 
@@ -79,7 +79,8 @@ class ReadingProblems:
     sizes: Counter[str] = field(default_factory=Counter)
     read: int = 0
     files: int = 0
-    # Not compared, because each set depends on the division of files into parts. Only their difference does not.
+    # The two sets are not compared, because each depends on the division of files into parts. Their difference does
+    # not.
     without_record: set[str] = field(default_factory=set, compare=False)
     with_record: set[str] = field(default_factory=set, compare=False)
 
@@ -155,12 +156,12 @@ class ReadingProblems:
 
     @property
     def faulty(self) -> int:
-        """The number of faulty records that count."""
+        """The number of faulty records without the faults in `NOT_COUNTED`."""
         return sum(count for kind, count in self.counts.items() if kind not in NOT_COUNTED)
 
     @property
     def faulty_bytes(self) -> int:
-        """The size of the faulty records that count."""
+        """The size in bytes of the faulty records without the faults in `NOT_COUNTED`."""
         return sum(size for kind, size in self.sizes.items() if kind not in NOT_COUNTED)
 
     @property
@@ -280,7 +281,7 @@ KEY_READERS: dict[str, tuple[str, ...]] = {
     "options": ("huggingface",),
     "messages": ("files", "huggingface"),
 }
-"""The keys of a `SourceSpec` that only some readers use, each with these readers."""
+"""Maps each key of a `SourceSpec` that only some readers use to the names of these readers."""
 
 
 def check_keys(spec: SourceSpec, reader: str) -> None:
@@ -319,7 +320,7 @@ class Chunk:
         path: path of the file, followed by `!member` for a file inside an archive.
         first: number of the first record of the chunk in its file, counted from 1; 0 if the file is one record.
         payload: the raw records, or file names. It is small enough to send to another process.
-        read: number of bytes of the unit that were read from disk since the previous chunk.
+        read: how many bytes of the unit were read from disk after the previous chunk, up to the end of this one.
     """
 
     path: str
@@ -361,5 +362,7 @@ class Reader(ABC):
             )
 
     def unread(self) -> Counter[str]:
-        """Count the files in the folders of the source that are not read, by reason. By default there are none."""
+        """Count the files in the folders of the source that are not read, by reason. By default, there are no such
+        files.
+        """
         return Counter()

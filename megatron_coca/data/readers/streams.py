@@ -30,7 +30,7 @@ def raw_blocks(place: str, raw: IO[bytes], size: int) -> Iterator[bytes]:
 
 
 def pieces(blocks: Iterable[bytes], lines: bool, size: int, limit: int) -> Iterator[bytes | TooLong]:
-    """Yield whole records, about `size` bytes at a time. A longer record is buffered until its end.
+    """Yield whole records, about `size` bytes at a time. A record longer than this is buffered until its end.
 
     With `lines`, each line is a record, including a last line without a line ending; otherwise the whole stream is one
     record. A record of more than `limit` bytes is yielded as `TooLong`, and at most about `limit + size` of its bytes
@@ -156,7 +156,7 @@ def decode(raw: bytes) -> str:
 
 
 def _without_zeros(raw: bytes) -> bytes:
-    """Return `raw`. Raises `RejectedRecord` if it contains a zero byte, which JSON can contain only as an escape."""
+    """Return `raw`. Raises `RejectedRecord` if it contains a zero byte. Valid JSON contains zero only as an escape."""
     if (place := raw.find(b"\0")) >= 0:
         raise RejectedRecord(BINARY, f"byte {place} is zero")
     return raw

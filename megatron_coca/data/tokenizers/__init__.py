@@ -22,7 +22,7 @@ __all__ = ["TOKENIZERS", "load_saved_tokenizer", "load_tokenizer", "needs_files"
 
 logger = logging.getLogger(__name__)
 _GPT2_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
-# By type name (as in GPT-NeoX): the class, and the names under which its files are saved.
+# Maps the name of each type (as in GPT-NeoX) to its class, and to the names under which its files are saved.
 TOKENIZERS: dict[str, tuple[type[Tokenizer], dict[str, str]]] = {
     "SPMTokenizer": (SentencePieceTokenizer, {"vocab_file": "tokenizer.model"}),
     "HFTokenizer": (HFTokenizer, {"vocab_file": "tokenizer.json"}),
@@ -48,9 +48,9 @@ def load_tokenizer(
 
     If `vocab_file` is a folder, the files with the usual names in it are read. `eod` is the symbol that ends documents.
     By default it is the end-of-text symbol that the files next to `vocab_file` define, or else the default of the type.
-    A symbol other than the default of the type changes the fingerprint. Raises `DataError` for an unknown type, for a
-    symbol that is not in the vocabulary, for a file that is missing, unreadable or in another format, and for a link
-    among the files next to `vocab_file` that leads out of the folder.
+    If the symbol is not the default of the type, the tokenizer has a different fingerprint. Raises `DataError` for an
+    unknown type, for a symbol that is not in the vocabulary, for a file that is missing, unreadable or in another
+    format, and for a link among the files next to `vocab_file` that leads out of the folder.
     """
     given = {"vocab_file": vocab_file, "merge_file": merge_file}
     if vocab_file is not None:
@@ -71,9 +71,9 @@ def load_tokenizer(
         folder = Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent
         tokenizer.chat = find_template(folder)
         if Path(vocab_file).is_dir() or Path(vocab_file).name in _file_names(tokenizer_type).values():
-            # For a file with another name no rules are read, because its folder may not belong to the model.
+            # If `vocab_file` has an unusual name, its folder may not belong to the model, so no rules are read from it.
             tokenizer.rules = find_rules(folder)
-        # An error means that `Tokenizer.save` did not write this folder.
+        # An error here only means that `Tokenizer.save` did not write this folder.
         with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
             _take_settings(tokenizer, json.loads(read_regular(folder / DESCRIPTION)))
     return tokenizer
@@ -171,7 +171,9 @@ def _read_files(tokenizer_type: str, given: Mapping[str, str | Path | None]) -> 
 
 
 def _is_usual(tokenizer_type: str, file: str | Path) -> bool:
-    """Return True if a file has the usual name. If not, the files next to it may not belong to the tokenizer."""
+    """Return True if a file has the usual name for this type. Otherwise the files next to it may not belong to the
+    tokenizer.
+    """
     return Path(file).name in _file_names(tokenizer_type).values()
 
 

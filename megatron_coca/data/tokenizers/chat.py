@@ -23,7 +23,7 @@ AnswerSpans = list[tuple[int, int]]
 ANSWERING = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "mark_generation"))
-"""Variables of a template that `ChatTemplate.render` sets."""
+"""The variables that `ChatTemplate.render` itself passes to a template."""
 KEEPING = (
     "use a template that keeps every turn (--chat-template chatml, or another one that docs/chat.md lists), put the "
     "answers into {% generation %} in the template, or use --messages last"
@@ -33,14 +33,15 @@ KEEPING = (
 
 SHIPPED = Path(__file__).parents[2] / "configs/chat"
 STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 1_000, 4
-"""The steps (see `chat_sandbox`) that a template may take to render a chat: about a second, and more for longer chats.
+"""A template may take `STEPS` steps (see `chat_sandbox`) to render a chat, and more for each message and each character
+of the chat. `STEPS` steps take about a second.
 """
 STEPS_FOR_ANSWERS = 30_000_000
-"""The steps that a template may take to locate the answers: about a minute. The template renders every prefix of the
-chat for this.
+"""The maximum number of steps that a template may take to locate the answers of a chat. They take about a minute. To
+locate the answers, the template renders every prefix of the chat.
 """
 _SHOWN = 300
-"""Maximum number of characters of a template's own error message that are shown."""
+"""Maximum number of characters that are shown of an error message that the template raises."""
 _MARKS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 """The private-use characters of Unicode."""
 
@@ -104,9 +105,9 @@ class ChatTemplate:
         %}` blocks, the answers are the text in these blocks; otherwise they are the text that each assistant message
         adds after its prompt. With `last`, only the last answer is located. Answers with `weight: 0` are left out.
 
-        Raises `DataError` as `render` does. Also raises it if the template renders a wanted answer differently in
-        longer chats. Without `{% generation %}` blocks, the number of steps grows with the square of the number of
-        messages, up to `STEPS_FOR_ANSWERS`.
+        Raises `DataError` as `render` does. Also raises `DataError` if the template renders one of these answers
+        differently once other messages follow. Without `{% generation %}` blocks, the number of steps grows with the
+        square of the number of messages, up to `STEPS_FOR_ANSWERS`.
         """
         first = _budget(messages, tools)
         text = self.render(messages, tools, budget=first)
@@ -124,7 +125,7 @@ class ChatTemplate:
         return text, [self._answer(messages[: number + 1], tools, text, budget) for number in numbers]
 
     def _answer(self, messages: Messages, tools: Any, text: str, budget: Budget) -> tuple[int, int]:
-        """Locate the last of `messages` in `text`, which begins with these messages."""
+        """Locate the last of `messages` in `text`, the rendered chat that begins with these messages."""
         after = self.render(messages, tools, budget=budget.part())
         if not text.startswith(after):
             raise DataError(
@@ -134,8 +135,8 @@ class ChatTemplate:
         prompt = self.render(messages[:-1], tools, True, budget=budget.part())
         if after.startswith(prompt):
             return len(prompt), len(after)
-        # The prompt may continue with text that no message has, such as an opened thought. The answer begins after what
-        # the prompt and every answer have in common.
+        # The prompt may end with text that no message has, such as the tag that opens a thought. Then the answer begins
+        # after the text with which both the prompt and every rendered answer begin.
         asked = self.render(messages[:-1], tools, budget=budget.part())
         other = {"role": ANSWERING, "content": chr(_MARKS[0].start)}
         begin = _common(prompt, self.render([*messages[:-1], other], tools, budget=budget.part()))
@@ -263,7 +264,7 @@ def with_source(template: ChatTemplate | None, path: Path) -> ChatTemplate:
 
 
 def with_variables(template: ChatTemplate, variables: Mapping[str, Any] | None) -> ChatTemplate:
-    """Return the template with values of further variables, if any.
+    """Return the template with these `variables` added, if there are any.
 
     Raises `DataError` for a name that the template does not read.
     """

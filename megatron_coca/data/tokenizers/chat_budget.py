@@ -1,8 +1,9 @@
 """The budget of steps for rendering an untrusted chat template, and the sizes of the values that it makes.
 
-Every value has a size: one for each character, and 16 for each item of a container, including nested items. One step
-pays for a size of 64. Before an operation computes its result, it pays for an upper bound of the result's size, and
-no value may be larger than a fixed part of the budget. This rule bounds memory and time, whatever the operation.
+Every value has a size: 1 for each character, and 16 for each item of a container, also for the items of containers
+inside it. One step pays for a size of 64. Before an operation computes its result, it pays for an upper bound of the
+result's size, and no value may be larger than a fixed part of the budget. These rules bound memory and time, whatever
+the operation.
 """
 
 import re
@@ -18,8 +19,8 @@ CHARACTERS, ITEMS = 6, 2
 ITEM = 1 << CHARACTERS - ITEMS
 """The size of an item in addition to the size of its content."""
 LARGEST_VALUE = 4
-"""No value may be larger than 2^4 for each step of the budget, a quarter of the size that the steps pay for. The
-constant is the exponent.
+"""No value may have a size above 2^4 times the number of steps of the budget. This is a quarter of the size that these
+steps pay for. The constant is the exponent.
 """
 LARGEST_BITS = 4096
 """Maximum number of bits of a computed integer."""
@@ -30,7 +31,7 @@ LARGEST_DEPTH = 200
 
 _ATOMS = frozenset((int, bool, float, type(None)))
 _FIELD = 2 << CHARACTERS
-"""The size that stands for the work of filling in one field of a format string."""
+"""The work of filling in one field of a format string, expressed as a size."""
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
@@ -56,7 +57,9 @@ class Budget:
         self._whole: Budget | None = None
 
     def part(self) -> "Budget":
-        """Return a budget for one of several renderings. The steps that it takes are also taken from this budget."""
+        """Return a budget for one of several renderings. Steps taken from the returned budget are also taken from this
+        one.
+        """
         part = Budget(min(self._left, self._each))
         part._whole = self
         return part

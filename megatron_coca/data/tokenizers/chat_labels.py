@@ -17,7 +17,7 @@ class ChatTokens(NamedTuple):
 
     Attributes:
         text: the rendered chat.
-        tokens: int64 [n], with the token that ends documents as the last one.
+        tokens: int64 [n]; the last one is the token that ends documents.
         counts: bool [n], whether each token counts in the loss.
     """
 
@@ -51,5 +51,5 @@ def encode_chat(tokenizer: Tokenizer, record: Mapping[str, Any], counted: Counte
 
 
 def roles_of(record: Mapping[str, Any]) -> str:
-    """Return the roles of a chat for a message, in the order in which they first occur."""
+    """List the roles in a chat for an error message, in the order in which they first occur."""
     return ", ".join(dict.fromkeys(str(message.get("role")) for message in record["messages"]))

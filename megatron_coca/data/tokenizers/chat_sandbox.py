@@ -1,8 +1,9 @@
 """Render an untrusted Jinja2 template in jinja2's immutable sandbox, within a budget of steps.
 
 The sandbox keeps a template from running Python code and reading files, but a template could still run forever or fill
-the memory. Therefore every iteration, call, operation and printed value first takes steps from a budget, in proportion
-to its size. Steps are counted, not timed, so that a template stops at the same place on every machine.
+the memory. Therefore each iteration, call, operation and printed value costs steps in proportion to its size. The steps
+are taken from a budget before anything is computed. Steps are counted, not timed, so that a template stops at the same
+place on every machine.
 """
 
 import json
@@ -61,9 +62,7 @@ CONSTANT = frozenset(("length", "count", "first", "default", "d", "attr"))
 SHALLOW = frozenset(
     ("list", "last", "map", "select", "reject", "selectattr", "rejectattr", "items", "reverse", "batch", "slice")
 )
-"""Filters with an amount of work that depends on the number of items in their arguments, but not on the size of the
-items.
-"""
+"""Filters whose work depends on the number of items in their arguments, but not on the size of the items."""
 LISTING = SHALLOW | {"sort", "groupby", "join", "sum", "unique", "min", "max", "title", "wordcount", "urlencode"}
 """Filters that make a list of the items of their first argument, or of the characters or words of a text."""
 ATTRIBUTES = {"selectattr": 0, "rejectattr": 0, "sum": 0, "groupby": 0, "min": 1, "max": 1, "unique": 1, "join": 1} | {
@@ -175,7 +174,9 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def _pay_for_filter(budget: Budget, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Take steps for a filter that may return more than it gets. `args` are the arguments after the first one."""
+    """Take steps for a filter whose result may be larger than its arguments. `args` are the arguments after the first
+    one.
+    """
     others = [*args, *kwargs.values()]
     for each in others if name not in ANY_NUMBER else ():
         _check_number(name, each)
@@ -262,7 +263,7 @@ def _built(context: _Context, value: Any) -> Any:
 
 @jinja2.pass_context
 def _spread(context: _Context, value: Any) -> Any:
-    """Take steps for a value with items that become arguments."""
+    """Take steps for a value whose items become the arguments of a call."""
     value = _as_list(context.budget, value)
     context.budget.list_items(value)
     return value
@@ -278,7 +279,7 @@ def _stepped(context: _Context, size: int) -> bool:
 _NODES = {"-printed": _printed, "-compared": _compared, "-built": _built, "-spread": _spread, "-stepped": _stepped}
 """The five filters above, under names that a template cannot spell."""
 _NODE = 4
-"""The size of a node of a template, without the text that it prints."""
+"""The size that counts for each node of a template, in addition to the text that the node prints."""
 
 
 class _Metering(jinja2.visitor.NodeTransformer):
@@ -371,8 +372,8 @@ class _Metering(jinja2.visitor.NodeTransformer):
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block `{% generation %}`. It passes its text to the function `mark_generation`, if there is one, and prints
-    the result.
+    """The block `{% generation %}`. Its text is passed to the function `mark_generation`, if there is one, and the
+    result is printed.
     """
 
     tags = {"generation"}

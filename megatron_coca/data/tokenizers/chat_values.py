@@ -1,7 +1,7 @@
 """Values of messages as a chat template gets them.
 
 A template that prints an object or a list would print it in Python's notation, and null as `None`. A model would then
-learn this text. So null content is printed as nothing, and printing an object or a list is an error.
+learn this text. So null content is printed as nothing, and a template that prints an object or a list fails.
 """
 
 import json
@@ -30,12 +30,14 @@ class NoText(str):
 
 
 def is_none(value: Any) -> bool:
-    """Return True for null, and for the content of a message that is null. This is the test `none` of templates."""
+    """Return True for null, and for the content of a message that is null. Templates use this function as the test
+    `none`.
+    """
     return value is None or isinstance(value, NoText)
 
 
 class _NotPrinted:
-    """A value that has items but no text."""
+    """A value whose items a template may read, but which it must not print."""
 
     meaning = ""
 
@@ -65,7 +67,7 @@ def forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
 
 def _given(message: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
     """Return a message for a template: its reasoning is stored under all names that templates read, null and lists as
-    content become `NoText` and `_Parts`, and `arguments` is applied to the arguments of its calls.
+    content become `NoText` and `_Parts`, and the function `arguments` is applied to the arguments of its tool calls.
     """
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     given = dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -13,7 +13,9 @@ NAMED_IN = (
     ("special_tokens_map.json", "eos_token"),
     ("generation_config.json", "eos_token_id"),
 )
-"""The files of a Hugging Face folder that name the end of text, each with the key, in order of preference."""
+"""The files of a Hugging Face folder that name the end-of-text symbol, each with the key of the symbol, in order of
+preference.
+"""
 
 
 TOKENIZER_FILES = (

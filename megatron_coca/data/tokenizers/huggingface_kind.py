@@ -47,7 +47,7 @@ class HFTokenizer(Tokenizer):
 
     tokenizer_type = "HFTokenizer"
     _ends_in_text: tuple[int, str] | None = None
-    """The id and the name of the end token if a text can contain it, because it is an ordinary word."""
+    """The id and the name of the end token, if it is an ordinary word, which a text can contain; otherwise None."""
 
     @library_errors_as_data_errors()
     def _open(self, data: dict[str, bytes]) -> int:
@@ -105,7 +105,7 @@ class HFTokenizer(Tokenizer):
 
     @cached_property
     def _stripping(self) -> dict[int, str]:
-        """Maps the ids of the tokens that absorb the white space next to them in a text to their content."""
+        """Maps id to content, for the tokens that absorb the white space next to them in a text."""
         added = self._model.get_added_tokens_decoder().items()
         return {token: each.content for token, each in added if each.lstrip or each.rstrip}
 
@@ -115,8 +115,8 @@ class HFTokenizer(Tokenizer):
         ids: list[int] = self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self._ends_in_text is not None and self._ends_in_text[0] in ids:
             raise DataError(
-                f"text: contains {self._ends_in_text[1]!r}, an ordinary word of this tokenizer, which ends documents; "
-                "leave it out, or choose a special token with --end-token of prepare (end_token in a recipe)"
+                f"text: contains {self._ends_in_text[1]!r}, an ordinary word with which this tokenizer ends documents; "
+                "leave the word out, or choose a special token with --end-token of prepare (end_token in a recipe)"
             )
         return ids
 
@@ -134,14 +134,16 @@ class HFTokenizer(Tokenizer):
 
     @property
     def _surrounds_itself(self) -> bool:
-        """True if the rules replace the tokens that the post-processor of the file adds, as in transformers."""
+        """True if, as in transformers, the rules decide which tokens are added, instead of the post-processor of the
+        file.
+        """
         return self.rules.add_bos is not None or self.rules.add_eos is not None
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoded = self._naming(text, False)
         ids, places = self._with_rows(encoded.ids), encoded.offsets
         for number, token in enumerate(ids) if self._stripping else ():
-            if (content := self._stripping.get(token)) is not None:  # white space next to it is not part of the token
+            if (content := self._stripping.get(token)) is not None:  # the white space next to a token is not part of it
                 begin = text.find(content, *places[number])
                 places[number] = places[number] if begin < 0 else (begin, begin + len(content))
         return ids, places

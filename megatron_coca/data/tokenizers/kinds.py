@@ -1,4 +1,4 @@
-"""The base class of tokenizers, the byte tokenizer, and a check whether two tokenizers agree.
+"""The base class of tokenizers, the tokenizer for bytes, and a check of whether two tokenizers agree.
 
 Every tokenizer keeps the bytes of its files, so that a checkpoint can include them. If a text contains the characters
 of the end-of-document symbol, they are not encoded as that symbol: only the preparation of a corpus writes it. A
@@ -116,8 +116,8 @@ class Tokenizer(ABC):
                 "or use plain text"
             )
         end = self.chat.end_of_turn()
-        # A special token ends the turn by its id, because it does not appear in the text. Other tokens end the turn by
-        # their text.
+        # If a special token ends the turn, its id is returned, because decoded text does not contain it. Otherwise the
+        # text that ends the turn is returned.
         closing = self.encode_rendered(end)[0][:1]
         ends = closing if not self.decode(closing) else []
         return ends, [end.strip() or end] if end and not ends else []
@@ -153,15 +153,15 @@ class Tokenizer(ABC):
 
     @property
     def usual_start(self) -> int | None:
-        """The id with which the training texts began, or else the id that the model's own library adds before texts, or
-        None.
+        """The id with which the training texts began, or else the id that the model's own library adds before texts;
+        None if there is neither.
         """
         trained = self.trained_start
         return self.start if trained is None else trained
 
     def start_warning(self) -> str | None:
-        """Return a warning that texts usually begin with a start token, for commands without ``--start-token``, or
-        None.
+        """Return a warning for a command without ``--start-token``, if the texts of this tokenizer usually begin with a
+        start token, or None.
         """
         if (start := self.usual_start) is None:
             return None
@@ -233,7 +233,7 @@ class Tokenizer(ABC):
         return self._decode([i for i in listed if i != self.eod])
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Like `decode`, but include the names of special tokens, if this type of tokenizer has such names."""
+        """Like `decode`, but the text includes the names of special tokens, if this type of tokenizer has them."""
         return self.decode(ids)
 
     def save(self, folder: Path) -> None:
@@ -334,7 +334,7 @@ def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
     """Return the first of `PROBES` that two tokenizers encode differently, or the first token that differs, or None.
 
     Tokens are compared only if both tokenizers have the same type, because each type spells tokens differently.
-    Comparing tokens distinguishes small vocabularies by words that are not in the probes.
+    This comparison also distinguishes small vocabularies that differ only in words outside the probes.
     """
     probe = next((text for text in PROBES if one.encode(text) != other.encode(text)), None)
     if probe is not None or one.tokenizer_type != other.tokenizer_type:

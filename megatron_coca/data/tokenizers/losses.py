@@ -84,10 +84,11 @@ def sampled(tokenizer: Tokenizer, texts: Iterable[str]) -> Sample:
 
 
 def passages_of(texts: Sequence[str], count: int) -> Iterator[str]:
-    """Yield at most `count` passages: the first of every text, then the second of every text, and so on.
+    """Yield at most `count` passages: the first passage of every text, then the second passage of every text, and so
+    on.
 
-    Passages are stripped of white space at both ends, because some tokenizers treat it differently at the edges of a
-    text.
+    Passages are stripped of white space at both ends, because some tokenizers treat white space differently at the
+    edges of a text.
     """
     start, longest = 0, max(map(len, texts), default=0)
     while count > 0 and start < longest:

@@ -79,8 +79,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _eod_text(self) -> str | None:
-        # Text never matches a control symbol. Text can match a user-defined symbol, so such text is encoded in two
-        # parts.
+        # Text never matches a control symbol, but it can match a user-defined symbol. Text that contains such a
+        # separator is cut inside it, and the parts are encoded separately.
         return None if self._model.is_control(self.eod) else self._model.id_to_piece(self.eod)
 
     def _encode(self, text: str) -> list[int]:

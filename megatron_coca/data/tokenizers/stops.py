@@ -8,11 +8,11 @@ from megatron_coca.data.tokenizers.kinds import Tokenizer
 def text_before_stop(
     tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], context: Sequence[int] = ()
 ) -> tuple[str, bool]:
-    """Return (text of `ids`, whether it ended with a stop string). The text ends before the first of `stops`.
+    """Return (text of `ids`, whether it contained a stop string). The text ends before the first stop string in it.
 
-    Special tokens have no text, but a stop string can be the name of a special token, or contain the name with the text
-    around it. The tokens `context` precede `ids` and are not part of the text; they are needed because some tokenizers
-    drop the space at the start of a text.
+    Special tokens have no text, but a stop string can be the name of a special token, or contain such a name together
+    with ordinary text. The tokens `context` precede `ids` and are not part of the text; they are needed because some
+    tokenizers drop the space at the start of a text.
     """
     before = len(tokenizer.decode(context))
     text = tokenizer.decode([*context, *ids])[before:]

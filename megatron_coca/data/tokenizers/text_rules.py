@@ -10,13 +10,13 @@ from megatron_coca.data.tokenizers.end_tokens import read_object, with_text_keys
 
 @dataclass(frozen=True)
 class TextRules:
-    """How transformers treats texts. The defaults apply to a tokenizer.json without other files.
+    """How transformers treats texts. The default values apply if there is only a tokenizer.json, without other files.
 
     Attributes:
         bos, eos: the symbols that begin and end texts, or None.
         ends: the ids that end a generated text.
         splits: whether names of special tokens in a text are treated as ordinary characters (`split_special_tokens`).
-        add_bos, add_eos: whether these symbols are added to every text; None if tokenizer.json decides.
+        add_bos, add_eos: whether `bos` and `eos` are added to every text; None if tokenizer.json decides.
     """
 
     bos: str | None = None

@@ -17,7 +17,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path, show:
 
     The model has byte fallback, no normalization and the control symbol `<eod>`. It keeps all white space and encodes a
     newline as its byte. With `show`, progress is shown. Raises `DataError` if `vocab_size` is too large or too small
-    for the texts. Errors that `texts` raises are passed on.
+    for the texts. If the iterator `texts` raises an error, this function raises the same error.
     """
     progress = Progress("reading text to train a tokenizer", unit="characters", show=show)
     errors: list[BaseException] = []

@@ -1,7 +1,7 @@
 """The files of a byte-level tokenizer without a tokenizer.json: vocab.json, merges.txt, and the tokens added to them.
 
-The files of Qwen 2 and Phi 2 were often published in this form. tokenizer_config.json names the class that divides
-texts, and further tokens are in added_tokens.json or tokenizer_config.json.
+Qwen 2 and Phi 2 were often published with such files. tokenizer_config.json names the class that divides texts, and
+added_tokens.json or tokenizer_config.json contains further tokens.
 """
 
 import json
@@ -30,7 +30,7 @@ CLASSES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "CodeGenTokenizer": (None, _BYTES | {"use_regex": True}),
     "Qwen2Tokenizer": ({"type": "NFC"}, _DIVIDED),
 }
-"""The value of `tokenizer_class`, without `Fast` -> (normalizer, pre-tokenizer) of tokenizer.json."""
+"""Maps the value of `tokenizer_class`, without `Fast`, to the (normalizer, pre-tokenizer) of tokenizer.json."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 

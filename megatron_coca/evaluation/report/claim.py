@@ -267,8 +267,8 @@ def _small(
 ) -> Table:
     """Return the first and the last of the columns, with the best label of the last column first.
 
-    Bold numbers are tested as the sentence is, with correction for several comparisons. The table has the labels
-    in the sentence, models as trained, and the best of the other labels.
+    Bold numbers are tested like those of the sentence, with correction for several comparisons. The table has the
+    labels in the sentence, models as trained, and the best of the other labels.
     """
     chosen = sorted({columns[0], columns[-1]})
     header = (table.header[0], *(table.header[at + 1] for at in chosen))

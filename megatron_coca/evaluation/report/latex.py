@@ -53,9 +53,9 @@ UNICODE = r"""% The letters in \nonlatin appear with LuaLaTeX and XeLaTeX and a 
 _SPECIAL = re.compile(r"([&%$#_{}])|(~)|(\^)|(\\)")
 _REPLACED = (r"\{}", r"\textasciitilde{}", r"\textasciicircum{}", r"\textbackslash{}")
 COLUMN_CHARACTERS = 50
-"""Characters in a line of a table that fits into a column of a paper; wider tables span both columns."""
+"""Most characters in a line of a table that fits into a column of a paper; wider tables span both columns."""
 PAGE_CHARACTERS = 100
-"""Characters in a line of a table that fits into both columns; wider tables are scaled, which needs graphicx."""
+"""Most characters in a line of a table that fits into both columns; wider tables are scaled, which needs graphicx."""
 SMALL, HEADINGS = r"\footnotesize", r"\multicolumn{{{count}}}{{{kind}}}{{\emph{{{text}}}}} \\"
 
 

@@ -200,7 +200,7 @@ def _reach(method: PositionMethod, trained: bool, length: int) -> float:
 
 
 Curves = dict[str, tuple[Sequence[float], Tensor]]
-"""x values, and y values of the same length, by label."""
+"""For each label, its x values and as many y values."""
 
 
 def _scores(shown: ShownMethod) -> Curves:
@@ -261,7 +261,9 @@ def _logit_factors(shown: ShownMethod) -> Curves:
 
 @dataclass(frozen=True)
 class Kind:
-    """A figure of the page, with one panel per model and one curve per variant; `panel` contains fields of `Panel`."""
+    """A figure of the page, with one panel per model and one curve per variant; `panel` has values for fields of
+    `Panel`.
+    """
 
     name: str
     title: str

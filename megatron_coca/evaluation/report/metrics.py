@@ -79,7 +79,7 @@ class Metric:
 
     Attributes:
         at: template for the name of a missing entry, formatted with its key.
-        number: reads the number from an entry; from a tally, by default its accuracy.
+        number: reads the number from an entry or, if `tally` is set, from the entry's tally; by default the accuracy.
         key: the key of the entry in a table column; by default the column is a length.
         tally: reads the cases behind the number. Their Wilson interval is shown if the seeds determine no interval.
         sums: reads one sum per document, for paired comparisons.

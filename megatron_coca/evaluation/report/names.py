@@ -10,9 +10,10 @@ AS_TRAINED = ("as trained", "no change at evaluation")
 
 
 def explained(members: Iterable[Member], sentence: str = "") -> tuple[tuple[str, str], ...]:
-    """Return pairs of names and an explanation: models or variants with the same methods share one explanation.
+    """Return pairs of names and their explanation: models or variants with the same methods share one explanation.
 
-    Before an explanation stand the first of their names, and of the other names those whose labels are in `sentence`.
+    A pair has the name of the first model or variant with these methods, and the names of others whose labels occur in
+    `sentence`.
     """
     found: dict[str, list[str]] = {}
     changed = False

@@ -1,4 +1,4 @@
-"""The report section of a task that declares its numbers and no layout of its own: tables and plots by length."""
+"""The report section of a task that declares numbers, but no layout of its own: tables and plots by length."""
 
 from typing import Any
 

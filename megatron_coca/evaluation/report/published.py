@@ -45,19 +45,19 @@ TABLES = [PublishedTable(**table) for table in read_yaml(Path(__file__).with_suf
 
 
 def tables_of(metric: str, training_lengths: Collection[int] = ()) -> list[PublishedTable]:
-    """Return the tables with a metric that a report with all published numbers shows for these training lengths."""
+    """Return the tables with this metric that a report with `--papers` shows for models of these training lengths."""
     chosen = [table for table in TABLES if table.metric == metric]
     return [table for table in chosen if not table.same_length or table.training_length in training_lengths]
 
 
 def comparable_tables(metric: str, training_lengths: Collection[int], result: Result) -> list[PublishedTable]:
-    """Return the tables with a metric that have the training length and the protocol of our results."""
+    """Return the tables with this metric that have the training length and the protocol of our results."""
     chosen = [table for table in TABLES if table.metric == metric and table.training_length in training_lengths]
     return [table for table in chosen if table.protocol and not table.apart and _same(table.protocol, result)]
 
 
 def _same(protocol: Mapping[str, Any], result: Result) -> bool:
-    """Return True if the result has all values of a protocol. It has a text if one of its own texts contains it."""
+    """Return True if the result has all values of a protocol. A text need only occur in one of the result's texts."""
     for path, wanted in protocol.items():
         found: Any = attrgetter(path)(result)
         texts = [found] if isinstance(found, str) else found

@@ -18,7 +18,7 @@ from megatron_coca.support.regular_files import read_regular
 logger = logging.getLogger(__name__)
 
 KNOWN_FILES = frozenset({"cell.json", "curve.json"})
-"""An ablation's records next to results, which are ignored without a warning."""
+"""Names of an ablation's records beside its results. Such files are ignored without a warning."""
 LONGEST_LABEL = 10_000
 """Maximum characters of a label. Readers of CSV files have such a limit too."""
 REMEDY = "measure it again, or remove the file"

@@ -43,7 +43,7 @@ def read_frame(path: str | Path) -> pd.DataFrame:
 
 def number_of(task: str, metric: str) -> Number:
     """Return the declaration of a metric of results.csv. For scores of lm-evaluation-harness, make one."""
-    declared = TASKS.get(task.partition(" (")[0])  # the rest tells apart several groups of results
+    declared = TASKS.get(task.partition(" (")[0])  # the text in parentheses tells several groups of results apart
     found = None if declared is None else declared.number(metric)
     return found or Number(metric, share="accuracy" in metric)
 

@@ -35,8 +35,8 @@ THEIRS = "numbers of other models on other data, for orientation only"
 class ReportOptions:
     """Additions to the results: published numbers, learning curves by label, and the label of the baseline.
 
-    `papers`: whether to add all published numbers; by default, only those with our lengths and protocol. `members`
-    describe all labels of the report. `claim` replaces the sentence at the top.
+    `papers`: whether to add all published numbers, or none; by default, only those with our lengths and protocol are
+    added. `members` describe all labels of the report. `claim` replaces the sentence at the top.
     """
 
     papers: bool | None = None
@@ -248,7 +248,8 @@ def with_seeds_note(table: Table) -> Table:
 
 
 def differ_significantly(one: TableCell, other: TableCell, comparisons: int = 1) -> bool:
-    """Return True if two numbers differ significantly: by their intervals or, without them, by their documents.
+    """Return True if two numbers differ significantly, judged by their intervals or, without intervals, by their
+    documents.
 
     With several `comparisons`, the level is 5% for all of them together (Bonferroni).
     """

@@ -17,9 +17,9 @@ from megatron_coca.evaluation.tasks.speed.task import SPEED
 class TidyRow:
     """One number of one seed.
 
-    `weights` is the label of the weights as trained, and `variant` the change at evaluation. `metric` says which
-    part of the task is measured, such as `accuracy, beyond` or `accuracy, depth 50%`. `low` and `high` are the ends of
-    the 95% interval of this seed, if there is one. `method` is the name of the variant's method in a configuration, and
+    `weights` is the label of the weights as trained, and `variant` the change at evaluation. `metric` says which part
+    of the task is measured, such as `accuracy, beyond` or `accuracy, depth 50%`. `low` and `high` are the ends of the
+    95% interval of this seed, if there is one. `method` is the variant's method, named as in a configuration, and
     `trained` the training length.
     """
 
@@ -43,7 +43,9 @@ ResultGroups = Iterable[tuple[str, ResultGroup]]
 
 
 def tidy_rows(groups: ResultGroups, members: Mapping[str, Member]) -> list[TidyRow]:
-    """Return the numbers of all groups. If a task has several groups, its name in the rows says how they differ."""
+    """Return the numbers of all groups. If a task has several groups, the task's name in the rows says how these
+    differ.
+    """
     rows = []
     for task, group in groups:
         name = f"{task} ({group.differs})" if group.differs else task

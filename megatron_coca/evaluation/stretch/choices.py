@@ -1,4 +1,4 @@
-"""The methods that `megatron-coca stretch` compares: those that need no training, and those of its fine-tuning."""
+"""The methods that `megatron-coca stretch` compares: those that need no training, and those that it trains."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from megatron_coca.evaluation.results import EvaluationError
 
 PLAIN = "plain"
 MOST = 1024
-"""The greatest value of `--to`: the longest input in training lengths."""
+"""The greatest value of `--to`, which is the longest input as a multiple of the training length."""
 
 Changes = Callable[[float, int], list[str]]
 """A function (factor, training length) -> config overrides."""
@@ -44,7 +44,8 @@ CHOICES: dict[str, Changes] = {
 """The config overrides of each method. The factor is the number after the colon, or else that of --to."""
 
 CONTROL = "none"
-"""The fine-tuning that changes no config key. It trains on the same tokens at the same rate as the others."""
+"""The fine-tuning that changes no config key. It trains on the same tokens, and at the same learning rate, as the
+others."""
 
 
 def _original(kind: str) -> Changes:
@@ -81,7 +82,8 @@ MOST_LENGTH = 2048
 LORA = "{rank: 16, alpha: 32, also: [norms]}"
 """The value of the config key `lora` with `--lora`."""
 RATE, LORA_RATE = "2e-5", "2e-4"
-"""The learning rates of a trial: that of position interpolation in the CoCA paper, and that of QLoRA for adapters."""
+"""The learning rates of a trial: the rate of position interpolation in the CoCA paper and, for adapters, that of
+QLoRA."""
 
 DEFAULT = (PLAIN, "dynamic:2", "yarn", "rerope", "rerope+log_n", "self_extend", "dual_chunk", "lm_infinite")
 _NAME = re.compile(r"([a-z_+]+)(?::(\d+(?:\.\d+)?))?")

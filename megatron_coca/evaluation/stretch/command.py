@@ -47,8 +47,8 @@ class Done(NamedTuple):
 def stretch(args: Namespace, like: MarginResult | None = None) -> Done:
     """Measure the methods and write the page. `args.plan` is a plan or None (`plans.planned`). Raises InputError.
 
-    `like` is the result of the model before fine-tuning. With it, the same tokens are scored as for that model, also at
-    that model's lengths.
+    `like` is the result of the model before fine-tuning. With it, the same tokens are scored as for that model, and at
+    all of that model's lengths.
     """
     check_writable(args.output / MARKDOWN)
     lock = args.output / f".{RESULTS}.lock"
@@ -120,7 +120,7 @@ def lengths_up_to(to: float, length: int) -> list[int]:
 
 
 def chat_of(tokenizer: Tokenizer, date: str | None = None) -> ChatRecord | None:
-    """Return the settings of the model's chat template; None without a template, or if it changes the text.
+    """Return the settings of the model's chat template; None without a template, or if the template changes the text.
 
     `date` is the date that earlier prompts have, if the template prints one.
     """
@@ -141,8 +141,8 @@ def chat_of(tokenizer: Tokenizer, date: str | None = None) -> ChatRecord | None:
 def load_methods(
     evaluation: Evaluation, methods: Sequence[Method], ignored: Sequence[str], fields: Mapping[str, Any]
 ) -> tuple[list[Subject], dict[str, Store[MarginResult]]]:
-    """Return the models of the methods that the checkpoint supports, which share their weights, and the result files of
-    all methods. `fields` are the values that all files share.
+    """Return the models of the methods that the checkpoint supports, and the result files of all methods. The models
+    share their weights. `fields` are the values that all files share.
     """
     subjects: list[Subject] = []
     stores = {}

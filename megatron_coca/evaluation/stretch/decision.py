@@ -19,7 +19,7 @@ FEWEST = 4
 """Fewest facts that are compared; fewer say too little about their variation."""
 POWER = 0.8
 MOST_NEEDED = 1000
-"""The number of facts that would decide is computed up to this limit."""
+"""Largest number of facts that `Compared.needed` gives; beyond it, `needed` is inf."""
 WINDOWS_AGREE = 0.05
 """Largest error that the mean logarithm of a perplexity ratio is assumed to have, even from one window. In
 studies/real_model, the ratios of methods near the limit have standard deviations of 0.02 to 0.04 between books."""
@@ -65,11 +65,11 @@ class Decision(NamedTuple):
 
 
 def confidence(result: StretchResult) -> float:
-    """Return the confidence that each interval of a difference needs, so that all hold together: then the best method
-    is wrongly excluded with a probability of at most 5%.
+    """Return the confidence that each interval of a difference needs so that all intervals hold together. The best
+    method is then wrongly excluded with a probability of at most 5%.
 
     Every method except the leader is compared LOOKS times. Two quantities are compared, but only the upper end of each
-    interval can exclude a method, so the number of quantities does not count.
+    interval can exclude a method, so this needs no further correction.
     """
     return simultaneous(max(1, len(result.supported) - 1) * LOOKS)
 
@@ -112,7 +112,7 @@ def decide(result: StretchResult) -> Decision:
     length = max(map(result.reach, ranked))
     if not length:
         return Decision(0, "", (), result.plain)
-    leader = ranked[0]  # of the methods that hold the farthest, it finds the most facts there
+    leader = ranked[0]  # among the methods that hold the farthest, the one that finds the most facts there
     hidden = bool(result.facts(leader, length))
     possible = [name for name in ranked if name != leader and not failed(result, name, length)]
     measured = [name for name in possible if result.facts(name, length) or not hidden]
@@ -175,9 +175,9 @@ def open_facts(result: StretchResult) -> Iterator[MethodAtLength]:
 
 
 def open_windows(result: StretchResult) -> Iterator[MethodAtLength]:
-    """Yield the methods and lengths at which more windows could change the decision: the limit is within the interval
-    of the ratio, and the method has not failed. The plain model at 1x is the reference, so it needs as many windows as
-    the others. If there is only one method, yield all lengths.
+    """Yield the methods and lengths at which more windows could change the decision: the perplexity limit is within the
+    interval of the ratio, and the method has not failed. The plain model at 1x is the reference, so it needs as many
+    windows as the others. If there is only one method, yield all lengths.
     """
     most, reach = result.most_windows, decide(result).length
     for length in result.lengths():

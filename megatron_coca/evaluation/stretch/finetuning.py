@@ -42,7 +42,7 @@ def check(args: Namespace) -> None:
 
 
 def texts_of(args: Namespace) -> list[Path]:
-    """Return the texts to train on: those of `--finetune-data`, or else of `--data`."""
+    """Return the texts to train on: those of `--finetune-data`, or else those of `--data`."""
     return [Path(path) for path in args.finetune_data or args.data or ()]
 
 
@@ -140,7 +140,7 @@ def read_trial(output: Path, method: str, page: Path) -> Trial:
 
 
 def digest_of(texts: list[Path], tokenizer: str | None) -> str:
-    """Return a name for the prepared data. It differs for other or changed files and for another tokenizer."""
+    """Return a name for the prepared data. Another file, a changed file or another tokenizer gives another name."""
     files = [file for path in texts for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     stats = [(file, file.stat()) for file in files]
     named = [str(tokenizer), *(f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in stats)]

@@ -50,7 +50,7 @@ class PlannedFineTuning(Record):
 
 
 class Plan(Record):
-    """The content of a plan file. `cases` has the number of hidden facts by multiple of the training length.
+    """The content of a plan file. `cases` has the number of hidden facts for each multiple of the training length.
 
     The facts depend on `seed`. A run without a plan has seed 0, so no such run has used the facts of another seed.
     With `finetune`, a contrast may name a fine-tuned model, such as `pi (trained)`.
@@ -95,7 +95,9 @@ def read_plan(path: Path) -> Plan:
 
 
 def planned(args: Namespace) -> Namespace:
-    """Return the options with the plan instead of its path, and with the plan's values. Raises EvaluationError."""
+    """Return the options with the plan in place of its path, and with the values that the plan sets. Raises
+    EvaluationError.
+    """
     if args.plan is None:
         return args
     plan = read_plan(args.plan)

@@ -1,4 +1,4 @@
-"""The results of all methods of `megatron-coca stretch`, which are those of `megatron-coca evaluate margin`."""
+"""The results of all methods of `megatron-coca stretch`, in result files of `megatron-coca evaluate margin`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -194,8 +194,8 @@ class StretchResult:
         """Return the methods, best first: by reach, then by the facts found, the margin and the perplexity at this
         length.
 
-        The longest measured length comes next, and last the same three numbers at all lengths, from the longest. Small
-        differences mean nothing; `decision.decide` says which methods differ.
+        Ties are broken by a method's longest measured length, then by the same three numbers at all lengths, from the
+        longest. Small differences mean nothing; `decision.decide` says which methods differ.
         """
 
         def at(name: str, length: int) -> tuple[float, float, float]:

@@ -65,9 +65,7 @@ class Pace:
         return self._operations(tokens) * self._seconds.get(method, self._last)
 
     def facts(self, method: str, tokens: int, count: int) -> float:
-        """Return the time of passkeys and needles. Within each kind, a prompt shares its beginning with the one
-        before.
-        """
+        """Return the time of passkeys and needles. A prompt shares its beginning with the previous one of its kind."""
         answers = count * (FOILS + 1) * self.forward(method, ANSWER_TOKENS)
         return self.forward(method, tokens) * (min(count, 2) + NOT_SHARED * max(count - 2, 0)) + answers
 
@@ -92,8 +90,8 @@ class Goal(NamedTuple):
 
 
 def missing_seconds(result: StretchResult, pace: Pace, goals: Mapping[MethodAtLength, Goal]) -> float:
-    """Return the estimated seconds of everything that is not measured yet, including the rest of a begun
-    measurement.
+    """Return the estimated seconds of everything that is not measured yet, including what is left of a measurement that
+    has begun.
     """
     seconds = 0.0
     for (method, length), goal in goals.items():
@@ -123,7 +121,7 @@ class Runner:
         budget: float,
         cases: Mapping[int, int] | None,
     ) -> None:
-        """`stores` has the result file of each method, also of those that the model does not support.
+        """`stores` has the result files of all methods, even of those that the model does not support.
 
         `cases` has a plan's number of hidden facts by length. At other lengths the decision determines this number.
         Without a plan (None), the decision also determines the number of windows.
@@ -180,7 +178,7 @@ class Runner:
                     self._skipped.append(key)
 
     def _too_short(self, lengths: Sequence[int]) -> str:
-        """Return a sentence if the budget ended before every method had one window and one fact, else an empty one."""
+        """Return a sentence if the budget ended before every method had one window and one fact; otherwise ""."""
         skipped = {key: self._missing({key: Goal(1, 1)}) for key in self._skipped}
         skipped = {key: seconds for key, seconds in skipped.items() if seconds}
         if not skipped:

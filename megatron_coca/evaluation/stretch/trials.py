@@ -1,7 +1,7 @@
 """The page that compares fine-tuned models with the control, the original model and methods without training.
 
-The results of all models are those of one `StretchResult`: the same facts and the same scored tokens, at the same
-lengths. So its tables, its picture and the decision are those of `megatron-coca stretch`.
+The results of all models form one `StretchResult`, with the same facts and the same scored tokens at the same lengths.
+So the page has the tables, the picture and the decision of `megatron-coca stretch`.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The evaluation tasks: a folder each, with `task.py`, which declares the task, and `measure.py`, which measures."""
+"""The evaluation tasks, in one folder each: `task.py` declares the task, and `measure.py` measures."""
 
 from importlib import import_module
 from pathlib import Path

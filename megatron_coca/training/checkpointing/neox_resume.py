@@ -38,7 +38,9 @@ from megatron_coca.training.optimizer import OPTIMIZERS
 from megatron_coca.training.randomness import rng_states
 
 COMPARED = {name for name, place in KEYS.items() if place.group == "position"} - COMPUTE_KEYS
-"""Position keys, which must match the checkpoint, like the architecture. Its files record no other groups of keys."""
+"""Position keys, which must match the checkpoint, like the architecture. The checkpoint's files record no other groups
+of keys.
+"""
 
 
 def starts_from_neox(keys: CheckpointConfig) -> bool:

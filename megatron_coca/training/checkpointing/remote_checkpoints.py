@@ -22,8 +22,8 @@ from megatron_coca.training.engine import group as dist
 logger = logging.getLogger(__name__)
 
 KEPT_LOCALLY = 2
-"""Number of checkpoints to keep in the local folder if `save` is on an object store, plus those that are not uploaded
-yet.
+"""Number of uploaded checkpoints to keep in the local folder if `save` is on an object store. Checkpoints that are not
+uploaded yet are kept, too.
 """
 AGREE_SECONDS = 1.0
 """Seconds between the exchanges in which the ranks agree on the progress of rank 0's transfers."""
@@ -34,8 +34,8 @@ LAST_SECONDS = 5.0
 def use_local_folders(config: Config) -> "tuple[Config, RemoteCheckpoints]":
     """Replace the URLs in `config` with local folders; return the new configuration and the object store of `save`.
 
-    This creates the local folder for `save`, so that it can be locked. If `load` is a different URL, this downloads its
-    checkpoint. Every rank must call this.
+    This creates the local folder for `save`, so that it can be locked. If `load` is a different URL, the checkpoint
+    there is downloaded. Every rank must call this.
 
     Raises:
         CheckpointError: no installed library can open a URL, or `load` contains no checkpoint.

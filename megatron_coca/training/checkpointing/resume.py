@@ -46,11 +46,11 @@ logger = logging.getLogger(__name__)
 
 FREE_GROUPS = frozenset({"schedule", "data", "batch", "parallel", "checkpoint", "logging", "launch", "faults"})
 FREE_KEYS = COMPUTE_KEYS | {"optimizer.params.lr"}
-"""Keys that may change when a run is resumed. For data and batch, the values in meta.json are compared instead. The
-saved state does not depend on the parallel layout.
+"""Keys that may change when a run is resumed. For data and batch, the values in meta.json are compared instead. Keys of
+the parallel layout may change, because the saved state does not depend on it.
 """
 ALIASED_KEYS = frozenset({"optimizer.type"})
-"""Keys for which several values mean the same; the meanings are compared."""
+"""Keys for which several values mean the same. Two such values count as equal."""
 UNRECORDED_KEYS = frozenset({"metric_sinks"})
 """Keys that the configuration of a checkpoint does not contain."""
 AGREE_SECONDS, REPORT_SECONDS = 1.0, 30.0
@@ -148,7 +148,7 @@ def home_of_copy(meta: Mapping[str, Any], save: str) -> str | None:
 
 class ResumePoint(NamedTuple):
     """The checkpoint from which a run resumes (None to start from step 0), and the preferred checkpoints that could not
-    be read. They may be valid, so they must not be moved.
+    be read. The unreadable ones may be valid, so they must not be moved.
     """
 
     folder: Path | None

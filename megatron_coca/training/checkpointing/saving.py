@@ -390,7 +390,7 @@ def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     for path in (rng, state):
         path.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()
-    torch.save(snapshot.rng, buffer)  # if it wrote to a file, its error would not say that the disk is full
+    torch.save(snapshot.rng, buffer)  # if torch.save wrote to a file, its error would not say that the disk is full
     rng.write_bytes(buffer.getvalue())
     if snapshot.pieces:
         write_pieces(state, snapshot.pieces, snapshot.slices)

@@ -57,14 +57,17 @@ RESERVED = {
     *("bf16", "bfloat16", "fp16", "torch_autocast", "optimizer", "scheduler"),
 }
 """DeepSpeed keys that this project's own keys replace. `train_batch_size` is not set at all, because DeepSpeed in some
-places counts tensor-parallel ranks as data-parallel ranks. DeepSpeed computes it, but does not use the result.
+places counts tensor-parallel ranks as data-parallel ranks. DeepSpeed then computes this size itself, but does not use
+it.
 """
 PER_HEAD = r".*\.(position_(bias|sinks|factor|offsets)|positions\.(others\.\w+\.)?(bias|clex))\..*"
-"""Learned parameters that are replicated on all tensor-parallel ranks. Each rank uses them only for its own heads, so
-it computes only part of their gradient.
+"""Pattern of the names of learned parameters that are replicated on all tensor-parallel ranks. Each rank uses them only
+for its own heads, so it computes only part of their gradient.
 """
 HEAD_NORMS = r".*\.(query|key)_layernorm\..*"
-"""Weights of `qk_norm: head`, which all heads share. Each rank computes only part of their gradient, too."""
+"""Pattern of the names of the weights of `qk_norm: head`, which all heads share. Each rank computes only part of their
+gradient, too.
+"""
 
 
 def deepspeed_config(config: Config, sizes: BatchSizes, frozen: Sequence[str] = ()) -> dict[str, Any]:
@@ -79,7 +82,8 @@ def deepspeed_config(config: Config, sizes: BatchSizes, frozen: Sequence[str] = 
     section: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": sizes.micro,
         "gradient_accumulation_steps": sizes.accumulation,
-        # Without ZeRO, the engine clips: it needs the norm anyway, and DeepSpeed would compute it a second time.
+        # Without ZeRO, our engine clips the gradients: it needs their norm anyway, and DeepSpeed would compute the norm
+        # a second time.
         "gradient_clipping": config.optimizer.gradient_clipping if zero["stage"] else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
@@ -92,7 +96,7 @@ def deepspeed_config(config: Config, sizes: BatchSizes, frozen: Sequence[str] = 
     if config.parallel.model_parallel_size > 1:
         section["tensor_parallel"] = _tensor_parallel_section(config, frozen)
     if config.precision.dtype == "bf16":
-        # The engine skips a step if the norm is not finite; DeepSpeed would scan every gradient to detect this.
+        # Our engine skips a step if the norm is not finite; DeepSpeed would scan every gradient to detect this.
         section["bf16"] = {"check_grad_overflow": False, **(config.precision.bf16 or {}), "enabled": True}
     if config.precision.dtype == "fp16":
         section["fp16"] = {**(config.precision.fp16 or {}), "enabled": True}
@@ -105,8 +109,8 @@ def deepspeed_config(config: Config, sizes: BatchSizes, frozen: Sequence[str] = 
 
 
 def _tensor_parallel_section(config: Config, frozen: Sequence[str]) -> dict[str, Any]:
-    """Build DeepSpeed's AutoTP section: how the matrices of a block are sharded, and which gradients are summed.
-    `frozen` are names of parameters that are never trained.
+    """Build DeepSpeed's AutoTP section: how the matrices of a block are sharded, and which gradients are summed over
+    ranks. `frozen` lists the names of parameters that are never trained.
     """
     model = config.model
     # A projection that is split into three layers has the same rows as the packed projection.
@@ -452,7 +456,8 @@ class PipelineEngine(DeepSpeedEngine):
         """Set the micro-batches of the pipeline stage, and return the inputs of DeepSpeed's first stage."""
         inputs = [StageInput(**each) for each in arguments]
         if inputs[0].samples.shape != self._shape:
-            # DeepSpeed sends the shape to the next stage only once, and then assumes that it does not change.
+            # DeepSpeed sends the shape of the hidden states to the next stage only once, and then assumes that it does
+            # not change.
             self._engine.reset_activation_shape()
             self._shape = inputs[0].samples.shape
         self._stage.feed(inputs)
@@ -477,10 +482,10 @@ def cut(model: GPT, config: Config, index: int) -> PipelineStage:
 def _pipeline_module(stage: PipelineStage) -> PipelineModule:
     """Wrap `stage` for DeepSpeed.
 
-    For every pipeline stage, the list of layers contains the modules that several stages share (which pass on hidden
-    states unchanged) and then the stage itself. All stages have the same number of layers, so a uniform partition gives
-    every rank its own stage. DeepSpeed sums the gradients of tied layers over the stages that contain them, and counts
-    them once in norms.
+    For every pipeline stage, DeepSpeed's list of layers contains first the modules that several stages share and then
+    the stage itself. The shared modules pass on hidden states unchanged. All stages have the same number of layers, so
+    a uniform partition gives every rank its own stage. DeepSpeed sums the gradients of tied layers over the stages that
+    contain them, and counts them once in norms.
     """
     internals.join()
     stages = len(stage.spans)

@@ -1,10 +1,10 @@
-"""All uses of DeepSpeed internals (everything beyond its public interface) that the engine reads, calls or replaces,
-except the attributes of its optimizers and parameters that layouts.py reads.
+"""All DeepSpeed internals (everything beyond its public interface) that the engine reads, calls or replaces, except the
+attributes of its optimizers and parameters that layouts.py reads.
 
 Other modules use DeepSpeed only through this module, through layouts.py and through its documented parts: `initialize`,
 `init_distributed`, `deepspeed.pipe` and the methods of its engines. INTERNALS in
 tests/unit/training/engine/test_deepspeed_internals.py lists each internal name, its use, and the DeepSpeed version in
-which its code was read. After an upgrade of DeepSpeed, the test reports which of them changed (docs/parallelism.md,
+which its code was read. After an upgrade of DeepSpeed, the test reports which internals changed (docs/parallelism.md,
 "Versions of DeepSpeed").
 """
 
@@ -40,8 +40,9 @@ get_sequence_parallel_group = parallel_state_sp.get_sequence_parallel_group
 def use_gloo() -> None:
     """Stop DeepSpeed from compiling a shared-memory all-reduce for the CPU. Gloo works without a compiler.
 
-    This replaces DeepSpeed's table of operations without reading it. A read would fill the table, and for this
-    DeepSpeed would run the compiler for every operation that it knows. DeepSpeed asks the table for no other operation.
+    This replaces DeepSpeed's table of operations without reading it. If the table were read, DeepSpeed would fill it,
+    and would run the compiler for every operation that it knows. DeepSpeed looks up no operation but this all-reduce in
+    the table.
     """
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
@@ -102,7 +103,7 @@ def stay_on_device(optimizer: Any, wait: Literal["device", "stream"]) -> None:
     DeepSpeed reads the norm on the host three times per parameter group and launches two kernels per parameter. The
     functions here compute bitwise equal results in a few launches. With fp16, DeepSpeed still clips, because loss
     scaling needs the norm on the host anyway. Gradients in 16 bits are added directly to their sums in float32;
-    DeepSpeed copies them to float32 first.
+    DeepSpeed would copy them to float32 first.
 
     `wait` is the value of `reduction_wait`. With "device", the host waits for overlapped reductions, as in DeepSpeed.
     With "stream", only the optimizer's stream waits for the stream of the reductions. Gradient hooks of compiled blocks

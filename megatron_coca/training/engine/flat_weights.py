@@ -124,13 +124,14 @@ class FlatWeights:
     def __init__(
         self, optimizer: torch.optim.Optimizer, rank: int, ranks: int, bucket_size: int, sums_in_float32: bool
     ) -> None:
-        """Move the parameters of `optimizer` to flat tensors. It must update each element by itself, or be Muon.
+        """Move the parameters of `optimizer` to flat tensors. The optimizer must update each element by itself, or be
+        Muon.
 
         Args:
             rank, ranks: this rank and the number of ranks of the default process group, which must exist if there are
                 several ranks.
             bucket_size: maximum number of weights in a bucket of several parameters.
-            sums_in_float32: whether to sum the gradients of micro-batches in float32, after their reduction.
+            sums_in_float32: whether to sum the gradients of micro-batches in float32, after each gradient is reduced.
         """
         self.optimizer, self._sums_in_float32 = optimizer, sums_in_float32
         self._ranks = ranks
@@ -206,7 +207,7 @@ class FlatWeights:
             running.bucket.add(running.part)
 
     def norm(self) -> Tensor:
-        """Return the global norm of the gradient, a scalar on the device; infinite if it is not finite."""
+        """Return the global norm of the gradient, a scalar on the device; infinity if the norm is not finite."""
         totals = []
         for buckets in self._groups:
             own = [each.of(bucket.master.grad) for bucket in buckets for each in bucket.ranges]  # type: ignore[arg-type]
@@ -248,7 +249,7 @@ class FlatWeights:
                 bucket.master.grad = None
 
     def refresh(self) -> None:
-        """Copy the masters to this rank's parts of the weights, and give all ranks the parts of the others."""
+        """Copy the masters to this rank's parts of the weights, and send the parts to all other ranks."""
         parts = [bucket.own for bucket in self._buckets() if bucket.own is not bucket.master]
         if parts:
             torch._foreach_copy_(parts, self.masters())
@@ -276,7 +277,7 @@ class FlatWeights:
 
 
 def _divided(parameters: Sequence[nn.Parameter], limit: int) -> Iterable[list[nn.Parameter]]:
-    """Divide the parameters into runs of at most `limit` weights, or of a single parameter."""
+    """Divide the parameters into lists of at most `limit` weights each, or of a single larger parameter."""
     run: list[nn.Parameter] = []
     for parameter in parameters:
         if run and sum(each.numel() for each in run) + parameter.numel() > limit:

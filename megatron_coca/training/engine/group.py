@@ -57,7 +57,7 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     deadline, limit = time.monotonic() + timeout, f"{timeout:g} s (`join_timeout`)"
     serves = rank == 0 and not agent
     store: dist.Store = _serve(rendezvous, deadline) if serves else _connect(rendezvous, deadline, limit)
-    if agent:  # its store outlives the processes, which torchrun may restart
+    if agent:  # torchrun's store outlives the processes, which it may restart
         store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     keys = [f"joined/{other}" for other in range(world_size)]
 
@@ -89,8 +89,8 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
 
 @contextmanager
 def _notices(rank: int, awaited: Callable[[], str], limit: str, active: bool) -> Iterator[None]:
-    """Log what the block waits for, while it waits. A thread logs it, because the block may wait for minutes in the
-    lookup of a name.
+    """Log what the block waits for, while it waits. A thread logs it, because the block may spend minutes looking up
+    the name of a host.
     """
     over, started = threading.Event(), time.monotonic()
 
@@ -179,7 +179,8 @@ def init_distributed(timeout: float | None = None, join_timeout: float = 600.0, 
     Args:
         timeout: seconds after which a collective fails; None for `DEFAULT_TIMEOUT`.
         join_timeout: seconds to wait for all processes.
-        watch: whether to detect the loss of another rank. If so, every rank must call `leave` on the result at its end.
+        watch: whether to detect the loss of another rank. If so, every rank must call `leave` on the result when it
+            ends.
 
     Raises:
         NotJoined, ConfigError: see `join`.

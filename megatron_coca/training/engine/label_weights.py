@@ -17,7 +17,9 @@ class HeldOutLoss(NamedTuple):
 
 
 class StepLabels(NamedTuple):
-    """The number of labels in a step over all ranks, and one weight per micro-batch of this rank for its mean loss."""
+    """The number of labels of a step, summed over all ranks, and the weights by which this rank multiplies the mean
+    losses of its micro-batches.
+    """
 
     labels: int
     weights: list[float]

@@ -98,8 +98,8 @@ LAYOUTS = {
     ),
 }
 """Layouts by the name of the class of the object that has the optimizer states: DeepSpeed's optimizer (ZeRO 1 and 2, or
-ZeRO 3) or, in the native engine, `FlatWeights`. Without either, this is the PyTorch optimizer, which updates the
-trained weights directly.
+ZeRO 3) or, in the native engine, `FlatWeights`. Without ZeRO and `FlatWeights`, that object is the PyTorch optimizer,
+which updates the trained weights directly.
 """
 
 

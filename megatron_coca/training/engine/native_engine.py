@@ -25,7 +25,9 @@ from megatron_coca.training.topology import zero_section
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CLIP_MARGIN = 1e-4
-"""A norm that is at least this share below the limit is not clipped, whatever the rounding errors of `clip`."""
+"""Gradients are not clipped if their norm is below the limit by at least this share of the limit, because rounding
+errors could make `clip` change them.
+"""
 
 
 class WholeWeights:

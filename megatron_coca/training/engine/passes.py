@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_coca.config import ConfigError
 
 WARMUP = 3
-"""Micro-batches before the capture, as in PyTorch's notes on CUDA graphs. They compile kernels and fill caches, which a
-capture cannot do.
+"""Number of micro-batches before the capture, as in PyTorch's notes on CUDA graphs. They compile kernels and fill
+caches, which a capture cannot do.
 """
 
 
@@ -73,8 +73,8 @@ class CapturedPass:
         self._inputs, self._gradients, self._sums = {}, {}, {}
 
     def _run_on_stream(self, inputs: Mapping[str, Any], parts: int) -> Tensor:
-        """Run a micro-batch on the stream of the later capture. Autograd runs a parameter's node on the stream of its
-        first use, and the node may still exist at the capture.
+        """Run a micro-batch on the stream on which a later one will be captured. Autograd runs a parameter's node on
+        the stream of its first use, and the node may still exist during the capture.
         """
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)

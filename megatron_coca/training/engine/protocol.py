@@ -31,8 +31,8 @@ class StepResult(NamedTuple):
 
 
 class Engine(Protocol):
-    """Runs forward pass, backward pass, gradient reduction, clipping and optimizer step, and exposes their state. Every
-    rank makes the same calls in the same order.
+    """Runs forward pass, backward pass, gradient reduction, clipping and optimizer step, and exposes the weights and
+    optimizer states. Every rank makes the same calls in the same order.
     """
 
     device: torch.device

@@ -30,12 +30,12 @@ MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     Lion: ("exp_avg",),
     Muon: ("exp_avg",),
 }
-"""The state tensors that each optimizer keeps per parameter. Muon's are for its matrices; its other parameters have
-AdamW's.
+"""The state tensors that each optimizer keeps per parameter. Muon's entry is for its matrices; its other parameters
+have AdamW's state tensors.
 """
 STEP, ADDED_AT = "step", "added_at"
-"""Counters: the optimizer's step count, and this count when norms of queries and keys were added, if they were added
-after other parameters.
+"""Counters: the optimizer's step count, and the step count at which norms of queries and keys were added, if they were
+added after other parameters.
 """
 
 
@@ -185,7 +185,8 @@ def in_known_order(optimizer: Any) -> bool:
 def counters(optimizer: Any, names: Names, added_at: float | None = None) -> dict[str, float]:
     """Return the optimizer's step count and, in fp16, the numbers in the loss scaler's state.
 
-    `added_at` is the step count when norms of queries and keys were added, which then have a separate step count.
+    `added_at` is the step count at which norms of queries and keys were added. These norms then have a separate step
+    count.
     """
     numbers = {name: value for name, value in layouts.loss_scaling(optimizer).items() if isinstance(value, int | float)}
     counted = {f"loss_scaler.{name}": float(value) for name, value in numbers.items()}

@@ -66,7 +66,7 @@ def interface_towards(address: str) -> str | None:
 class RankLocation(NamedTuple):
     """The rank of a process, and the address of rank 0 (None if the variables do not specify it).
 
-    `sole_on_host`: whether the scheduler started only one process per host. This process may then start the others.
+    `sole_on_host`: whether the scheduler started only one process per host. That process may then start the others.
     """
 
     rank: int
@@ -87,7 +87,9 @@ class Launcher(NamedTuple):
 
 
 INCOMPLETE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Variables that show an incomplete environment: a launcher sets at least the first and the last of them."""
+"""If no launcher is detected but one of these is set, the environment is incomplete: a launcher sets at least RANK and
+WORLD_SIZE.
+"""
 
 
 def find_location(environment: Variables) -> RankLocation | None:
@@ -115,8 +117,8 @@ def complete_environment(environment: MutableMapping[str, str]) -> None:
     """Set the variables that torch.distributed reads, from the launcher's variables or for a single process.
 
     On a single host, processes use the loopback address, which other hosts cannot reach, and Gloo and NCCL listen only
-    on that interface. With several hosts, Gloo uses the interface that routes to the first host. Interfaces that are
-    already set in the environment are kept.
+    on the loopback interface. With several hosts, Gloo uses the interface that routes to the first host. Interfaces
+    that are already set in the environment are kept.
     """
     location = find_location(environment) or RankLocation(0, 1, 0, 1, LOOPBACK, None)
     port = location.port or (free_port() if location.world_size == 1 else DEFAULT_PORT)
@@ -334,7 +336,7 @@ def unused_gpus(config: Config, world_size: int) -> str | None:
 
 
 def unaligned_mlp(config: Config) -> str | None:
-    """Return a warning if the bytes of a rank's rows of the MLP, in 16 bits, are not a multiple of 16. A GPU then
+    """Return a warning if a row of a rank's MLP matrices, in 16 bits, does not take a multiple of 16 bytes. A GPU then
     multiplies matrices with slower kernels, which load fewer bytes at a time.
     """
     ranks = config.parallel.model_parallel_size

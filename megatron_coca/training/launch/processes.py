@@ -16,9 +16,9 @@ from megatron_coca.work.signals import CaughtSignals
 from megatron_coca.work.statuses import DONE, INTERRUPTED, PREEMPTED, UNSAVED, signal_of
 
 SETTLE = 5.0
-"""Seconds that the other processes have to end after one process failed: enough to print their own errors."""
+"""Time limit in seconds for the other processes to end after one process failed: enough to print their own errors."""
 PREEMPTED_SETTLE = 300.0
-"""Seconds that the other processes have to end after one process was preempted: they may still be saving."""
+"""Time limit in seconds for the other processes to end after one process was preempted: they may still be saving."""
 NAMED = 4
 """Maximum number of ranks that are named if many report the same error."""
 INTERVAL = 0.05

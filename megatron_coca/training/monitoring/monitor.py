@@ -157,7 +157,8 @@ class Monitor:
         rate = self._tokens * steps / max(training, 1e-9)
         flops = rate / len(waited) * self._flops
         done = step - self._start - 1
-        # The pace includes saves and validations. The first step, which may compile, counts only until the second step.
+        # The pace includes saves and validations. The first step, which may compile, counts only until the second step
+        # is done.
         pace = (now - self._after_first) / done if done > 0 else now - self._begin
         measured = {
             "skipped_steps": self._skipped_before,

@@ -31,8 +31,8 @@ class Trace:
         """Start the profiler; `start` is the number of steps completed before this launch.
 
         Raises:
-            ConfigError: the folder for traces cannot be created, or a link to another folder is in its place, which
-                may have come with a downloaded run.
+            ConfigError: the folder for traces cannot be created, or a link to another folder is in its place. Such a
+                link may have come with a downloaded run.
         """
         self._first, self._last = config.logging.profile_step_start, config.logging.profile_step_stop
         self._start, self._rank, self._done = start, rank, 0

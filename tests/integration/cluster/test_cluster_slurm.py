@@ -146,7 +146,7 @@ def test_a_preparation_with_killed_tasks(slurm: Cluster, tmp_path: Path, kills: 
     kill_tasks(slurm, "preparation", {COMMAND: 8, TASK: 8, SCRIPT: 1, NODE: 3}, 3, kills)
     assert everything(tmp_path / "many/prepared") == everything(tmp_path / "one/prepared")
     second = "".join(path.read_text() for path in (tmp_path / "many").rglob("second/output/part_*.txt"))
-    assert "tasks of shards are done" in second
+    assert "tasks that write shards are done" in second
     logs = "".join(path.read_text() for path in (tmp_path / "many").rglob("slurm_logs/*.out"))
     assert "scontrol requeue" in logs and "+ scontrol requeue 1\n" not in logs, "one task is requeued, not the array"
 

@@ -268,7 +268,7 @@ def test_settings_that_do_not_fit(name: str, tmp_path: Path) -> None:
     adapted("rows of tokens" if not message else "attention", tmp_path)
     path = tmp_path / "adapters/adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(CheckpointError, match=message or "trainable_token_indices: must list 3 tokens of the 96"):
+    with pytest.raises(CheckpointError, match=message or "trainable_token_indices: must list 3 of the 96 tokens"):
         load_model(tmp_path / "adapters", {"base_model": str(tmp_path / "base")})
 
 

@@ -223,8 +223,8 @@ def test_a_named_cell_is_chosen_whatever_the_seeds(write: Write) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["seed=7"], "seed: set separately for every cell; remove it"),
-        (["save=elsewhere"], "save: set separately for every cell; remove it"),
+        (["seed=7"], "seed: the command sets it for each cell; remove it"),
+        (["save=elsewhere"], "save: the command sets it for each cell; remove it"),
         (["load=elsewhere"], "load: a cell can load only initial weights; set finetune=true as well"),
     ],
 )
@@ -276,7 +276,7 @@ def test_a_model_after_another_starts_with_its_weights_by_seed(write: Write) -> 
         ({"A": [], "B": {"after": "B"}}, "models.B: after: B: no model above it; known: A"),
         (
             {"A": [], "B": {"after": "A", "set": ["load=x", "finetune=true"]}},
-            "models.B: load: the weights of the model",
+            "models.B: load: `after` already loads the weights",
         ),
     ],
 )

@@ -1,7 +1,7 @@
 """Architectures of transformers, one file for each maker. Each is a row of `FAMILIES` (see `parts.keys.Family`).
 
-Folders of GPT-NeoX and LLaMA can also hold CoCA models. `gpt_neox.py` and `llama.py` read and write these themselves;
-`llama.py` has a row for Llama 4.
+Folders of GPT-NeoX and LLaMA can also hold CoCA models. `gpt_neox.py` and `llama.py` read and write these two
+architectures without a row; the only row in `llama.py` is that of Llama 4.
 
 These helpers are for rows:
 

@@ -108,7 +108,7 @@ FURTHER = frozenset({"output_router_logits", "num_nextn_predict_layers", "num_mt
 NEIGHBOURS_ONLY = {"rope_interleave": True}
 MIXED = with_latents(with_experts(like_llama(PRE), ExpertNames(shared="shared_experts")))
 OWN: dict[str, Any] = {"names": {"head_dim": None}, "of_all_logits": True}
-"""Fields of all families here."""
+"""Fields that all families in this file share."""
 
 
 def _deepseek_2(config: Json, keys: Json) -> dict[str, Any]:

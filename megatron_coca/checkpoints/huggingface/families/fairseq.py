@@ -1,4 +1,4 @@
-"""Families with fairseq's names of layers. Each is a row (see `keys.Family`)."""
+"""Families that name their layers as fairseq does. Each is a row (see `keys.Family`)."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def opt(model: ModelConfig) -> Rows:
 
 
 OFFSET = 2
-"""Rows of the position table before the row of position 0, in fairseq's models."""
+"""Number of rows before the row of position 0 in the position table of fairseq's models."""
 
 
 def _opt(config: Json, keys: Json) -> dict[str, Any]:

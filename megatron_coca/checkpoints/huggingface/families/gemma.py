@@ -79,7 +79,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _packing(heads: Heads, separate: bool) -> WeightPacking:
-    """Return the packing of a layer with these heads. Unless values are `separate`, it has only queries and keys."""
+    """Return the packing of a layer with these heads. Without `separate` values, only queries and keys are packed."""
     if separate:
         return WeightPacking(
             lambda parts, _: BY_HEAD.join(parts, heads),
@@ -233,7 +233,8 @@ def _to_gemma4(config: Config, defaults: Json) -> dict[str, Any]:
         return settings | {"num_global_key_value_heads": wide.num_kv_heads}
     if wide.num_kv_heads == narrow.num_kv_heads:
         return settings
-    # The class reads `num_global_key_value_heads` only if values are keys, so other models list the heads of layers.
+    # The class reads `num_global_key_value_heads` only if keys serve as values, so other models list the heads of each
+    # layer.
     change = {"head_dim": wide.head_dim, "num_key_value_heads": wide.num_kv_heads}
     numbers = (number for number, name in enumerate(model.layer_names) if not slides[name])
     return settings | {"per_layer_config": {str(number): change for number in numbers}}

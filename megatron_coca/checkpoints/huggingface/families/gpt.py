@@ -1,4 +1,4 @@
-"""Families with GPT-2's names of layers, `transformer.h`. Each is a row (see `keys.Family`)."""
+"""Families that name their layers as GPT-2 does (`transformer.h`). Each is a row (see `keys.Family`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +54,7 @@ GPT2 = transformer(
 )
 
 GROUPS = 4
-"""Number of groups of heads in CodeGen's packed projection, for any number of heads."""
+"""Number of groups of heads in CodeGen's packed projection, whatever the number of heads."""
 
 
 def _join_codegen(parts: Sequence[Tensor], heads: Heads) -> Tensor:

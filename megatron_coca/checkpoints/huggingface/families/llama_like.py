@@ -1,4 +1,6 @@
-"""Dense families of other makers with LLaMA's names of layers, `model.layers`. Each is a row (see `keys.Family`)."""
+"""Dense families of other makers that name their layers as LLaMA does (`model.layers`). Each is a row (see
+`keys.Family`).
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -125,7 +125,7 @@ def _written_aria(config: Config) -> dict[str, Any]:
 # ERNIE 4.5 ------------------------------------------------------------------------------------------------------------
 
 ONE_ROW = WeightPacking(lambda parts, heads: parts[0].flatten(), lambda packed, heads, count: [packed[None]])
-"""A vector that is a matrix with one row."""
+"""A vector of ours, which the class stores as a matrix with one row."""
 
 
 def _ernie(config: Json, keys: Json) -> dict[str, Any]:
@@ -144,7 +144,9 @@ def _ernie(config: Json, keys: Json) -> dict[str, Any]:
 
 
 def _written_ernie(config: Config) -> dict[str, Any]:
-    """Return the keys that `_ernie` reads. If they do not fit a model's layers, it differs when it is read back."""
+    """Return the keys that `_ernie` reads. If they cannot describe the model's layers, the export differs from the
+    model when it is read back.
+    """
     model = config.model
     mixed = [number for number, kind in enumerate(model.mlp_names) if kind == EXPERTS] or [0]
     gap = mixed[1] - mixed[0] if len(mixed) > 1 else 1

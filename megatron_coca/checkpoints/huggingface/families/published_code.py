@@ -157,7 +157,7 @@ def _chatglm(config: Json, keys: Json) -> dict[str, Any]:
 # Baichuan -------------------------------------------------------------------------------------------------------------
 
 SECOND = 125696
-"""Rows of the embedding of Baichuan 2, which unlike those of Baichuan 1 has an output head with rows of length 1."""
+"""Number of embedding rows of Baichuan 2. Unlike Baichuan 1, it has an output head with rows of length 1."""
 UNIT_ROWS = WeightPacking(lambda parts, heads: F.normalize(parts[0]), lambda packed, heads, count: [packed])
 """A matrix whose rows the model divides by their lengths."""
 BAICHUAN = (

@@ -38,7 +38,7 @@ DEFAULT_BASE = 10000.0
 REQUIRED = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
 """Keys without a default. If one is missing, transformers takes the value of some model of the architecture."""
 EPSILONS = {"falcon": "layer_norm_epsilon", "nemotron": "norm_eps"}
-"""Architectures for which transformers does not read NORM -> the key of config.json that has its value."""
+"""Architectures for which transformers does not read NORM -> the key of config.json that gets the value of NORM."""
 PARTLY_ROTATED = ("stablelm", "nemotron", "phi3")
 """Values of `model_type` with the key partial_rotary_factor."""
 LARGEST = {"gemma2": 46, "gemma3": 62}

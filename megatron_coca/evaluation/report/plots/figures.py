@@ -83,7 +83,7 @@ class Figure:
 
 
 def style(layout: Layout, background: str = "print", salt: str = "") -> Any:
-    """Return a context with the style of plots, in which they are drawn and printed."""
+    """Return a context in which plots are drawn and printed with their style."""
     return matplotlib.rc_context(
         cast(Any, {**_style(BACKGROUNDS[background], layout.points), "svg.hashsalt": salt or None})
     )

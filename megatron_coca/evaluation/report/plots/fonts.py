@@ -59,7 +59,9 @@ def families(letters: frozenset[str]) -> tuple[list[str], str]:
 
 
 def set_fonts(canvas: Figure) -> None:
-    """Give all texts of a plot fonts with their letters, in a normal weight, because few of these fonts have bold."""
+    """Give every text of a plot fonts that have its letters. The weight is normal, because few of these fonts have
+    bold.
+    """
     for text in canvas.findobj(Text):
         assert isinstance(text, Text)
         found, missing = families(frozenset(text.get_text()))

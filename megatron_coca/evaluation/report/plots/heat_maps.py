@@ -16,9 +16,9 @@ HeatMap = tuple[str, Sequence[Sequence[float | None]]]
 def heat_maps(
     maps: Sequence[HeatMap], rows: Sequence[str], heads: Sequence[str], x_label: str, y_label: str, name: str
 ) -> Drawing:
-    """Return functions that draw heat maps and return the height: accuracies as coloured cells with their numbers.
+    """Return two functions: one draws the heat maps, the other returns the height of the plot.
 
-    `name` is the name of the numbers.
+    `name` says what the numbers are.
     """
 
     def columns_in(layout: Layout) -> int:

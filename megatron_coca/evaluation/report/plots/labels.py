@@ -114,7 +114,7 @@ def place_name(covered: Covered, name: str, along: str, value: float, gap: float
 
 
 def _boxes(axes: Axes, size: tuple[float, float], along: str, value: float, gap: float) -> list[Box]:
-    """Return the boxes of a `size` on both sides of a dotted line, in order, inside the axes if possible."""
+    """Return the boxes of this `size` on both sides of a dotted line, in order, inside the axes if possible."""
     area, (width, height), boxes = Box(*axes.bbox.extents), size, []
     x, y = axes.transData.transform((value, 1.0) if along == "x" else (1.0, value))
     for share in np.linspace(0, 1, STEPS):

@@ -22,9 +22,10 @@ def widened(low: float, high: float) -> tuple[float, float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return round positive ticks that cover `low` to `high`.
+    """Return ticks at round positive values that cover `low` to `high`.
 
-    Within a factor of 4 they are evenly spaced; otherwise they are 1, 2 and 5 times powers of ten, or only the powers.
+    If `high` is less than 4 times `low`, they are evenly spaced. Otherwise they are 1, 2 and 5 times powers of ten, or
+    only the powers.
     """
     if high < 4 * low:
         return [float(tick) for tick in MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)]
@@ -72,7 +73,7 @@ def spread_apart(places: Sequence[float], halves: Sequence[float]) -> list[float
     blocks: list[tuple[list[int], float]] = []
 
     def fitted(members: list[int]) -> tuple[list[int], float]:
-        """Return a block and its lower end: the mean of the wanted ends, moved inside."""
+        """Return a block and its lower end: the mean of the ends that its labels want, moved inside 0 .. 1."""
         size, offset, wanted = 0.0, 0.0, []
         for index in members:
             wanted.append(places[index] - offset - halves[index])

@@ -96,8 +96,8 @@ def _name(value: Any) -> str:
 class Member:
     """A label, split into the label of its weights as trained (`base`) and the name of its `variant`.
 
-    The variant is empty for the weights as trained. `method` is its name in a configuration. `methods` are the keys and
-    names of all methods of the training or, for a variant, of those that evaluation changes.
+    The variant is empty for the weights as trained. `method` is the member's method, named as in a configuration.
+    `methods` are the keys and names of all methods of the training or, for a variant, of those that evaluation changes.
     """
 
     label: str
@@ -109,7 +109,7 @@ class Member:
 
     @property
     def short(self) -> str:
-        """The name of the line in a panel of its base."""
+        """The name of the member's line in the panel of its base."""
         return self.variant or "as trained"
 
 
@@ -157,7 +157,7 @@ def _variant(label: str, base: str) -> str:
 
 
 def apart(found: Sequence[Member]) -> list[Member]:
-    """Return the members with other dashes and markers for every look that occurs twice, but the same colours."""
+    """Return the members with different looks: a repeated look gets other dashes and markers, but keeps its colour."""
     taken: set[Look] = set()
     wanted = {member.look for member in found}
     kept = []

@@ -24,8 +24,8 @@ from megatron_coca.evaluation.report.plots.looks import Look, Member, apart, num
 FEW_POINTS = 30
 """Largest number of points for which a line has markers."""
 MOST_BEYOND = 3.0
-"""Factor by which an interval on a logarithmic axis may exceed the lines, because t intervals of two seeds can span
-many decades."""
+"""Factor by which an interval on a logarithmic axis may extend beyond the lines. The rest is cut off, because t
+intervals of two seeds can span many decades."""
 SHARES = (-0.03, 1.03)
 """Range of the axis for accuracies."""
 MOST_TOGETHER = 4
@@ -37,7 +37,7 @@ INSIDE = 0.72
 CHARACTER = 0.6
 """Approximate width of a character in units of the text's size."""
 DARKER = 0.72
-"""Factor on the colour of a line for the text beside it, which needs more contrast."""
+"""Factor that darkens the colour of a line for the text beside it, which needs more contrast."""
 
 
 def axis_of(number: Number) -> dict[str, Any]:
@@ -49,7 +49,8 @@ def axis_of(number: Number) -> dict[str, Any]:
 class Line:
     """One line, optionally with interval ends. A value that is not finite leaves a gap.
 
-    `name` is written at its end, by default the label. Without a `look`, the index in the panel determines it.
+    `name` is written at its end, by default the label. If `look` is not set, the line's index in the panel determines
+    how it looks.
     """
 
     label: str
@@ -126,7 +127,8 @@ def _columns(given: Sequence[Panel], layout: Layout) -> int:
 
 
 def panels(given: Sequence[Panel], in_pairs: bool = False, common_y: bool = True) -> Drawing:
-    """Return functions that draw the panels in rows with a common y axis, and that return the height of the plot.
+    """Return two functions: one draws the panels in rows with a common y axis, the other returns the height of the
+    plot.
 
     `in_pairs`: whether two neighbouring panels form a pair, which stays in one row on a page. Without `common_y`, each
     panel has its own y axis.
@@ -218,7 +220,7 @@ def _room(given: Sequence[Panel], layout: Layout, columns: int) -> float:
 
 
 def _draw_panel(axes: Axes, panel: Panel, layout: Layout, columns: int, ticks: Sequence[float], room: float) -> None:
-    """Draw the lines of a panel; its axes are `room` times the size of the text wide."""
+    """Draw the lines of a panel. The width of its axes is `room` times the size of the text."""
     finite = [y for line in panel.lines for y in line.y if math.isfinite(y)]
     bounds = (min(finite) / MOST_BEYOND, max(finite) * MOST_BEYOND) if panel.log_y and finite else (-math.inf, math.inf)
     for line in panel.context:

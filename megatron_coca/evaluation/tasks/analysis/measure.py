@@ -164,7 +164,7 @@ def _share(holds: np.ndarray, among: np.ndarray | None = None) -> MaybeShare:
 def summarise_angles(theta: np.ndarray, frequencies: np.ndarray, training_length: int) -> tuple[Angles, Borders]:
     """Summarise angles [layers, heads, samples, d/2], which are NaN if undefined.
 
-    With distance, the angles grow by `frequencies` [d/2] radians per token.
+    The angles grow by `frequencies` [d/2] radians per token of distance.
     """
     defined, anomalous = ~np.isnan(theta), theta < -COLLINEAR
     layers, heads, *_ = theta.shape

@@ -57,7 +57,9 @@ class Decay(Part):
 
 
 class Entropy(Part):
-    """Entropy in nats of a query's attention weights: means over documents and over all that the field's name lacks."""
+    """Entropy in nats of a query's attention weights. Each field is a mean over documents, and over everything that its
+    name does not mention.
+    """
 
     positions: list[int]  # positions of the sampled queries
     by_position: list[float]

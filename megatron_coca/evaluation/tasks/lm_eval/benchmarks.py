@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 PUNKT = "nltk_data/tokenizers/punkt_tab"
-"""The folder below that of `--datasets` with the sentence splitter of ruler's tasks with essays."""
+"""The folder, below that of `--datasets`, that contains the sentence splitter for ruler's tasks with essays."""
 ESSAYS = "baber/paul_graham_essays"
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"
 HOTPOT = (

@@ -1,4 +1,4 @@
-"""The report section on long-context benchmarks of lm-evaluation-harness, in the layout of their own tables."""
+"""The report section on long-context benchmarks of lm-evaluation-harness, with tables as in the benchmarks' papers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -195,7 +195,7 @@ def table_of(
 ) -> Table:
     """Return a table with a row for each label and each entry of `rows`.
 
-    `rows` maps patterns for the row's name, in which {} is the label, to the rows of the cells.
+    `rows` maps a pattern for the names of table rows, in which {} stands for the label, to the `row` of their cells.
     """
     made = []
     for pattern, row in rows.items():
@@ -223,7 +223,9 @@ def _means(
     columns: Sequence[ScoreColumn],
     head: str = "length",
 ) -> Table:
-    """Return means by length over all `of` tasks, which `tasks` names, or over the common ones if no label has all."""
+    """Return means by length over all `of` tasks of a benchmark, or over the tasks that the labels have in common if no
+    label has all. `tasks` describes all tasks in words.
+    """
     group, common = extended
     row, few = (
         (MEAN, "") if has_row(group, MEAN) else (TOGETHER, f" over {len(common)} task{'s' if len(common) > 1 else ''}")
@@ -234,7 +236,7 @@ def _means(
 
 
 def with_published(table: Table, metric: str, columns: Sequence[ScoreColumn], group: ResultGroup) -> Table:
-    """Add published rows for the same columns, if our rows cover all documents with the task's own examples."""
+    """Add published rows for the same columns, if ours cover all documents with each task's own number of examples."""
     protocol = group.first.protocol
     if not table.rows or protocol.limit is not None or protocol.num_fewshot is not None:
         return table
@@ -287,7 +289,8 @@ def babilong_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Re
 def longbench_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """Return LongBench's tables of categories with published rows, of all tasks, and of LongBench-E by length.
 
-    The table for the sentence at the top comes first. It is a language's table, or has the mean of all common tasks.
+    The table for the sentence at the top of the report comes first. It is a language's table, or has the mean of all
+    common tasks.
     """
     (group, common), tables = with_derived(group, "longbench"), []
     for language, table_parts in (("English", benchmarks.LONGBENCH_ENGLISH), ("Chinese", benchmarks.LONGBENCH_CHINESE)):

@@ -55,7 +55,7 @@ class TaskData:
 
     @contextmanager
     def provided(self, seed: int, limit: int | None = None) -> Iterator[None]:
-        """Load tasks in this block. Raises EvaluationError if the documents of a task cannot be read.
+        """Provide the documents of tasks loaded in this context. Raises EvaluationError if they cannot be read.
 
         The code of each task starts with `seed`, so that its documents do not depend on other tasks. `limit` is the
         number of documents of each length, for tasks with generated lengths.
@@ -147,7 +147,7 @@ def _first_of_each(rows: datasets.Dataset, number: int) -> datasets.Dataset:
 
 
 def _features(given: Mapping[str, Any]) -> datasets.Features:
-    """Return the features that a task's file declares, as in infinitebench; the library needs its own types."""
+    """Return the features that a task's file declares, as in infinitebench; `datasets` needs its own types."""
     if not all(isinstance(kind, Mapping) and "dtype" in kind for kind in given.values()):
         return datasets.Features(given)
     values = {name: datasets.Value(kind["dtype"]) for name, kind in given.items()}

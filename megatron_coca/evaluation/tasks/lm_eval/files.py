@@ -1,4 +1,4 @@
-"""Digests of the inputs of an lm-evaluation-harness task: its YAML file, code and local data, and a group's tasks."""
+"""Digests of the inputs of an lm-evaluation-harness task (its YAML file, code and local data) or group of tasks."""
 
 import glob
 import json

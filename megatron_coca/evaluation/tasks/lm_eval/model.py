@@ -1,4 +1,7 @@
-"""An adapter from our models to lm-evaluation-harness 0.4.13, and task loading. Importing this needs lm_eval."""
+"""An adapter from our models to lm-evaluation-harness 0.4.13, and task loading.
+
+This module cannot be imported without lm_eval.
+"""
 
 import difflib
 import importlib

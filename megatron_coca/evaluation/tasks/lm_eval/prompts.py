@@ -1,4 +1,6 @@
-"""Encoding of the harness's texts, as in its class for Hugging Face models. Importing this does not need lm_eval."""
+"""Encoding of the harness's texts, as in its class for Hugging Face models. This module can be imported without
+lm_eval.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -49,7 +49,7 @@ def log_samples(
 
 
 def _line(sample: Mapping[str, Any], marks: Mapping[str, bool]) -> str:
-    """Return a sample as one line of JSON, as the harness writes it, with `marks`: whether a prompt lost its beginning
+    """Return a sample as one line of JSON, as the harness writes it, with `marks`: whether a prompt was truncated
     (`cut`), and whether an answer had not ended (`unfinished`).
     """
     from lm_eval.utils import handle_non_serializable, sanitize_list

@@ -67,8 +67,8 @@ def task_scores(
 ) -> TaskScores:
     """Return the entry of a task or group.
 
-    `cut` maps each task to its documents with a truncated prompt, and `unfinished` to those with an answer without an
-    end.
+    `cut` maps each task to its documents with a truncated prompt, and `unfinished` to those with an answer that had not
+    ended.
     """
     samples = sorted(results["samples"].get(name, ()), key=lambda sample: sample["doc_id"])
     version = results["versions"].get(name)

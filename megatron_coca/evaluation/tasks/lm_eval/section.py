@@ -47,7 +47,7 @@ def score_cell(series: Series, key: ScoreKey) -> TableCell:
 
 
 def first_scores(keys: Sequence[ScoreKey], lowest: Sequence[bool], group: ResultGroup) -> list[ScoreKey]:
-    """Return the first score of each task whose highest number is the best; groups of tasks are left out."""
+    """Return, for each task, the first score for which higher is better; groups of tasks are left out."""
     entries = [entry for series in group.series for entry in series.entries()]
     tasks = {entry.task for entry in entries if entry.documents_sha256 is not None}
     found: dict[str, ScoreKey] = {}
@@ -109,7 +109,7 @@ def annotated(cell: TableCell, told: str, why: str) -> TableCell:
 
 @shared.grouped("short", LM_EVAL.comparable)
 def lm_eval_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Return a table of all scores, and CoCA Table 5, which has group means without the scores of single tasks."""
+    """Return a table of all scores, and Table 5 of the CoCA paper, which has means of groups but no scores of tasks."""
     keys = score_keys(group)
     heads = [
         f"{task} {metric}".strip() if filter_name == "none" else f"{task} {metric} ({filter_name})"

@@ -21,7 +21,7 @@ from megatron_coca.evaluation.tasks.perplexity.measure import LanguageModel, tok
 
 @dataclass(frozen=True)
 class ContextContrast:
-    """Lengths of the short context and thresholds, in tokens and nats."""
+    """The lengths that define the short context, in tokens, and the thresholds, in nats."""
 
     short: int = 4096
     stride: int = 1024
@@ -102,8 +102,8 @@ def merged(spans: Sequence[TokenSpan]) -> list[TokenSpan]:
 def tokens_within(offsets: Sequence[TokenSpan], spans: Sequence[TokenSpan]) -> np.ndarray:
     """Return the places of the tokens, except the first, that lie within one of the spans (int64).
 
-    `offsets` are the characters of each token of the evaluated model. So this translates key tokens of another
-    tokenizer, given as spans.
+    `offsets` are the spans of the evaluated model's tokens, and `spans` those of another tokenizer's key tokens. So
+    this translates key tokens from one tokenizer to another.
     """
     found, index = [], 0
     joined = merged(spans)

@@ -1,1 +1,1 @@
-"""Margins of hidden facts, and the loss of the same tokens by length."""
+"""Margins of hidden facts, and the loss of the same tokens at every length."""

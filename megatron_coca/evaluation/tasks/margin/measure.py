@@ -1,7 +1,7 @@
-"""`megatron-coca evaluate margin`: margins of hidden facts, and the loss of the same tokens by length.
+"""`megatron-coca evaluate margin`: margins of hidden facts, and the loss of the same tokens at every length.
 
 A margin is the log-probability of the right answer minus that of the likeliest foil, which is a wrong answer of the
-same form. Margins distinguish even models of which all answer right, or all wrong.
+same form. Margins can distinguish models even if all of them answer right, or all of them wrong.
 """
 
 from argparse import Namespace
@@ -52,9 +52,9 @@ PROTOCOL = (
 
 
 ANSWER_TOKENS = 8
-"""Tokens of each length that the prompt leaves for the answer."""
+"""A prompt is this many tokens shorter than its length, which leaves room for the answer."""
 MOST_SCORED = 1024
-"""Scored tokens per document by default; at most half of the training length."""
+"""Default number of scored tokens per document, unless half of the training length is less."""
 DOCUMENTS = 4
 """Largest number of documents without --num-documents. Short data may have fewer."""
 REMEDY = "shorten --lengths, or use --dtype bfloat16"
@@ -110,9 +110,10 @@ def check_lengths(args: Namespace, tokenizer: Tokenizer, data_root: Path) -> Non
 
 
 def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: int, wanted: int | None) -> Documents:
-    """Return the first `wanted` documents of at least `length` tokens, truncated to it; None: up to DOCUMENTS.
+    """Return the first `wanted` documents of at least `length` tokens, truncated to `length`. None: up to DOCUMENTS.
 
-    If too few are long enough, the rest of the data is joined and divided. Raises EvaluationError or DataError.
+    If too few are long enough, the rest of the data is joined and divided into documents of this length. Raises
+    EvaluationError or DataError.
     """
     names, shape = list(data or default_data(evaluation)), evaluation.opened.trained.model
     vocabulary = shape.vocab_size or shape.padded_vocab_size
@@ -172,8 +173,8 @@ def score_facts(subject: Subject, store: Store[MarginResult], cases: Cases, leng
 @torch.inference_mode()
 def last_loss(model: GPT, tokens: np.ndarray, window: int, scored: int, start: int | None = None) -> float:
     """Return the sum of the nll in nats of the last `scored` tokens of a document (int64 [tokens]), given the tokens
-    before them. The model reads `window` tokens, the last of which predicts the document's last token. A token `start`
-    replaces the first of these tokens.
+    before them. The model reads `window` tokens, the last of which predicts the document's last token. If `start`
+    is given, it replaces the first of these tokens.
     """
     device = next(model.parameters()).device
     ids = torch.from_numpy(tokens[len(tokens) - 1 - window : -1].astype(np.int64)).to(device)
@@ -209,8 +210,8 @@ def _spread(number: int) -> float:
 def margins(model: GPT, tokenizer: Tokenizer, cases: Cases, known: Container[int] = ()) -> Iterator[CaseMargin]:
     """Yield the margins of the cases whose numbers are not in `known`.
 
-    Cases are ordered by the tokens of their prompts, and thus by the depth of the fact. So prompts of equal length
-    share a long beginning, which is computed once (`SharedPrefix`).
+    Cases are ordered by the tokens of their prompts, and thus by the depth of the fact. So consecutive prompts of
+    equal length share a long beginning, which is computed once (`SharedPrefix`).
     """
     shared, waiting = SharedPrefix(model), [number for number in range(len(cases)) if number not in known]
     for number in sorted(waiting, key=lambda number: prefix_order(cases[number][1].prompt)):
@@ -241,7 +242,7 @@ def _continuations(tokenizer: Tokenizer, stub: str, answers: Sequence[str]) -> t
 
 
 def _common_beginning(answers: Sequence[Sequence[int]]) -> int:
-    """Return with how many tokens all answers begin. The last token of the shortest answer never counts."""
+    """Return the number of tokens with which all answers begin. The last token of the shortest answer never counts."""
     first = np.array(answers[0])
     return min(*(common_prefix(first, np.array(each)) for each in answers[1:]), min(map(len, answers)) - 1)
 

@@ -41,7 +41,7 @@ class MarginEntry(Entry):
 
     length: int  # tokens of an input
     documents: int  # number of documents to score; `nlls` is shorter until all are scored
-    scored: int  # tokens of each document
+    scored: int  # scored tokens of each document
     cases: list[CaseMargin] = []  # sorted by number; some numbers are missing until all facts are measured
     nlls: list[float] = []  # nats, sum over the scored tokens of each document
 
@@ -94,7 +94,7 @@ def windows_at(length: int) -> str:
 
 class MarginProtocol(Record):
     text: str
-    scored: int  # tokens of each document
+    scored: int  # scored tokens of each document
     seed: int  # of the hidden facts
     start: int | None = None  # token id with which windows and plain prompts begin
     chat: ChatRecord | None = None  # None: prompts are plain text
@@ -142,7 +142,7 @@ LOSS = Number(
 )
 MARGINS = Task(
     "margin",
-    "log-probability margins of hidden facts, and the loss of the same tokens, by length",
+    "log-probability margins of hidden facts, and the loss of the same tokens at every length",
     add_margin_options,
     "--checkpoint runs/350M_roformer_coca --lengths 1L,2L,4L --facts 32 --output results",
     "margin.measure.run",

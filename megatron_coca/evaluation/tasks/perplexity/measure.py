@@ -131,8 +131,8 @@ def _measured_score(
     advance: Callable[[int], None],
     ring: SequenceRing | None = None,
 ) -> tuple[DocumentScore, Meter]:
-    """Return the score of a document and its cost. If a part has measured both, they are read from `kept`. `advance`
-    is called with the number of windows that were scored.
+    """Return the score of a document and its cost. If a part of the evaluation has measured them, they are read from
+    `kept`. `advance` is called with the number of windows that were scored.
     """
     if (found := kept.get(window, document)) is not None:
         advance(window_count(len(tokens), window, args.stride))
@@ -149,8 +149,9 @@ def _measure_part(
 ) -> int:
     """Score the documents of part `args.part`, and keep their scores. The command without a part merges them.
 
-    A unit is a variant, a window and a document. The units of a window follow each other, so the numbers
-    of its documents in two parts differ by at most one. A variant without units of this part is not loaded.
+    A unit is one document in windows of one size for one variant. The units of a window size follow each other, so two
+    parts score the same number of its documents, or numbers that differ by one. A variant without units of this part is
+    not loaded.
     """
     part, parts = args.part
     pairs = [(window, document) for window in sorted(args.windows, reverse=True) for document in range(len(arrays))]
@@ -346,7 +347,7 @@ def score_document(
 
 def score_on_rank(model: GPT, rows: Tensor, held: Tensor, bounds: Tensor, vocabulary: int | None = None) -> Tensor:
     """Return `score_hidden` of the tokens that a rank of a ring scores; see `Score`. The token at index i is predicted
-    at index i - 1, by the rank that has the token there.
+    by the rank that has the token at index i - 1.
     """
     hidden, states, targets = model.hidden_states(rows[:, :-1]), [], []
     for row, (first, end) in enumerate(bounds.tolist()):

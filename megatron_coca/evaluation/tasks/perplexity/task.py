@@ -27,7 +27,7 @@ class DocumentScore(NamedTuple):
 
 
 class WindowResult(Entry):
-    """One window size over all documents, or over the first documents if the measurement was interrupted."""
+    """Scores with one window size, over all documents, or over the first ones if the measurement was interrupted."""
 
     window: int  # tokens of one input
     perplexity: float  # exp(nll); infinite if it overflows
@@ -73,7 +73,7 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     text = "window sizes in tokens, or as multiples of the training length; default: %(default)s"
     add("--windows", default="1L,2L,4L", type=length_list, metavar="W,W,...", help=text)
-    stride = "number of tokens that each window scores, also as a multiple; default: %(default)s"
+    stride = "number of tokens that each window scores, or a multiple of the training length; default: %(default)s"
     add("--stride", default="1L", type=length, metavar="S", help=stride)
     text = "restrict the softmax to token ids below N, such as the text tokens of a model that also learned facts"
     add("--vocabulary", type=positive_int, metavar="N", help=text)

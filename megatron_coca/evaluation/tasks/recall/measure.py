@@ -61,8 +61,9 @@ NO_KIND = -1
 
 
 class Questions(NamedTuple):
-    """Inputs int64 [n, length] and answers int64 [n]. The fact that answers input i is at its tokens first[i] ..
-    last[i] - 1. `kinds` int64 [n] are indices in `QUESTIONS`, or NO_KIND if the task has only one kind of question.
+    """Inputs int64 [n, length] and answers int64 [n]. The fact that answers input i consists of the input's
+    tokens first[i] .. last[i] - 1. `kinds` int64 [n] are indices in `QUESTIONS`, or NO_KIND if the task has only one
+    kind of question.
     """
 
     ids: np.ndarray
@@ -261,7 +262,9 @@ def by_question(kinds: Sequence[int], scores: Sequence[float]) -> dict[str, Tall
 
 
 def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_per_batch: int) -> list[HeadScores]:
-    """Return each head's mean scores of the question with the fact and with all other keys, over `count` questions."""
+    """Return each head's scores of the question with the fact, and of the question with all other keys, as means over
+    `count` questions.
+    """
     device, layers = next(model.parameters()).device, len(model.blocks)
     left, visited = count, list[Tensor]()
 

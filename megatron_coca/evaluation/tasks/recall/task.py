@@ -31,7 +31,7 @@ class HeadScores(Record):
 
 
 class RecallEntry(Tally, Entry):
-    """Cases at one length with all positions shifted by `shift`; `heads` exists only if heads were scored."""
+    """Cases at one length with all positions shifted by `shift`; `heads` is empty unless heads were scored."""
 
     length: int
     shift: int
@@ -58,9 +58,9 @@ class RecallProtocol(Record):
 
 
 MULTIPLES = (1, 2, 4, 8, 16)
-"""The default lengths, in training lengths L."""
+"""The default lengths, as multiples of the training length L."""
 SHIFTS = (0, 16, 64, 192, 960)
-"""The default offsets."""
+"""The default offsets of `--shifts`."""
 
 
 class RecallResult(Result):
@@ -105,7 +105,7 @@ def part_of(entry: RecallEntry, part: str) -> Tally | None:
 
 
 def accuracy_of(entry: RecallEntry, part: str) -> float | None:
-    """Return the accuracy of a part of the questions, as in `part_of`, or the mean over their kinds ("kinds")."""
+    """Return the accuracy of a part of the questions, as in `part_of`; for "kinds", the mean over their kinds."""
     if part == "kinds":
         kinds = entry.questions or {}
         return sum(tally.accuracy for tally in kinds.values()) / len(kinds) if kinds else None

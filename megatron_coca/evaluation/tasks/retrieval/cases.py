@@ -83,7 +83,7 @@ def share_found(answer: str, expected: Sequence[str]) -> float:
 
 
 class Puzzle(NamedTuple):
-    """Content of one prompt. `stub` is the beginning of the answer, appended if the prompt ends with a stub."""
+    """Content of one prompt. `stub` is the beginning of the answer, which the task appends if `answer_stub` is set."""
 
     description: str
     hidden: Sequence[Hidden]
@@ -137,7 +137,7 @@ class RetrievalTask:
 
 
 def passkey(answer_stub: bool = False, digits: int = 5) -> RetrievalTask:
-    """Return the passkey task, with keys of `digits` digits; see `PASSKEY_PROTOCOL`, which has five."""
+    """Return the task of `PASSKEY_PROTOCOL`, with keys of `digits` digits instead of five."""
 
     def puzzle(random: Random, length: int) -> Puzzle:
         key = random_number(random, digits)
@@ -205,7 +205,7 @@ def multi_query(random: Random, length: int) -> Puzzle:
 
 
 def variable_tracking(random: Random, length: int) -> Puzzle:
-    """Ask for all variables with one value. Each variable is assigned the variable before it."""
+    """Ask for all variables with one value. Each variable is set to the variable before it in its chain."""
     hops, chains = within(length // 128, 1, 4), 1 + within(length // 512, 1, 3)
     names = variables(random, chains * (hops + 1))
     values = distinct_numbers(random, 5, chains)

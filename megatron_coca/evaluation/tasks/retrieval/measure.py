@@ -222,7 +222,7 @@ def measure(
 
 
 def warn_of_unfinished(at: str, cases: Sequence[CaseRecord], protocol: RetrievalProtocol) -> None:
-    """Warn of wrong answers in chats that had not ended: the model may only have begun to think."""
+    """Warn of wrong answers that had not ended, in chats: the model may still have been thinking."""
     wrong = sum(case.unfinished and case.score < 1 for case in cases)
     if wrong and protocol.chat is not None:
         logger.warning(
@@ -234,7 +234,7 @@ def warn_of_unfinished(at: str, cases: Sequence[CaseRecord], protocol: Retrieval
 
 @contextmanager
 def noting_errors(store: Store[Any], at: str) -> Iterator[None]:
-    """Record `at` as missing in `store` if prompts do not fit, the model lacks their positions, or numbers overflow."""
+    """Record `at` as missing in `store` if prompts do not fit, the model has too few positions, or numbers overflow."""
     try:
         yield
     except ValueError as error:
@@ -248,7 +248,7 @@ def noting_errors(store: Store[Any], at: str) -> Iterator[None]:
 def generate_answers(
     subject: Subject, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], protocol: RetrievalProtocol, title: str
 ) -> list[tuple[list[int], bool]]:
-    """Return each answer as (token ids without the token that ends it, whether it has no end), in the order of
+    """Return each answer as (token ids without the token that ends it, whether it had not ended), in the order of
     `prompts` (int32 [n]).
 
     Prompts are not padded, because shifting all positions changes the output of a model with CoCA. The batches depend

@@ -23,7 +23,7 @@ FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here
 BUILTIN = "builtin"
 MAX_HAYSTACK_CHARACTERS = 4_000_000  # more than enough for a prompt of 500,000 tokens
 MAX_SENTENCE_CHARACTERS = 300  # longer sentences, such as tables, are split between words; prompts add whole sentences
-FIRST_TRY = 8  # number of filler units in the first prompt that contains filler
+FIRST_TRY = 8  # number of filler units in the first prompt with filler that `fit` tries
 
 _BETWEEN_PARAGRAPHS = re.compile(r"\n\s*\n")
 _BETWEEN_SENTENCES = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])")
@@ -111,7 +111,9 @@ def depth_gap(depth: float) -> Gap:
 
 
 class Hidden(NamedTuple):
-    """A sentence to hide in the haystack. `fact` is the part that the answer needs, at its first mention, or None."""
+    """A sentence to hide in the haystack. `fact` is the part of it that the answer needs (the first mention counts), or
+    None.
+    """
 
     gap: Gap
     text: str

@@ -27,7 +27,7 @@ PASSKEYS, NEEDLES, STRINGS = (
     Measure("mean share of needles found", least=LEARNED),
     Measure("mean share of strings found", "mean: ", least=LEARNED),
 )
-"""The quantities have the same names in the sentence, at the axis and in the tables."""
+"""The quantities have the same names in the sentence at the top of a report, at the axis and in the tables."""
 
 
 def head(measure: Measure) -> str:
@@ -49,7 +49,7 @@ def retrieval_text(protocol: RetrievalProtocol, each: str) -> str:
 
 
 def unfinished_text(group: ResultGroup) -> tuple[str, ...]:
-    """Return a sentence on the answers of chats that had not ended; empty if there are none."""
+    """Return a sentence on the answers that had not ended, in chats; empty if there are none."""
     found = []
     for series in group.measured if group.first.protocol.chat is not None else ():
         cases = [case for entry in series.entries() for case in getattr(entry, "cases", ())]  # means have none
@@ -69,7 +69,9 @@ def by_side(metric: Metric) -> dict[str, Metric]:
 
 @shared.grouped("passkey", PASSKEY.comparable)
 def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Return CoCA Table 2 for our results, and Figure 4 as a table of keys inside and beyond the training length."""
+    """Return our results as in Table 2 of the CoCA paper, and those of its Figure 4 as a table: keys inside and beyond
+    the training length.
+    """
     by_length = "Passkey accuracy by length of the prompt"
     split = "Passkey accuracy for keys within the training length of the end (inside) and before it (beyond)"
     specs = (

@@ -31,7 +31,7 @@ RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking")
 
 
 class FactRecord(Record):
-    """Position in a prompt of a fact that the answer needs."""
+    """Where a prompt contains a fact that the answer needs."""
 
     depth: float  # fraction of the filler units before the fact, 0 .. 1
     distance: int  # tokens from the fact's first mention to the end of the prompt, including both
@@ -83,7 +83,9 @@ class ScoredEntry(Tally, Entry):
 
 
 class PasskeyEntry(ScoredEntry):
-    """One length. `inside`: cases with a key at most the training length before the end; `beyond`: all other cases."""
+    """Cases of one length. `inside` has those whose key is at most the training length before the end of the prompt,
+    `beyond` all others.
+    """
 
     model_config = OPEN
     inside: Tally | None
@@ -120,7 +122,7 @@ class RetrievalProtocol(Record):
     tokens_per_batch: int
     answer_stub: bool
     haystack: HaystackRecord
-    dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    dynamic_length: DynamicLength = "total"  # as before the option existed
     decoding: Decoding = "growing"
     start: int | None = None  # token id put before every prompt
     ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
@@ -224,7 +226,7 @@ COMPARABLE: Comparable = {
     "protocol": "protocol.text",
 }
 LEARNED = 0.5
-"""Accuracy that a label must reach at some length. A task that no model has learned says nothing about lengths."""
+"""Accuracy that some label must reach at some length: if no model has learned a task, it says nothing about lengths."""
 
 
 def whole(entry: Any) -> Any:

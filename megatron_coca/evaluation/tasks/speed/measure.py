@@ -312,7 +312,9 @@ def ratio(own: list[float], other: list[float], against: str) -> Ratio:
 def measure(
     methods: Sequence[TimedMethod], kind: KindOfWork, length: int, batch: int, rounds: int, store: Store[SpeedResult]
 ) -> None:
-    """Try one kind of work with every method, time those that succeed, and put entries and reasons into `store`."""
+    """Try one kind of work with every method, and time the methods that succeed. `store` gets their entries, and the
+    reasons why others failed.
+    """
     works: dict[str, Workload] = {}
     peaks: dict[str, int] = {}
     for method in methods:

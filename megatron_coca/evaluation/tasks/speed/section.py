@@ -15,7 +15,9 @@ from megatron_coca.evaluation.tasks.speed.task import KINDS_OF_WORK, SpeedResult
 
 
 def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
-    """Return CoCA Figure 6 and Table 6 for our results. Times differ between runs, so each file has its own tables."""
+    """Return our results as in Figure 6 and Table 6 of the CoCA paper. Times differ between runs, so each file has
+    its own tables.
+    """
     blocks = []
     for index, item in enumerate(loaded, 1):
         result: Any = item.result

@@ -167,7 +167,7 @@ def test_parts_build_blocks_and_then_share_the_shards(
     told = [prepare_part(corpus, output, CHARACTERS, part, 3, RULES, QUIET) for part in (2, 0, 1, 1, 0)]
     assert all("blocks are built" in each for each in told[:3])
     tasks = count_tasks(corpus, RULES, output)[1]
-    assert all(each.endswith(f"{tasks} of {tasks} tasks of shards are done") for each in told[3:])
+    assert all(each.endswith(f"{tasks} of {tasks} tasks that write shards are done") for each in told[3:])
     assert everything(prepare(corpus, output, CHARACTERS, RULES, QUIET).parent) == divided
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
 

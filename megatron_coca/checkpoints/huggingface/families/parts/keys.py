@@ -35,7 +35,7 @@ PLAIN |= dict.fromkeys(TANH_GELU, "gelu")
 name if possible, else the first name.
 """
 TEMPERATURE = "llama_4_scaling_beta"
-"""Option of rope_parameters that is the strength of our logit scaling `temperature`. Its period is ORIGINAL."""
+"""Option of rope_parameters with the strength of our logit scaling `temperature`, whose period is ORIGINAL."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 

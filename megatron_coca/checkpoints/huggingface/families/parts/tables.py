@@ -1,4 +1,4 @@
-"""Tables of weight names, and changes of them, that several families share."""
+"""Tables of weight names, and functions that change such tables. Several families share them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
