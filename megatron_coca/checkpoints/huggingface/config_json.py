@@ -6,7 +6,7 @@ other architecture is a row of `families.FAMILIES`. The code of both kinds is in
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +14,7 @@ from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import families, quantized, weight_map
 from megatron_coca.checkpoints.huggingface.families import gpt_neox, llama
 from megatron_coca.checkpoints.huggingface.families.parts.defaults import NotSupported
+from megatron_coca.checkpoints.huggingface.families.parts.experts import each_mlp
 from megatron_coca.checkpoints.huggingface.families.parts.keys import ConfigReader, read_keys
 from megatron_coca.checkpoints.huggingface.rope import (
     MAXIMUM,
@@ -23,7 +24,7 @@ from megatron_coca.checkpoints.huggingface.unread_keys import ignored_keys
 from megatron_coca.checkpoints.huggingface.unsupported_types import UNSUPPORTED_TYPES
 from megatron_coca.checkpoints.huggingface.wrappers import TEXT, WRAPPERS
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
+from megatron_coca.config.model import EXPERTS, GATED_ACTIVATIONS, Activation
 from megatron_coca.config.source import COMMAND_LINE, OVERRIDES
 
 Json = Mapping[str, Any]
@@ -60,10 +61,17 @@ NETWORK_KEYS = (
 LATER_KEYS = (
     *("qk_norm_after_rotation", "clip_qkv", "residual_scale", "use_bias_in_output_head", "embedding_dropout"),
     *("sinusoidal_base", "opt_pos_emb_offset", "attention_output_gate", "embedding_width"),
-    *("use_output_transform", "skip_first_norm"),
+    *("use_output_transform", "skip_first_norm", "swiglu_limit", "swiglu_alpha"),
+    *("moe_num_experts", "moe_top_k", "moe_intermediate_size", "moe_shared_intermediate_size", "moe_shared_gate"),
+    *("moe_router_scores", "moe_router_bias", "moe_correction_bias", "moe_norm_topk_prob", "moe_weights_on_input"),
+    *("moe_routed_scaling_factor", "moe_num_groups", "moe_top_k_groups", "moe_group_scores"),
 )
 """More network keys that the modelling file supports. They are written only if they are not at their defaults, because
 exports of earlier versions lack them.
+"""
+MLPS = "mlps"
+"""Key in `network` that lists the type of the MLP of every layer, `dense` or `experts`. Models without mixtures of
+experts lack it.
 """
 QK_NORMS = {
     "head": (".weight",),
@@ -279,6 +287,7 @@ def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
     section = _section(config, NETWORK)
     network = {name: section[name] for name in NETWORK_KEYS}
     network |= {name: section[name] for name in LATER_KEYS if name in section}
+    network |= {"mlp_config": [[section[MLPS], 1]]} if MLPS in section else {}
     for name, known in (("norm", weight_map.DENSE_NORMS), ("activation", get_args(Activation))):
         if network[name] not in known:
             raise CheckpointError(
@@ -299,7 +308,10 @@ def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
 
 
 def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
-    """Return the table of weight names for a `coca_dense` folder. `network` has NETWORK_KEYS and `no_weight_tying`."""
+    """Return the table of weight names for a `coca_dense` folder.
+
+    `network` has NETWORK_KEYS, `no_weight_tying` and `use_bias_in_mlp`, and may have LATER_KEYS and MLPS.
+    """
     gated, one_norm = network["activation"] in GATED_ACTIVATIONS, network["gpt_j_residual"] and network["gpt_j_tied"]
     names: list[str] = []
     without = network["norm"] == "non_parametric_rmsnorm" and network["qk_norm"] in ("head", "projection")
@@ -317,7 +329,9 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
     norms = weight_map.DENSE_NORMS[network["norm"]] if network["use_embedding_norm"] else ()
     of_embedding = (f"embedding_layernorm.{parameter}" for parameter in norms)
     head_bias = "final_linear.bias" if network["no_weight_tying"] else "final_bias"
-    dense = weight_map.dense(network["norm"], gated, places, names)
+    dense: Sequence[weight_map.Row] = weight_map.dense(network["norm"], gated, places, names)
+    if MLPS in network:
+        dense = [*each_mlp(dense, network[MLPS]), *_mixture_rows(network)]
     return (
         *(row for row in dense if position != "residual" or not row.ours.startswith("norm.")),
         *(weight_map.output_transform(network["norm"]) if network.get("use_output_transform") else ()),
@@ -328,6 +342,21 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
         *(weight_map.OUTPUT_GATE if network.get("attention_output_gate") else ()),
         *weight_map.LEARNED_POSITIONS,
     )
+
+
+def _mixture_rows(network: Json) -> Iterator[weight_map.Row]:
+    """Yield a row for each weight of the mixtures of experts, whose modules have our names."""
+    kinds = ("weight", "bias") if network["use_bias_in_mlp"] else ("weight",)
+    linear = [f"linear{number}.{kind}" for number in (1, 2) for kind in kinds]
+    names = ["router.weight", *linear]
+    names += ["router.bias"] if network.get("moe_router_bias") else []
+    names += ["router.correction_bias"] if network.get("moe_correction_bias") else []
+    if network.get("moe_shared_intermediate_size") is not None:
+        names += [f"shared.{name}" for name in linear]
+        names += ["shared_gate.weight"] if network.get("moe_shared_gate") else []
+    for number in (number for number, kind in enumerate(network[MLPS]) if kind == EXPERTS):
+        for name in names:
+            yield weight_map.Row(f"blocks.{number}.mlp.{name}", (f"model.layers.{number}.mlp.{name}",))
 
 
 UNNEEDED = re.compile(
@@ -341,7 +370,11 @@ READERS: dict[str, ConfigReader] = {
         _dense_shape,
         _exported_position,
         lambda config, names: dense_rows(
-            {**_section(config, NETWORK), "no_weight_tying": not config.get("tie_word_embeddings")}
+            {
+                **_section(config, NETWORK),
+                "no_weight_tying": not config.get("tie_word_embeddings"),
+                "use_bias_in_mlp": config["mlp_bias"],
+            }
         ),
         llama.UNNEEDED,
     ),

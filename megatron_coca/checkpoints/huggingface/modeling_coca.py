@@ -37,6 +37,7 @@ from megatron_coca.attention.positions.frequencies import EXTENSIONS, FREQUENCIE
 from megatron_coca.attention.positions.logit_scalings import LOGIT_SCALINGS
 from megatron_coca.attention.positions.offsets import HeadOffsets, layer_offsets
 from megatron_coca.checkpoints.huggingface.model_source import CHOICES
+from megatron_coca.model.experts import ExpertMixture, ExpertRouter, StackedLinear
 from megatron_coca.model.layers import (
     GATED,
     HeadRMSNorm,
@@ -87,7 +88,8 @@ def network_of(config: CocaDenseConfig) -> Options:
         raise ValueError(f"config.json: `network` is missing for this {config.model_type}; export the model again")
     heads = {"num_attention_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
     sizes = {"hidden_size": config.hidden_size, "head_dim": config.head_dim, **heads}
-    return Options(LATER | config.network, **sizes)
+    width = config.network.get("moe_intermediate_size") or config.intermediate_size
+    return Options(LATER | config.network, **sizes, expert_width=width, use_bias_in_mlp=config.mlp_bias)
 
 
 LATER = {
@@ -101,6 +103,21 @@ LATER = {
     "embedding_width": None,
     "use_output_transform": False,
     "skip_first_norm": False,
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+    "mlps": None,
+    "moe_top_k": 1,
+    "moe_shared_intermediate_size": None,
+    "moe_shared_gate": False,
+    "moe_router_scores": "softmax",
+    "moe_router_bias": False,
+    "moe_correction_bias": False,
+    "moe_norm_topk_prob": False,
+    "moe_weights_on_input": False,
+    "moe_routed_scaling_factor": 1.0,
+    "moe_num_groups": 1,
+    "moe_top_k_groups": 1,
+    "moe_group_scores": "two_best",
 }
 """Values of network keys that are missing in config.json."""
 
@@ -483,6 +500,19 @@ class GatedMLP(LlamaMLP):
             self.act_fn = build_activation(network_of(config))
 
 
+class ClampedMLP(GatedMLP):
+    """gpt-oss's MLP, down(act(g) * (v + 1)), for the clamped g = gate x and v = up x."""
+
+    def __init__(self, config: CocaDenseConfig) -> None:
+        super().__init__(config)
+        self.limit = network_of(config).swiglu_limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., hidden_size] to the same shape."""
+        gate, value = self.gate_proj(x).clamp(max=self.limit), self.up_proj(x).clamp(-self.limit, self.limit)
+        return self.down_proj(self.act_fn(gate) * (value + 1))
+
+
 class PlainMLP(nn.Module):
     """GPT-NeoX's MLP, down(act(up x)), with LLaMA's names."""
 
@@ -495,6 +525,13 @@ class PlainMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., hidden_size] to the same shape."""
         return self.down_proj(self.act_fn(self.up_proj(x)))
+
+
+def mlp_class(activation: str) -> type[nn.Module]:
+    """Return the class of dense MLPs with an activation."""
+    if activation == "clamped_swiglu":
+        return ClampedMLP
+    return GatedMLP if activation in GATED else PlainMLP
 
 
 class CocaDenseLayer(LlamaDecoderLayer):
@@ -513,7 +550,8 @@ class CocaDenseLayer(LlamaDecoderLayer):
         self.residual_scale = network.residual_scale
         self.one_norm = self.parallel and network.gpt_j_tied
         self.self_attn = CocaDenseAttention(config, layer_idx)
-        self.mlp = (GatedMLP if network.activation in GATED else PlainMLP)(config)
+        mixed = network.mlps is not None and network.mlps[layer_idx] == "experts"
+        self.mlp = ExpertMixture(network) if mixed else mlp_class(network.activation)(config)
         norm = partial(build_norm, network)
         place = network.norm_position
         before, after = (norm if place in (name, "sandwich") else nn.Identity for name in ("pre", "post"))
@@ -567,6 +605,8 @@ class InitWeights:
             nn.init.ones_(module.weight)
         if isinstance(module, ZeroCenteredRMSNorm | ZeroCenteredLayerNorm):
             module.reset_parameters()
+        if isinstance(module, ExpertRouter | StackedLinear):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
 
 
 class OutputTransform(nn.Module):
@@ -612,6 +652,7 @@ class CocaDenseModel(InitWeights, LlamaModel):
 
     config_class = CocaDenseConfig
     _no_split_modules = ["CocaDenseLayer"]
+    _keep_in_fp32_modules_strict = frozenset({"correction_bias"})
 
     def __init__(self, config: CocaDenseConfig) -> None:
         if config.network and config.network.get("attention_output_gate"):
@@ -721,6 +762,7 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
 
     config_class = CocaDenseConfig
     _no_split_modules = ["CocaDenseLayer"]
+    _keep_in_fp32_modules_strict = frozenset({"correction_bias"})
 
     def __init__(self, config: CocaDenseConfig) -> None:
         super().__init__(config)

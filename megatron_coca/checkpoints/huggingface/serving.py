@@ -65,9 +65,10 @@ def servings(folder: Path, length: int | None = None) -> list[Serving]:
         if reason := _reason(program, opened.trained, settings) or _too_long(opened.trained, settings, length):
             found.append(Serving(program, (), (reason,)))
         else:
-            notes = (
-                () if remote or settings["model_type"] in RUN else (f"{program} was not tried with this architecture.",)
-            )
+            untried = "" if remote or settings["model_type"] in RUN else "this architecture"
+            if remote and opened.trained.model.mixtures:
+                untried = "mixtures of experts in the modelling file"
+            notes = (f"{program} was not tried with {untried}.",) if untried else ()
             found.append(Serving(program, (served.command(folder, settings, length),), notes))
     return found
 

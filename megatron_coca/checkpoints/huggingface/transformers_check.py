@@ -25,7 +25,7 @@ from megatron_coca.checkpoints.export_check import (
     report,
 )
 from megatron_coca.checkpoints.files import read_json, write_json
-from megatron_coca.checkpoints.huggingface.config_json import CONFIG
+from megatron_coca.checkpoints.huggingface.config_json import CONFIG, MLPS, NETWORK
 from megatron_coca.checkpoints.huggingface.read import open_folder
 from megatron_coca.checkpoints.weights import Weights
 
@@ -114,6 +114,8 @@ def _first_settings(settings: Mapping[str, Any], keys: tuple[str, str], part: Ex
     kept |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": padding}
     if "layers" in (position := settings.get("position") or {}):
         kept["position"] = {**position, "layers": position["layers"][:layers]}
+    if MLPS in (network := settings.get(NETWORK) or {}):
+        kept[NETWORK] = {**network, MLPS: network[MLPS][:layers]}
     return kept
 
 

@@ -23,6 +23,7 @@ from megatron_coca.checkpoints.huggingface.config_json import (
     LAYERS,
     LEARNED_ROWS,
     LIMITS,
+    MLPS,
     NETWORK,
     NETWORK_KEYS,
     OURS,
@@ -75,9 +76,14 @@ def _our_keys(config: Config, shared: MutableJson) -> MutableJson:
     return without | {
         "rope_parameters": plain,
         NETWORK: {name: flat[name] for name in NETWORK_KEYS}
-        | {name: flat[name] for name in LATER_KEYS if flat[name] != default_of(name, flat)},
+        | {name: flat[name] for name in LATER_KEYS if flat[name] != default_of(name, flat)}
+        | _mlps(config),
         "auto_map": {f"Auto{name}": f"{TEMPLATE.stem}.CocaDense{end}" for name, end in classes.items()},
     }
+
+
+def _mlps(config: Config) -> MutableJson:
+    return {MLPS: list(config.model.mlp_names)} if config.model.mixtures else {}
 
 
 def family_exporter(kind: str) -> Exporter:
@@ -94,7 +100,7 @@ EXPORTERS: dict[str, Exporter] = {
     "gpt_neox": gpt_neox.EXPORTER,
     "llama": llama.EXPORTER,
     **{kind: family_exporter(kind) for kind, family in FAMILIES.items() if family.architecture},
-    OURS: Exporter("CocaDenseForCausalLM", lambda config: dense_rows(config.flat()), _our_keys),
+    OURS: Exporter("CocaDenseForCausalLM", lambda config: dense_rows(config.flat() | _mlps(config)), _our_keys),
 }
 """`model_type` -> exporter. The first exporter that can represent a model is used; the last supports all other models.
 """
@@ -114,7 +120,9 @@ def _fits(kind: str, config: Config, described: Mapping[str, Any]) -> bool:
         return False
 
 
-WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *LATER_KEYS, *POSITION_KEYS, *LIMITS, "kv_channels", "layer_types"}
+MIXED = ("mlp_config", "moe_expert_interval")
+"""Keys that determine MLPS."""
+WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *LATER_KEYS, *POSITION_KEYS, *LIMITS, *MIXED, "kv_channels", "layer_types"}
 """Keys that the exporter of our modelling file writes."""
 
 

@@ -32,8 +32,10 @@ from tests.parity.exported import (
 pytestmark = pytest.mark.usefixtures("modules_cache")
 __all__ = ["modules_cache"]
 
-UNTRAINED = dict.fromkeys(("make_vocab_size_divisible_by", "intermediate_size", "attention_config"))
-"""What a folder says in another way: rows of the vocabulary, the inner width and the type of every layer as such."""
+UNTRAINED = dict.fromkeys(
+    ("make_vocab_size_divisible_by", "intermediate_size", "attention_config", "mlp_config", "moe_expert_interval")
+)
+"""What a folder says in another way: rows of the vocabulary, the inner width, and the type of every layer and MLP."""
 SHAPES = {"neox": NEOX, "grouped llama": GROUPED}
 EXPORTED = {
     name
@@ -168,6 +170,21 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "norms after rotation": {"qk_norm": "head", "qk_norm_after_rotation": True, "pos_emb": "rotary"}
     | {"norm": "rmsnorm", "rope_scaling": {"rope_type": "dynamic_yarn"}},
     "a norm of the embedding": {"use_embedding_norm": True, "num_kv_heads": 1, "attn_logit_softcapping": 4.0},
+    "mixtral's experts": GROUPED | {"moe_num_experts": 4, "moe_top_k": 2, "moe_norm_topk_prob": True},
+    "deepseek 3's experts": LLAMA
+    | {"mlp_config": [[["dense", "experts", "experts"], 1]], "num_layers": 3, "moe_num_experts": 8, "moe_top_k": 3}
+    | {"moe_num_groups": 4, "moe_top_k_groups": 2, "moe_router_scores": "sigmoid", "moe_correction_bias": True}
+    | {"moe_routed_scaling_factor": 2.5, "moe_shared_intermediate_size": 24, "moe_intermediate_size": 20}
+    | {"moe_norm_topk_prob": True},
+    "deepseek 2's groups, in every second layer": {"moe_num_experts": 8, "moe_num_groups": 4, "moe_top_k_groups": 2}
+    | {"moe_group_scores": "max", "moe_top_k": 2, "moe_expert_interval": 2, "num_layers": 4},
+    "qwen 2's experts, biases, rerope": {"moe_num_experts": 4, "moe_top_k": 2, "moe_shared_intermediate_size": 24}
+    | {"moe_shared_gate": True, "activation": "geglu", "relative_positions": {"type": "rerope"}},
+    "gpt-oss's experts": {"activation": "clamped_swiglu", "moe_num_experts": 4, "moe_top_k": 2, "swiglu_limit": 0.5}
+    | {"swiglu_alpha": 1.1, "moe_router_bias": True, "moe_norm_topk_prob": True, "norm": "rmsnorm"}
+    | {"mlp_config": [[["dense", "experts"], 1]]},
+    "llama 4's experts": {"moe_num_experts": 3, "moe_weights_on_input": True, "moe_router_scores": "sigmoid"}
+    | {"moe_shared_intermediate_size": 24, "moe_intermediate_size": 20},
     "llama 4's layers": {"attention_config": [[["chunked", "global"], "all"]], "pos_emb": "none", "num_layers": 4}
     | {"norm": "rmsnorm", "layer_types": {"chunked": {"attention_chunk_size": 9, "pos_emb": "coca_strict"}}},
 }
@@ -222,6 +239,7 @@ def test_logits_and_weights(name: str, tmp_path: Path) -> None:
     again = opened[1].load().model
     shapes = [each.trained.model.model_copy(update=UNTRAINED) for each in opened]
     assert opened[0].trained.model.layer_names == opened[1].trained.model.layer_names
+    assert opened[0].trained.model.mlp_names == opened[1].trained.model.mlp_names
     assert not name.startswith("dense") or shapes[0] == shapes[1]
     torch.testing.assert_close(again(tokens(3 * TRAINED)), ours(tokens(3 * TRAINED)), rtol=0, atol=1e-6)
 
@@ -237,8 +255,7 @@ def test_every_choice_is_covered(tmp_path: Path) -> None:
     used = {key: {keys.get(key, "") for keys in BLOCKS.values()} for key in ("norm", "activation")}
     assert set(tables["NORMS"]) - {"layernorm"} <= used["norm"] and set(tables["NORMS"]) == set(get_args(Norm))
     activations = tables["UNGATED"] | tables["GATED"] | tables["LEARNED"]
-    in_mixtures = {"clamped_swiglu"}  # mixtures of experts have no modelling file
-    assert set(activations) - in_mixtures <= used["activation"] and set(activations) == set(get_args(Activation))
+    assert set(activations) <= used["activation"] and set(activations) == set(get_args(Activation))
 
 
 @pytest.mark.parametrize(
@@ -246,6 +263,7 @@ def test_every_choice_is_covered(tmp_path: Path) -> None:
     [
         *(("coca", "bfloat16"), ("coca", "float16"), ("kerple_log", "bfloat16"), ("rpe", "float16")),
         *(("alibi", "bfloat16"), ("coca, a window", "bfloat16"), ("coca, gemma 3's layers", "float16")),
+        ("dense, mixtral's experts", "bfloat16"),
     ],
 )
 def test_half_precision(form: str, dtype: str, tmp_path: Path) -> None:
@@ -274,7 +292,7 @@ def test_exported_weights_are_read_by_their_dtype(tmp_path: Path) -> None:
     "name",
     [
         *("coca, neox", "coca, clex", "coca, tied, biases", "dense, scalenorm, mish, rotary"),
-        "dense, rmsnorm, grouped, parallel, partial, tied head",
+        *("dense, rmsnorm, grouped, parallel, partial, tied head", "dense, deepseek 3's experts"),
     ],
 )
 def test_save_pretrained_loads_again(name: str, tmp_path: Path) -> None:
@@ -300,7 +318,11 @@ def test_without_the_head(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["coca, neox", "kerple_power, neox", "rpe, grouped llama", "coca, clex", "dense, scalenorm, mish, rotary"]
+    "name",
+    [
+        *("coca, neox", "kerple_power, neox", "rpe, grouped llama", "coca, clex", "dense, scalenorm, mish, rotary"),
+        "dense, deepseek 3's experts",
+    ],
 )
 def test_a_fresh_model_is_drawn(name: str, tmp_path: Path) -> None:
     folder = export(random_checkpoint(tmp_path / "run", **CASES[name]), tmp_path / "exported").folder

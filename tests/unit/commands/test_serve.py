@@ -1,6 +1,7 @@
 """`megatron-coca serve`: the commands that serve an export, or why there are none."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.chdir(tmp_path)
 
     def run(*options: str, **keys: Any) -> str:
+        for folder in ("run", "out"):
+            shutil.rmtree(tmp_path / folder, ignore_errors=True)
         export(random_checkpoint(tmp_path / "run", **LLAMA, **keys), tmp_path / "out")
         capsys.readouterr()
         assert cli.main(["serve", "out", *options]) == 0
@@ -37,6 +40,12 @@ def test_our_modelling_file(served: Served) -> None:
     sglang = "python -m sglang.launch_server --model-path out --trust-remote-code --model-impl transformers"
     assert f"  SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 {sglang} --context-length 100" in lines
     assert any("runs modeling_coca.py" in line for line in lines)
+
+
+def test_mixtures_of_experts_in_our_modelling_file(served: Served) -> None:
+    text = served(pos_emb="coca", moe_num_experts=4, moe_top_k=2)
+    assert "vLLM was not tried with mixtures of experts in the modelling file." in text
+    assert "was not tried" not in served(pos_emb="coca")
 
 
 def test_a_stock_class(served: Served) -> None:

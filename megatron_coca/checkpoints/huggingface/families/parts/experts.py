@@ -68,16 +68,21 @@ def with_experts(rows: Rows, names: ExpertNames = ExpertNames()) -> Callable[[Mo
     """Return the table of a family as a function of the model. `rows` is the table of a model without mixtures."""
 
     def table(model: ModelConfig) -> Rows:
-        kinds = list(enumerate(model.mlp_names))
-        found = [row for row in rows_of(rows)(model) if ".mlp." not in row.ours]
-        for row in (row for row in rows if row.ours.startswith("blocks.{i}.mlp.")):
-            found += [_of_layer(row, number) for number, kind in kinds if kind == DENSE]
-        for number, kind in kinds:
+        found = each_mlp(rows_of(rows)(model), model.mlp_names)
+        for number, kind in enumerate(model.mlp_names):
             if kind == EXPERTS:
                 found += [_of_layer(row, number) for row in _mixture(model, names, rows)]
         return tuple(found)
 
     return table
+
+
+def each_mlp(rows: Sequence[Row], mlp_names: Sequence[str]) -> list[Row]:
+    """Return the rows of a table without those of MLPs, which follow for each layer with a dense MLP."""
+    found = [row for row in rows if ".mlp." not in row.ours]
+    for row in (row for row in rows if ".mlp." in row.ours):
+        found += [_of_layer(row, number) for number, kind in enumerate(mlp_names) if kind == DENSE]
+    return found
 
 
 def _of_layer(row: Row, number: int) -> Row:
