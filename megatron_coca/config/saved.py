@@ -45,9 +45,10 @@ def load_saved_config(
 
     Args:
         source: the file of the configuration, or its keys and values.
-        overrides, files: the user's overrides and files. Only the key `imports` is read; it is required if the
-            checkpoint has it.
-        same: raise an error, instead of logging a warning, if a file differs from the recorded file.
+        overrides, files: the user's overrides and files, of which only the key `imports` is read. They must set it if
+            the checkpoint's configuration sets it.
+        same: raise an error, instead of logging a warning, if an imported file differs from the one that the
+            checkpoint records.
 
     Raises:
         ConfigError: all errors.

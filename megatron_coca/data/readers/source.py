@@ -100,7 +100,7 @@ class ReadingProblems:
             self.filtered[reason] += count
 
     def file_part(self, path: str, begins: bool, usable: int, faulty: int) -> None:
-        """Note how many usable and faulty records a part of a file has. A file is lost if no part has a usable
+        """Add the numbers of usable and faulty records in one part of a file. A file is lost if no part has a usable
         record.
         """
         identity = hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Families of other makers with mixtures of experts. Each is a row (see `keys.Family`)."""
+"""Families with mixtures of experts that no other module describes. Each is a row (see `keys.Family`)."""
 
 from typing import Any
 
