@@ -162,7 +162,7 @@ NOT_RUN = {
     "python tools/gpu/sweep.py": "needs a GPU, or its results",
     "python tools/bench_methods.py": "times two methods side by side, for minutes",
     "python tools/bench_evaluation.py": "times SmolLM2 beside transformers, for minutes",
-    "python tools/bench_families.py": "times models of 58 families, for hours",
+    "python tools/bench_families.py": "times models of 85 families, for hours",
     "python tools/bench_spinning.py": "times three kinds of work, for minutes; test_bench_spinning.py runs a short one",
     "python tools/bench_decoding.py": "times ways of decoding, for minutes; test_bench_decoding.py runs a small one",
     "python tools/bench_rings.py": "trains in six layouts, for minutes; test_bench_rings.py runs a small one",

@@ -49,7 +49,8 @@ class Task:
         result: the type of the result files.
         numbers: the numbers of an entry, the most important one first.
         readings: reads from an entry the numbers whose names are not known beforehand.
-        comparable: the properties in which the results of one table agree.
+        comparable: the properties in which the results of one table agree. By default these are the protocol and, if
+            the results record documents, the documents and the tokenizer.
         at: the name of a missing entry; {} in it stands for the length.
         divided_by: the option with values that several processes can measure independently. Without it, a task is
             divided by variant only.
@@ -70,7 +71,7 @@ class Task:
     result: type[Result]
     numbers: tuple[Number, ...] = ()
     readings: Callable[[Any], Iterable[Reading]] | None = None
-    comparable: Comparable = field(default_factory=lambda: {"protocol": "protocol"})
+    comparable: Comparable = field(default_factory=dict)
     at: str = "length {}"
     divided_by: str = ""
     fits: str = ""
@@ -78,6 +79,12 @@ class Task:
     sections: tuple[TaskSection, ...] = ()
     place: int = LAST
     of_checkpoint: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.comparable:
+            measured = "documents" in self.result.model_fields
+            documents = {"documents (sha256)": "documents.sha256", "tokenizer": "tokenizer"} if measured else {}
+            object.__setattr__(self, "comparable", documents | {"protocol": "protocol"})
 
     def read(self, entry: Any) -> list[Reading]:
         """Return all numbers of an entry."""

@@ -84,6 +84,7 @@ class Choice:
         huggingface: `stock` if transformers' own classes implement the choice; `file` if the modelling file of our
             exports does; else the reason why the choice cannot be exported.
         neox: `upstream` if GPT-NeoX implements the choice; `plugin` if our plugin does; else the reason why not.
+            `plugin` is the default, except for biases, which the plugin does not compute.
         compute: the formula of a choice that a user's file declares. None for a choice of this package, whose formula
             is in a table of `attention`.
     """
@@ -142,13 +143,16 @@ class Choice:
         return "; ".join(reason for check in self.checks if (reason := check(use)) is not None) or None
 
 
+NO_BIAS = "GPT-NeoX has no such bias; use megatron-coca train"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PositionEmbedding(Choice):
     """A value of `pos_emb`: operands of queries and keys, a bias, or vectors that are added to the embedding.
 
     Attributes:
         query, key_operand, bias: Q', K' and the bias of the scores, for tables.
-        description: the text for model cards.
+        description: the text for model cards; by default the label.
         rotary: whether queries and keys are rotated, so that frequencies can be extended and distances mapped.
         shift_invariant: whether scores depend only on differences of positions.
         by_distance: whether only attention scores depend on positions. False if vectors are added to the embedding.
@@ -172,6 +176,12 @@ class PositionEmbedding(Choice):
     by_query: bool = False
     weights: Literal["layer", "shared", "table"] | None = None
     frequencies: Literal["pair", "feature"] = "pair"
+
+    def __post_init__(self) -> None:
+        if not self.description:
+            object.__setattr__(self, "description", self.label)
+        if self.biased and self.neox == "plugin":
+            object.__setattr__(self, "neox", NO_BIAS)
 
     def frequency_count(self, rotated: int, options: Values) -> int:
         """Return the number of frequencies of a head with this number of rotated features."""

@@ -153,7 +153,6 @@ declare(
             description="Sandwich, the inner products of sinusoidal embeddings",
             bias="`H/(8h) sum_j (cos(r theta_j) - 1)`",
             biased=True,
-            neox="GPT-NeoX has no such bias; use megatron-coca train",
         ),
         PositionEmbedding(
             "fire",

@@ -52,19 +52,24 @@ def test_it_receives_the_metrics(guide: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_resumed_run_repeats_no_line(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every launch is killed while it writes a line; the second one resumes from step 2, and the third is a new run."""
+    """Every launch is killed while it writes a line; the second one resumes from step 2, and the third is a new run,
+    which keeps the lines of the other.
+    """
     monkeypatch.chdir(guide.parent)
     config, losses = load_config([guide], SHAPE), Path("runs/losses/losses.csv")
     losses.parent.mkdir(parents=True)
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4)), (0, (1,))):
         sinks = open_sinks(config, start)
-        for sink in sinks:
-            for step in steps:
+        for step in steps:
+            for sink in sinks:
                 sink.report(step, {"loss": step / 2})
+            lines = ["1,0.5", "2,1.0", "3,1.5", "4,2.0"][:step]
+            assert losses.read_text().splitlines() == lines, f"resumed from step {start}, before it is closed"
+        for sink in sinks:
             sink.close()
-        lines = ["1,0.5", "2,1.0", "3,1.5", "4,2.0"][: steps[-1]]
-        assert losses.read_text().splitlines() == lines, f"resumed from step {start}"
         losses.write_text(losses.read_text() + "1")
+    (older,) = losses.parent.glob("losses_*.csv")
+    assert older.read_text().splitlines() == ["1,0.5", "2,1.0", "3,1.5", "4,2.0", "1"]
 
 
 def test_its_options_are_checked(guide: Path) -> None:

@@ -47,6 +47,7 @@ FAMILIES: dict[str, Family] = {
         MODERN,
         RMS_5 | {"num_local_experts": ("moe_num_experts", 8), "num_experts_per_tok": ("moe_top_k", 2)},
         {"router_jitter_noise": 0.0},
+        rope=1000000.0,
         windows=ALL_LAYERS,
         read=counted_experts("num_local_experts", 8, {"moe_norm_topk_prob": True}),
         write=experts_only,

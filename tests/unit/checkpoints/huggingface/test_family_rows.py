@@ -53,6 +53,17 @@ def test_a_row_has_the_names_and_defaults_of_its_class(kind: str) -> None:
     assert family.by_type or (share or 1.0) == (family.share or 1.0), (
         f"{row_name(kind)}: share is {share} by default in {known.reader}"
     )
+    written = defaults.to_dict()
+    rope = written.get("rope_parameters") or {}
+    extended = rope.get("rope_type", "default") != "default"
+    assert extended or rope.get("rope_theta") in (None, family.rope), (
+        f"{row_name(kind)}: rope is {rope['rope_theta']} by default in {known.reader}"
+    )
+    heads, width = written.get("num_attention_heads"), written.get("head_dim")
+    equal = "head_dim" in family.harmless or (heads is not None and width == defaults.hidden_size // heads)
+    assert width == family.head_dim or (family.head_dim is None and equal), (
+        f"{row_name(kind)}: head_dim is {width} by default in {known.reader}"
+    )
     differing = [f"{name} is {getattr(defaults, name)!r}" for name in wanted if getattr(defaults, name) != wanted[name]]
     assert not differing, f"{row_name(kind)}: in {known.reader}, {', '.join(differing)} by default"
 

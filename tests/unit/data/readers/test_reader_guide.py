@@ -64,6 +64,20 @@ def test_a_reader_made_by_the_guide_prepares_a_corpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("csv_reader")
+def test_no_text_is_lost_without_a_word(tmp_path: Path) -> None:
+    """Not that of a long field, a line break of another kind, a byte order mark, or a comma without quotes."""
+    long = "x" * 200_000
+    content = f'\ufefftitle,body\na,{long}\nb,"two\r\nlines"\nc,Hello, world\n' + "d,more\n" * 20
+    out = prepared(recipe(tmp_path, content, fields={"text": "body", "key": "title"}), tmp_path)
+    shard = Shard(out / "books_train")
+    texts = [CHARACTERS.decode(shard.document(number)) for number in range(shard.documents)]
+    assert len(texts[0]) >= len(long) and texts[1].startswith("two\r\nlines")
+    (facts,) = read_manifest(out / "manifest.json")["inputs"]
+    assert facts["problems"] == {"row too long": 1}
+    assert "books.csv:3: row too long (more values than names)" in facts["problems_named"][0]
+
+
+@pytest.mark.usefixtures("csv_reader")
 def test_a_damaged_file_and_a_foreign_key_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"books\.csv: cannot be read to its end"):
         prepared(recipe(tmp_path, 'title,body\na,"never closed\n'), tmp_path)
