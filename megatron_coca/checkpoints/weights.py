@@ -100,18 +100,23 @@ class Weights:
             )
 
     def to(self, dtype: torch.dtype) -> "Weights":
-        """Return the same weights, rounded to `dtype` when they are read.
+        """Return the same weights, rounded to `dtype` when they are read. The `correction_bias` of routers keeps its
+        dtype, as in models.
 
         Reading a weight raises CheckpointError if rounding makes a finite value infinite.
         """
+        rounded = {name: entry for name, entry in self.entries.items() if not name.endswith(".router.correction_bias")}
 
         def read(name: str) -> Tensor:
             exact = self.read(name)
-            rounded = exact.to(dtype)
-            _check_overflow(exact, rounded, f"{self.source}: {self.origin(name)}")
-            return rounded
+            if name not in rounded:
+                return exact
+            converted = exact.to(dtype)
+            _check_overflow(exact, converted, f"{self.source}: {self.origin(name)}")
+            return converted
 
-        return replace(self, entries={n: entry._replace(dtype=dtype) for n, entry in self.entries.items()}, read=read)
+        entries = self.entries | {name: entry._replace(dtype=dtype) for name, entry in rounded.items()}
+        return replace(self, entries=entries, read=read)
 
     def only(self, names: Iterable[str]) -> "Weights":
         """Return only the named weights, in the given order."""

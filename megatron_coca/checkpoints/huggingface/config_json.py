@@ -24,7 +24,7 @@ from megatron_coca.checkpoints.huggingface.unread_keys import ignored_keys
 from megatron_coca.checkpoints.huggingface.unsupported_types import UNSUPPORTED_TYPES
 from megatron_coca.checkpoints.huggingface.wrappers import TEXT, WRAPPERS
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.config.model import EXPERTS, GATED_ACTIVATIONS, Activation
+from megatron_coca.config.model import DENSE, EXPERTS, GATED_ACTIVATIONS, Activation
 from megatron_coca.config.source import COMMAND_LINE, OVERRIDES
 
 Json = Mapping[str, Any]
@@ -280,14 +280,32 @@ def position_keys(config: Json) -> dict[str, Any]:
 
 
 def _exported_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
+    known = (*POSITION_KEYS, *LIMITS, LEARNED_ROWS, LAYERS, "layer_types", "clex_frequencies")
+    _check_section(config, POSITION, known, source)
     return position_keys(config)
+
+
+def _check_section(config: Json, name: str, known: Collection[str], source: Path) -> None:
+    """Raise CheckpointError if a section has a key that this version would ignore, but the modelling file might not."""
+    if unknown := sorted(_section(config, name).keys() - {*known}):
+        raise CheckpointError(
+            f"{source}: {name}.{unknown[0]}: not known; update megatron_coca if a newer version wrote the folder"
+        )
 
 
 def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
     section = _section(config, NETWORK)
     network = {name: section[name] for name in NETWORK_KEYS}
     network |= {name: section[name] for name in LATER_KEYS if name in section}
-    network |= {"mlp_config": [[section[MLPS], 1]]} if MLPS in section else {}
+    _check_section(config, NETWORK, (*network, MLPS), source)
+    layers = section.get(MLPS)
+    if layers is not None:
+        count = config["num_hidden_layers"]
+        if not isinstance(layers, list) or len(layers) != count or not {*map(str, layers)} <= {DENSE, EXPERTS}:
+            raise CheckpointError(
+                f"{source}: network.{MLPS}: expected a list of {DENSE} or {EXPERTS} for each of {count} layers"
+            )
+        network |= {"mlp_config": [[layers, 1]]}
     for name, known in (("norm", weight_map.DENSE_NORMS), ("activation", get_args(Activation))):
         if network[name] not in known:
             raise CheckpointError(
@@ -330,7 +348,7 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
     of_embedding = (f"embedding_layernorm.{parameter}" for parameter in norms)
     head_bias = "final_linear.bias" if network["no_weight_tying"] else "final_bias"
     dense: Sequence[weight_map.Row] = weight_map.dense(network["norm"], gated, places, names)
-    if MLPS in network:
+    if network.get(MLPS) is not None:
         dense = [*each_mlp(dense, network[MLPS]), *_mixture_rows(network)]
     return (
         *(row for row in dense if position != "residual" or not row.ours.startswith("norm.")),

@@ -89,7 +89,8 @@ def network_of(config: CocaDenseConfig) -> Options:
     heads = {"num_attention_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
     sizes = {"hidden_size": config.hidden_size, "head_dim": config.head_dim, **heads}
     width = config.network.get("moe_intermediate_size") or config.intermediate_size
-    return Options(LATER | config.network, **sizes, expert_width=width, use_bias_in_mlp=config.mlp_bias)
+    given = {name: value for name, value in config.network.items() if value is not None or LATER.get(name) is None}
+    return Options(LATER | given, **sizes, expert_width=width, use_bias_in_mlp=config.mlp_bias)
 
 
 LATER = {
@@ -527,6 +528,35 @@ class PlainMLP(nn.Module):
         return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
+MIXTURES = {
+    "mlps": ("dense", "experts"),
+    "moe_router_scores": ("softmax", "sigmoid"),
+    "moe_group_scores": ("two_best", "max"),
+}
+"""Network keys of mixtures of experts -> the supported values; `mlps` is a list of them."""
+
+
+def check_mixtures(network: Options, layers: int) -> None:
+    """Raise ValueError if config.json has a value that the mixtures of experts would misread."""
+    for key, known in MIXTURES.items():
+        values = network[key] if key == "mlps" else [network[key]]
+        if unknown := [value for value in values if value not in known]:
+            raise ValueError(f"config.network: {key} {unknown[0]!r} is not supported; supported: {', '.join(known)}")
+    if len(network.mlps) != layers:
+        raise ValueError(f"config.network: mlps has {len(network.mlps)} entries for {layers} layers; export again")
+
+
+def build_mixture(network: Options) -> ExpertMixture:
+    """Return a mixture of experts whose correction is a buffer: transformers makes all parameters trainable when it
+    loads them, but no gradient trains the correction.
+    """
+    mixture = ExpertMixture(network)
+    if (correction := mixture.router.correction_bias) is not None:
+        del mixture.router.correction_bias
+        mixture.router.register_buffer("correction_bias", correction.detach())
+    return mixture
+
+
 def mlp_class(activation: str) -> type[nn.Module]:
     """Return the class of dense MLPs with an activation."""
     if activation == "clamped_swiglu":
@@ -550,8 +580,8 @@ class CocaDenseLayer(LlamaDecoderLayer):
         self.residual_scale = network.residual_scale
         self.one_norm = self.parallel and network.gpt_j_tied
         self.self_attn = CocaDenseAttention(config, layer_idx)
-        mixed = network.mlps is not None and network.mlps[layer_idx] == "experts"
-        self.mlp = ExpertMixture(network) if mixed else mlp_class(network.activation)(config)
+        kind = "dense" if network.mlps is None else network.mlps[layer_idx]
+        self.mlp = build_mixture(network) if kind == "experts" else mlp_class(network.activation)(config)
         norm = partial(build_norm, network)
         place = network.norm_position
         before, after = (norm if place in (name, "sandwich") else nn.Identity for name in ("pre", "post"))
@@ -607,6 +637,9 @@ class InitWeights:
             module.reset_parameters()
         if isinstance(module, ExpertRouter | StackedLinear):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
+            for values in (module.bias, getattr(module, "correction_bias", None)):
+                if values is not None:
+                    nn.init.zeros_(values)
 
 
 class OutputTransform(nn.Module):
@@ -659,6 +692,8 @@ class CocaDenseModel(InitWeights, LlamaModel):
             config.base_model_tp_plan = config.base_model_tp_plan | {"layers.*.self_attn.g_proj": "colwise"}
         super().__init__(config)
         network, positions = network_of(config), Positions(config)
+        if network.mlps is not None:
+            check_mixtures(network, config.num_hidden_layers)
         self.positions = {name: Positions(config, name) for name in layer_names(config)}
         self.rotary_emb = NoTables()
         self.layers = nn.ModuleList(CocaDenseLayer(config, n) for n in range(config.num_hidden_layers))
@@ -679,7 +714,9 @@ class CocaDenseModel(InitWeights, LlamaModel):
         if positions.form.rotary and positions.extension.learned:
             # These weights are loaded but not used, because config.json contains the solved frequencies.
             up = torch.zeros(positions.rotary.dim // 2, positions.rotary.dim)
-            self.clex = nn.ParameterDict({"up": up, "down": up.T.clone()}).requires_grad_(False)
+            self.clex = nn.Module()
+            self.clex.register_buffer("up", up)
+            self.clex.register_buffer("down", up.T.clone())
         if positions.method == "learned":
             self.position_embeddings = LearnedPositions(positions.given["max_position_embeddings"], config.hidden_size)
         if positions.method == "sinusoidal":

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from megatron_coca import methods
@@ -305,6 +306,65 @@ def test_save_pretrained_loads_again(name: str, tmp_path: Path) -> None:
         assert torch.equal(again(tokens(50)).logits, theirs(tokens(50)).logits)
         ours = load_model(tmp_path / "saved")(tokens(50))
     torch.testing.assert_close(ours, theirs(tokens(50)).logits, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["dense, deepseek 3's experts", "coca, clex"])
+def test_what_no_gradient_trains_is_not_trainable(name: str, tmp_path: Path) -> None:
+    """With several processes, a trainable parameter without a gradient is an error in the second step."""
+    checkpoint = random_checkpoint(tmp_path / "run", **CASES[name])
+    theirs = remote(checkpoint, tmp_path / "exported")
+    before = {key: value.clone() for key, value in theirs.state_dict().items()}
+    names = [key for key in before if "correction_bias" in key or "clex" in key]
+    assert names and not {*names} & {key for key, _ in theirs.named_parameters()}
+    folder = export(checkpoint, tmp_path / "half", dtype="bfloat16").folder
+    half = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+    exact = [key for key in names if "correction_bias" in key]
+    assert all(torch.equal(half.state_dict()[key], before[key]) for key in exact)
+
+
+def test_missing_weights_of_experts_are_drawn(tmp_path: Path) -> None:
+    """Biases are 0, not what the memory holds."""
+    keys = CASES["dense, deepseek 3's experts"] | {"moe_router_bias": True, "use_bias_in_mlp": True}
+    folder = export(random_checkpoint(tmp_path / "run", **keys), tmp_path / "exported").folder
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if ".mlp." not in name or not name.endswith("bias")}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    missing = weights.keys() - kept.keys()
+    assert len(missing) > 10 and not any(theirs.state_dict()[name].any() for name in missing)
+
+
+STRANGE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a type": ({"mlps": ["dense", "expert", "experts"]}, "network.mlps: expected a list", "mlps 'expert' is not"),
+    "too few": ({"mlps": ["dense", "experts"]}, "for each of 3 layers", "2 entries for 3 layers"),
+    "too many": ({"mlps": ["dense", *["experts"] * 3]}, "for each of 3 layers", "4 entries for 3 layers"),
+    "scores": ({"moe_router_scores": "SIGMOID"}, "moe_router_scores", "moe_router_scores 'SIGMOID' is not supported"),
+    "groups": ({"moe_group_scores": "best"}, "moe_group_scores", "moe_group_scores 'best' is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_strange_mixtures_are_errors(name: str, tmp_path: Path) -> None:
+    changed, ours, theirs = STRANGE[name]
+    folder = export(
+        random_checkpoint(tmp_path / "run", **CASES["dense, deepseek 3's experts"]), tmp_path / "out"
+    ).folder
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"network": config["network"] | changed}))
+    with pytest.raises(CheckpointError, match=ours):
+        load_model(folder)
+    with pytest.raises(ValueError, match=theirs):
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("section", ["network", "position"])
+def test_keys_of_a_newer_version_are_errors(section: str, tmp_path: Path) -> None:
+    folder = export(random_checkpoint(tmp_path / "run", **CASES["coca, neox"]), tmp_path / "out").folder
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {section: config[section] | {"turns": 2}}))
+    with pytest.raises(CheckpointError, match=rf"{section}\.turns: not known; update megatron_coca"):
+        load_model(folder)
 
 
 @pytest.mark.parametrize("name", ["coca, neox", "rpe, grouped llama"])
