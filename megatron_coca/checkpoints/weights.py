@@ -115,7 +115,7 @@ class Weights:
             _check_overflow(exact, converted, f"{self.source}: {self.origin(name)}")
             return converted
 
-        entries = self.entries | {name: entry._replace(dtype=dtype) for name, entry in rounded.items()}
+        entries = dict(self.entries) | {name: entry._replace(dtype=dtype) for name, entry in rounded.items()}
         return replace(self, entries=entries, read=read)
 
     def only(self, names: Iterable[str]) -> "Weights":
