@@ -15,7 +15,7 @@ quickstart: .venv/ready
 
 SERIAL := $(shell grep -rl --include='test_*.py' mark.serial tests)
 
-# Every change must pass this target: lint, types and the fast tests, in about 7 minutes on 2 idle cores.
+# Every change must pass this target: lint, types and the fast tests, in about 4 minutes on 2 idle cores (5 the first time).
 # In a fresh checkout, one process compiles all tests beside lint. Otherwise each of three would, which takes longer.
 test: .venv/ready-dev
 	if [ ! -e tests/__pycache__ ]; then $(PYTEST) --collect-only -qq > /dev/null & fi; $(MAKE) --no-print-directory lint && wait
