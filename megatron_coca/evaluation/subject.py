@@ -1,5 +1,6 @@
 """The evaluated checkpoint and its variants: one model with different config overrides and result files."""
 
+import json
 import logging
 import sys
 from argparse import Namespace
@@ -294,7 +295,8 @@ def recipe_of(trained: Config) -> dict[str, Any]:
     recipe = {key: flat[key] for key in keys if flat[key] != default_of(key, flat)}
     if stages := recipe.get("stages"):
         recipe["stages"] = [{key: value for key, value in stage.items() if _in_stage(key)} for stage in stages]
-    return recipe
+    found: dict[str, Any] = json.loads(json.dumps(recipe))  # as a result file has it: JSON has no tuples
+    return found
 
 
 def _in_stage(key: str) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.config import load_config
+from megatron_coca.evaluation.results import CheckpointRecord
 from megatron_coca.evaluation.subject import recipe_of
 
 ELSEWHERE = {f"{split}_data_paths": ["data/elsewhere"] for split in ("train", "valid", "test")}
@@ -33,6 +34,8 @@ def test_seeds_folders_and_machines_do_not_change_a_recipe(keys: Any) -> None:
     "keys",
     [
         {"optimizer.params.lr": 2e-3},
+        {"optimizer.params.betas": [0.9, 0.98]},
+        {"synthetic": {"task": "recall", "facts": 4}, "vocab_size": 512},
         {"weight_decay": 0.3},
         {"train_iters": 200},
         {"train_batch_size": 64},
@@ -42,4 +45,7 @@ def test_seeds_folders_and_machines_do_not_change_a_recipe(keys: Any) -> None:
     ],
 )
 def test_what_a_training_makes_of_a_seed_is_in_its_recipe(keys: Any) -> None:
-    assert recipe(**keys) != recipe()
+    changed = recipe(**keys)
+    assert changed != recipe()
+    record = CheckpointRecord(path="run", identity="x", step=1, seq_length=8, pos_emb="rotary", recipe=changed)
+    assert CheckpointRecord.model_validate_json(record.model_dump_json()).recipe == changed
