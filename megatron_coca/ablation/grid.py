@@ -25,7 +25,7 @@ from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import check_same_model
 from megatron_coca.checkpoints.load import source_overrides
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
-from megatron_coca.config.schema import default_of
+from megatron_coca.config.schema import default_of, not_at_default
 from megatron_coca.data import DataError, Tokenizer
 from megatron_coca.evaluation.labels import slug
 from megatron_coca.evaluation.results import EvaluationError, Record
@@ -238,11 +238,8 @@ def cell_hash(config: Config, batch: int, data: Mapping[str, Any], weights: str 
     the initial weights of a run with `finetune`.
     """
     flat = config.flat()
-    named = {
-        key: flat[key]
-        for key, (group, _) in KEYS.items()
-        if group not in RUN_GROUPS and key not in RUN_KEYS and flat[key] != default_of(key, flat)
-    }
+    wanted = (key for key, (group, _) in KEYS.items() if group not in RUN_GROUPS and key not in RUN_KEYS)
+    named = not_at_default(wanted, flat)
     data = {name: value for name, value in data.items() if name != "text"}  # not part of earlier versions' cell names
     content = named | {"batch": batch, "dtype": config.precision.dtype, "data": data, "weights": weights}
     return sha256(json.dumps(_without_none(content), sort_keys=True).encode()).hexdigest()[:8]

@@ -26,8 +26,8 @@ from megatron_coca.checkpoints.compare import comparable
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.opened import OpenedCheckpoint, load_weights
 from megatron_coca.checkpoints.weights import WeightEntry, Weights
-from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
-from megatron_coca.config.schema import default_of
+from megatron_coca.config import COMPUTE_KEYS, Config, load_config
+from megatron_coca.config.schema import MODEL_KEYS, not_at_default
 from megatron_coca.model import empty_model
 
 logger = logging.getLogger(__name__)
@@ -117,11 +117,7 @@ def _length(config: Config) -> int:
 def reduced(config: Config, layers: int, rows: int) -> Config:
     """Return the configuration of the first layers of a model, without the keys of the training run."""
     flat, names = config.flat(), config.model.layer_names[:layers]
-    keys = {
-        key: flat[key]
-        for key, place in KEYS.items()
-        if place.group in ("model", "position") and key not in COMPUTE_KEYS and flat[key] != default_of(key, flat)
-    }
+    keys = not_at_default((key for key in MODEL_KEYS if key not in COMPUTE_KEYS), flat)
     keys.pop("imports", None)  # the methods are registered already
     keys |= {"num_layers": layers, "attention_config": [[list(names), 1]]}
     if config.model.mixtures:

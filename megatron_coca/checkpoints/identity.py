@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
 from megatron_coca.checkpoints.unsupported import WITHOUT_EFFECT
 from megatron_coca.checkpoints.weights import StoredTensor, is_archive, load_pickle, read_layout
-from megatron_coca.config import KEYS, Config
-from megatron_coca.config.schema import default_of
+from megatron_coca.config import Config
+from megatron_coca.config.schema import MODEL_KEYS, not_at_default
 from megatron_coca.support.regular_files import open_regular
 
 RANGE, RANGES = 1 << 16, 16
@@ -39,11 +39,7 @@ def network_digest(config: Config) -> str:
     A key that is added to the schema later does not change the digest as long as it has its default value.
     """
     flat = config.flat()
-    keys = {
-        key: flat[key]
-        for key, place in KEYS.items()
-        if place.group in ("model", "position") and key not in WITHOUT_EFFECT and flat[key] != default_of(key, flat)
-    }
+    keys = not_at_default((key for key in MODEL_KEYS if key not in WITHOUT_EFFECT), flat)
     return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()
 
 

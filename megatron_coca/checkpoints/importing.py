@@ -16,8 +16,8 @@ from megatron_coca.checkpoints.load import ignored_names, open_checkpoint
 from megatron_coca.checkpoints.opened import Overrides, check_fit
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, write_safetensors
-from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
-from megatron_coca.config.schema import default_of
+from megatron_coca.config import COMPUTE_KEYS, Config, load_config
+from megatron_coca.config.schema import MODEL_KEYS, not_at_default
 from megatron_coca.data.tokenizers import Tokenizer, load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, PROBES
 from megatron_coca.data.tokenizers.losses import sampled
@@ -131,11 +131,7 @@ def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequen
     """
     opened = open_checkpoint(folder, verify=False, overrides=overrides, files=files)
     flat, vocabulary = opened.trained.flat(), opened.folder / "tokenizer.json"
-    keys = {
-        key: flat[key]
-        for key, place in KEYS.items()
-        if place.group in ("model", "position") and key not in COMPUTE_KEYS and flat[key] != default_of(key, flat)
-    }
+    keys = not_at_default((key for key in MODEL_KEYS if key not in COMPUTE_KEYS), flat)
     keys |= {key: flat[key] for key in TOKENIZER_KEYS if flat[key] is not None}
     # The number of ids comes from the tokenizer, and the number of rows from the embedding.
     rows = opened.trained.model.padded_vocab_size

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from megatron_coca.config import COMPUTE_KEYS, KEYS, Config
+from megatron_coca.config import COMPUTE_KEYS, Config
 from megatron_coca.config.model import GAU, GLOBAL
-from megatron_coca.config.schema import default_of
+from megatron_coca.config.schema import MODEL_KEYS, not_at_default
 
 WITHOUT_EFFECT = (
     COMPUTE_KEYS
@@ -40,6 +40,5 @@ def lost_keys(config: Config, written: frozenset[str]) -> Iterator[str]:
         elif differ and (kind.sink_logits or kind.gate or shared):
             yield f"layer_types: layers of type {name} have weights that the format has no names for"
     known, flat = written | WITHOUT_EFFECT | {"attention_config", "layer_types"}, config.flat()
-    for key, place in KEYS.items():
-        if place.group in ("model", "position") and key not in known and flat[key] != default_of(key, flat):
-            yield f"{key}: the format cannot represent {flat[key]!r}"
+    for key, value in not_at_default((key for key in MODEL_KEYS if key not in known), flat).items():
+        yield f"{key}: the format cannot represent {value!r}"

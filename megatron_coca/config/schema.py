@@ -1,6 +1,6 @@
 """One model with all key groups, and the location of every key in it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -66,6 +66,15 @@ def default_of(key: str, flat: Mapping[str, Any]) -> Any:
     if not isinstance(extra, dict):
         return declared.default
     return flat[str(extra["follows"])] if "follows" in extra else extra["default"]
+
+
+def not_at_default(keys: Iterable[str], flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `keys` whose values in `flat` are not their defaults, with these values."""
+    return {key: flat[key] for key in keys if flat[key] != default_of(key, flat)}
+
+
+MODEL_KEYS = tuple(key for key, place in KEYS.items() if place.group in ("model", "position"))
+"""Every key of the network and of its positions."""
 
 
 COMPUTE_KEYS = frozenset(

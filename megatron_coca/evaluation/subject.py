@@ -23,7 +23,7 @@ from megatron_coca.checkpoints.identity import network_digest
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import KEYS, Config, ConfigError, PositionConfig
 from megatron_coca.config.position import ORIGINAL
-from megatron_coca.config.schema import default_of
+from megatron_coca.config.schema import not_at_default
 from megatron_coca.config.source import given_values
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
@@ -292,7 +292,7 @@ def recipe_of(trained: Config) -> dict[str, Any]:
     """
     flat = trained.flat()
     keys = [key for key, place in KEYS.items() if place.group in RECIPE_GROUPS or key in RECIPE_KEYS]
-    recipe = {key: flat[key] for key in keys if flat[key] != default_of(key, flat)}
+    recipe = not_at_default(keys, flat)
     if stages := recipe.get("stages"):
         recipe["stages"] = [{key: value for key, value in stage.items() if _in_stage(key)} for stage in stages]
     found: dict[str, Any] = json.loads(json.dumps(recipe))  # as a result file has it: JSON has no tuples

@@ -329,6 +329,11 @@ TOKENS_AT_ONCE = 8192
 """Tokens per chunk of the MLP if no gradients are needed. Chunking limits the memory for the inner features."""
 
 
+def clamped(value: Tensor, gate: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Return value and gate of `clamped_swiglu`: v + 1 and g, for values and gates that are clamped at `limit`."""
+    return value.clamp(-limit, limit) + 1, gate.clamp(max=limit)
+
+
 class FeedForward(nn.Module):
     """The part that MLPs and mixtures of experts share: the activation between two linear maps, with its gate."""
 
@@ -344,7 +349,7 @@ class FeedForward(nn.Module):
             return self.activation(packed)
         value, gate = packed.chunk(2, dim=-1)
         if self.limit is not None:
-            gate, value = gate.clamp(max=self.limit), value.clamp(-self.limit, self.limit) + 1
+            value, gate = clamped(value, gate, self.limit)
         return value * self.activation(gate)
 
     def forward(self, x: Tensor) -> Tensor:

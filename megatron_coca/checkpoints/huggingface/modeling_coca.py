@@ -48,6 +48,7 @@ from megatron_coca.model.layers import (
     ZeroCenteredRMSNorm,
     build_activation,
     build_norm,
+    clamped,
     qk_norms,
     soft_capped,
 )
@@ -510,8 +511,8 @@ class ClampedMLP(GatedMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., hidden_size] to the same shape."""
-        gate, value = self.gate_proj(x).clamp(max=self.limit), self.up_proj(x).clamp(-self.limit, self.limit)
-        return self.down_proj(self.act_fn(gate) * (value + 1))
+        value, gate = clamped(self.up_proj(x), self.gate_proj(x), self.limit)
+        return self.down_proj(self.act_fn(gate) * value)
 
 
 class PlainMLP(nn.Module):

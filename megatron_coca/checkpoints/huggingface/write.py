@@ -56,7 +56,7 @@ from megatron_coca.checkpoints.weights import DTYPES, Weights, open_safetensors_
 from megatron_coca.config import Config
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, Selected
-from megatron_coca.config.schema import default_of
+from megatron_coca.config.schema import not_at_default
 from megatron_coca.config.source import Overrides, given_values
 from megatron_coca.data.tokenizers.text_rules import token_ids
 from megatron_coca.work.folders import atomic_dir, is_complete, scratch_dir
@@ -75,9 +75,7 @@ def _our_keys(config: Config, shared: MutableJson) -> MutableJson:
     without = {name: value for name, value in keys.items() if name not in ("rope_scaling", ORIGINAL)}
     return without | {
         "rope_parameters": plain,
-        NETWORK: {name: flat[name] for name in NETWORK_KEYS}
-        | {name: flat[name] for name in LATER_KEYS if flat[name] != default_of(name, flat)}
-        | _mlps(config),
+        NETWORK: {name: flat[name] for name in NETWORK_KEYS} | not_at_default(LATER_KEYS, flat) | _mlps(config),
         "auto_map": {f"Auto{name}": f"{TEMPLATE.stem}.CocaDense{end}" for name, end in classes.items()},
     }
 

@@ -188,9 +188,13 @@ def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> lis
 def _series(label: str, files: Sequence[LoadedResult]) -> Series:
     """Return the series of one label. Raises EvaluationError if its models differ in more than their training seed."""
     by_weights: dict[str, list[LoadedResult]] = {}
+    references = [files[0]]
+    for name in LATER:  # the first file may lack what later ones record
+        references += [item for item in files if getattr(item.result.checkpoint, name) is not None][:1]
     for item in files:
-        if differing := _disagreement(files[0].result, item.result):
-            raise _different_models(label, files[0], item, f"differ in {', '.join(differing)}")
+        for known in references:
+            if differing := _disagreement(known.result, item.result):
+                raise _different_models(label, known, item, f"differ in {', '.join(differing)}")
         by_weights.setdefault(item.result.checkpoint.identity, []).append(item)
     firsts = [items[0] for items in by_weights.values()]
     seeds = [first.result.checkpoint.seed for first in firsts]
@@ -216,12 +220,13 @@ def _disagreement(one: Result, other: Result) -> list[str]:
     return differences(before, now)
 
 
-LATER = frozenset({"network", "recipe"})
+LATER = ("network", "recipe")
 SAME_FOR_SEEDS = {"step", "seq_length", "pos_emb", "trained_with", *LATER}
 
 
-def _different_models(label: str, one: LoadedResult, other: LoadedResult, how: str = "") -> EvaluationError:
-    how = how or "are different models"
+def _different_models(
+    label: str, one: LoadedResult, other: LoadedResult, how: str = "are different models"
+) -> EvaluationError:
     return EvaluationError(
         f"label `{label}`: {one.file} and {other.file} {how}, not only in their seeds; evaluate one of them again with "
         "another --label"

@@ -125,8 +125,11 @@ def test_only_the_seed_may_differ(tmp_path: Path, seed: int | None, changes: Any
 
 def test_files_of_earlier_versions_are_compared_in_what_they_record(tmp_path: Path) -> None:
     one, two = of_seed(perplexity("A", {512: 2.0}), 1), of_seed(perplexity("A", {512: 3.0}), 2, network="a", recipe={})
-    cell = blocks(tmp_path, "perplexity", {"one": one, "two": two})[0].tables[0].rows[0].cells[0]
+    cell = blocks(tmp_path / "both", "perplexity", {"one": one, "two": two})[0].tables[0].rows[0].cells[0]
     assert cell.seeds == 2
+    three = of_seed(perplexity("A", {512: 3.0}), 3, network="a", recipe={"train_iters": 8})
+    with pytest.raises(EvaluationError, match=r"two.json and .*three.json differ in checkpoint.recipe.train_iters"):
+        blocks(tmp_path / "all", "perplexity", {"one": one, "two": two, "zzz_three": three})
 
 
 def test_every_table_has_one_row_for_the_seeds(tmp_path: Path) -> None:
