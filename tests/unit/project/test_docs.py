@@ -22,7 +22,7 @@ from megatron_coca.evaluation.suite import read_suite
 from tests.documents import FENCED, LANGUAGES, NAMES, ROOT, blocks, commands, everywhere, indented, languages, words
 from tests.examples import NOT_RUN, PRELUDES, QUICK, RUN, make_configs, treatment, write_model
 
-LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/.-])((?:configs|studies|tools|tests|docs|docker|megatron_coca)/[\w./-]*\w)(?![*<{\w])")
 MARKERS = re.compile(r"[*<>{}]|NAME")
 COMMANDS = list(dict.fromkeys(command for _, command in everywhere()))
@@ -44,9 +44,18 @@ OTHER_YAML = {
 
 
 def missing_links(text: str, folder: Path) -> list[str]:
-    """Relative links of a page in `folder` that lead nowhere; code blocks are left out."""
+    """Relative links and images of a page in `folder` that lead nowhere. Code blocks and the pages of workflows are left out, which
+    the site that shows the repository makes, wherever it is.
+    """
     targets = [target.partition("#")[0] for target in LINK.findall(FENCED.sub("", text))]
-    return [target for target in targets if target and "://" not in target and not (folder / target).exists()]
+    made = {f"{target}{page}" for target in workflow_pages() for page in ("", "/badge.svg")}
+    files = [target for target in targets if target and "://" not in target and target not in made]
+    return [target for target in files if not (folder / target).exists()]
+
+
+def workflow_pages() -> list[str]:
+    """The addresses of the workflows' pages on GitHub, relative to the page of a file in the top folder."""
+    return [f"../../actions/workflows/{path.name}" for path in (ROOT / ".github/workflows").glob("*.yml")]
 
 
 def missing_paths(text: str) -> list[str]:
@@ -66,7 +75,9 @@ def test_the_checks_find_what_is_missing() -> None:
     text = (
         "[this](nowhere.md), [that](README.txt#part), `configs/none.yml`, tools/none.py; configs/*/x.yml is a pattern"
     )
+    badges = "![ours](../../actions/workflows/ci.yml/badge.svg) ![none](../../actions/workflows/none.yml/badge.svg)"
     assert missing_links(text, ROOT) == ["nowhere.md", "README.txt"]
+    assert missing_links(badges, ROOT) == ["../../actions/workflows/none.yml/badge.svg"]
     assert missing_paths(text) == ["configs/none.yml", "tools/none.py"]
 
 
