@@ -143,7 +143,9 @@ def test_a_checkpoint_needs_the_user_to_name_its_file(example: Path, caplog: pyt
     ],
     ids=["extension", "bias"],
 )
-def test_exports_contain_it_or_name_it_in_an_error(example: Path, keys: dict[str, Any], named: str, reason: str) -> None:
+def test_exports_contain_it_or_name_it_in_an_error(
+    example: Path, keys: dict[str, Any], named: str, reason: str
+) -> None:
     """Logits of what is carried are compared in tests/parity/exports/test_modelling_file.py."""
     config = configured(example, keys)
     saved, own = write_checkpoint(example.parent / "saved", config, tokenizer=None), {"imports": [str(example)]}

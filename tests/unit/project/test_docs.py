@@ -44,8 +44,8 @@ OTHER_YAML = {
 
 
 def missing_links(text: str, folder: Path) -> list[str]:
-    """Relative links and images of a page in `folder` that lead nowhere. Code blocks and the pages of workflows are left out, which
-    the site that shows the repository makes, wherever it is.
+    """Relative links and images of a page in `folder` that lead nowhere. Code blocks are left out, and pages of
+    workflows, which are not files but pages of the site that shows the repository.
     """
     targets = [target.partition("#")[0] for target in LINK.findall(FENCED.sub("", text))]
     made = {f"{target}{page}" for target in workflow_pages() for page in ("", "/badge.svg")}
