@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from megatron_coca.data import Batch
 from megatron_coca.model import build_model
 from megatron_coca.training.engine import build_engine
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.optimizer import build_optimizer
 from tools.records import append_records, benchmark_parser
 
 KEYS: dict[str, Any] = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "vocab_size": 512}
@@ -46,7 +44,7 @@ def measure(overrides: list[str], rounds: int) -> None:
     config = load_config([], overrides)
     model = build_model(config).train()
     sizes = config.batch.resolve(1)
-    engine = build_engine(model, partial(build_optimizer, config=config.optimizer), config, sizes)
+    engine = build_engine(model, config, sizes)
     tokens = np.random.default_rng(0).integers(0, 512, (1, config.model.seq_length + 1))
     seconds, losses = [], []
     for _ in range(rounds + 1):

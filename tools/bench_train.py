@@ -48,7 +48,6 @@ from megatron_coca.training import launch
 from megatron_coca.training.adapters import add_adapters
 from megatron_coca.training.checkpointing.saving import DTYPES
 from megatron_coca.training.engine import build_engine, group
-from megatron_coca.training.optimizer import build_optimizer
 from tools.records import ChildProcess, append_records, benchmark_parser, compared
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "no_weight_tying")
@@ -142,8 +141,7 @@ def own_step(config: Config) -> tuple[Callable[[list[Tensor]], float], str]:
     if config.optimizer.lora is not None:
         add_adapters(model, config.optimizer.lora, config.seed)
     model.train()
-    optimizer = partial(build_optimizer, config=config.optimizer)
-    own_engine = build_engine(model, optimizer, config, config.batch.resolve(1))
+    own_engine = build_engine(model, config, config.batch.resolve(1))
     step, backend = own_engine.train_step, backend_record(model, config, group.local_device(), trains=True)
     return lambda micro_batches: step([Batch(batch.numpy()) for batch in micro_batches], RATE).loss, backend
 

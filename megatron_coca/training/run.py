@@ -4,7 +4,6 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +41,7 @@ from megatron_coca.training.engine.state import ADDED_AT
 from megatron_coca.training.launches import LaunchRecord
 from megatron_coca.training.monitoring.watchdog import Watchdog
 from megatron_coca.training.opened_stages import OpenedStage, open_stages
-from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
+from megatron_coca.training.optimizer import train_only_parts, trainable_share
 from megatron_coca.training.randomness import compute_deterministically, seed_everything
 from megatron_coca.training.run_context import RunContext
 from megatron_coca.training.sinks import run_folder
@@ -231,9 +230,7 @@ def _build_engine(opened: OpenedStage, how: StageStart | None, context: RunConte
     compute_deterministically(config.general.deterministic)
     model.train()
     separate = how is not None and ADDED_AT in how.counters
-    ratio = config.model.width_ratio
-    optimizer = partial(build_optimizer, config=config.optimizer, separate_norms=separate, width_ratio=ratio)
-    return _Built(build_engine(model, optimizer, config, opened.sizes, pipe), origin, adapts)
+    return _Built(build_engine(model, config, opened.sizes, pipe, separate_norms=separate), origin, adapts)
 
 
 def _initial_weights(opened: OpenedStage, how: StageStart | None, context: RunContext) -> InitialModel:

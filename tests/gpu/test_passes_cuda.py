@@ -1,7 +1,6 @@
 """Steps with passes in a CUDA graph: the bits of steps without one. Run with: python -m pytest -m gpu"""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,6 @@ from megatron_coca.data import Batch
 from megatron_coca.model import build_model
 from megatron_coca.training.engine import NativeEngine, StepResult, build_engine, group
 from megatron_coca.training.engine.passes import WARMUP
-from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.randomness import compute_deterministically
 from tests.checkpoint_files import run_alone
 
@@ -73,7 +71,7 @@ def engine_of(keys: dict[str, Any], captured: bool) -> NativeEngine:
     config = load_config([], KEYS | keys | {"cuda_graphs": captured})
     torch.manual_seed(0)
     model = build_model(config, "cuda").train()
-    engine = build_engine(model, partial(build_optimizer, config=config.optimizer), config, config.batch.resolve(1))
+    engine = build_engine(model, config, config.batch.resolve(1))
     assert isinstance(engine, NativeEngine)
     return engine
 

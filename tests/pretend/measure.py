@@ -9,7 +9,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from megatron_coca.model.generate import TokenChoice
 from megatron_coca.training import launch, run
 from megatron_coca.training.engine import NativeEngine, build_engine, group, passes, state
 from megatron_coca.training.engine.deepspeed_engine import DeepSpeedEngine
-from megatron_coca.training.optimizer import build_optimizer
 from tests.pretend import order
 from tests.pretend.build import BUILT
 from tests.pretend.device import Record, recording
@@ -73,7 +71,7 @@ def engine_step(config: Config, ranks: int = 1) -> Callable[[], object]:
     """Return one optimizer step of the engine that `train.py` uses, on random tokens."""
     model = build_model(config, group.local_device()).train()
     sizes = config.batch.resolve(ranks)
-    engine = build_engine(model, partial(build_optimizer, config=config.optimizer), config, sizes)
+    engine = build_engine(model, config, sizes)
     tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=(sizes.micro, config.model.seq_length + 1))
     return lambda: engine.train_step([Batch(tokens) for _ in range(sizes.accumulation)], RATE)
 

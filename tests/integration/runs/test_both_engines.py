@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from megatron_coca.model import assemble_model
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.engine.passes import WARMUP
-from megatron_coca.training.optimizer import build_optimizer, train_only_parts
+from megatron_coca.training.optimizer import train_only_parts
 from tests.checkpoint_files import open_state
 from tests.imitated_graphs import Replays
 from tests.patience import patience
@@ -142,8 +141,7 @@ def train(part: Part, root: Path) -> dict[str, Any]:
     train_only_parts(model, config.optimizer)
     sizes = config.batch.resolve(dist.world_size())
     replays = Replays() if config.parallel.cuda_graphs else None
-    optimizer = partial(build_optimizer, config=config.optimizer, width_ratio=config.model.width_ratio)
-    engine = build_engine(model, optimizer, config, sizes)
+    engine = build_engine(model, config, sizes)
     if part.source is not None:
         slices = engine.parameter_slices()
         with open_state(root / part.source) as reader:

@@ -7,7 +7,6 @@ import json
 import os
 import random
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from megatron_coca.training.adapters import add_adapters
 from megatron_coca.training.engine import build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.launch import complete_environment
-from megatron_coca.training.optimizer import build_optimizer, train_only_parts
+from megatron_coca.training.optimizer import train_only_parts
 from megatron_coca.training.topology import Topology
 from tests.integration.killing import ForkServer
 from tests.integration.runs.test_model_parallel import LENGTH, VOCABULARY, batches
@@ -168,9 +167,8 @@ def trained(keys: Keys) -> list[list[float]]:
     else:
         train_only_parts(model, config.optimizer)
     randomness.seed_everything(config.seed, topology.random_stream(dist.rank()))
-    optimizer = partial(build_optimizer, config=config.optimizer, width_ratio=config.model.width_ratio)
     sizes, rate = config.batch.resolve(copies), config.optimizer.lr
-    engine = build_engine(model.train(), optimizer, config, sizes, place.pipe)
+    engine = build_engine(model.train(), config, sizes, place.pipe)
     steps = [engine.train_step(batches(config, step, place.data, copies), rate) for step in range(STEPS)]
     evaluated = engine.mean_loss(batches(config, STEPS, place.data, copies)).mean
     found = [[step.loss, step.grad_norm or 0.0] for step in steps] + [[evaluated, 0.0]]

@@ -45,7 +45,6 @@ CASES += [
 
 HELD = """
 import gc, json, os, sys
-from functools import partial
 import numpy as np, torch
 from megatron_coca.config import load_config
 from megatron_coca.data import Batch
@@ -54,7 +53,6 @@ from megatron_coca.training import launch
 from megatron_coca.training.adapters import add_adapters
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.engine import build_engine
-from megatron_coca.training.optimizer import build_optimizer
 
 def tensor_bytes():
     gc.collect()
@@ -73,7 +71,7 @@ for case in json.loads(sys.argv[2]):
         add_adapters(model.to(dtype), config.optimizer.lora, 1)
     model.train()
     sizes = config.batch.resolve(dist.world_size())
-    engine = build_engine(model, partial(build_optimizer, config=config.optimizer), config, sizes)
+    engine = build_engine(model, config, sizes)
     tokens = np.zeros((1, config.model.seq_length + 1), dtype=np.int64)
     for _ in range(2):
         engine.train_step([Batch(tokens)] * sizes.accumulation, 1e-3)

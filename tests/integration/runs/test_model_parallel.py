@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from megatron_coca.model import build_model
 from megatron_coca.training import randomness
 from megatron_coca.training.engine import build_engine
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state
 from tests.patience import patience
@@ -216,8 +214,7 @@ def trained(keys: Mapping[str, Any], folder: Path) -> list[list[float]]:
     place, copies = topology.coordinates(dist.rank()), topology.data
     model = build_model(config)
     randomness.seed_everything(config.seed, topology.random_stream(dist.rank()))
-    optimizer = partial(build_optimizer, config=config.optimizer, width_ratio=config.model.width_ratio)
-    engine = build_engine(model.train(), optimizer, config, config.batch.resolve(copies))
+    engine = build_engine(model.train(), config, config.batch.resolve(copies))
     steps = [engine.train_step(batches(config, step, place.data, copies), RATE) for step in range(STEPS)]
     evaluated = engine.mean_loss(batches(config, STEPS, place.data, copies)).mean
     places = engine.parameter_slices()

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from megatron_coca.model import LanguageModelLoss, assemble_model
 from megatron_coca.model.width_scaling import CONSTANT, HIDDEN, kind_of
 from megatron_coca.training.engine import build_engine
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.optimizer import build_optimizer
 from tests.patience import patience
 
 RATIO, RATE, DECAY, BETAS, EPSILON = 4, 1e-2, 0.3, (0.9, 0.95), 1e-9
@@ -63,8 +61,7 @@ def check(name: str) -> None:
     config = load_config([], KEYS | ENGINES[name])
     expected = list(written_out(config))
     assert {kind_of(each) for each in expected[0]} == {HIDDEN, CONSTANT}
-    optimizer = partial(build_optimizer, config=config.optimizer, width_ratio=config.model.width_ratio)
-    engine = build_engine(assemble_model(config, "cpu").train(), optimizer, config, config.batch.resolve(1))
+    engine = build_engine(assemble_model(config, "cpu").train(), config, config.batch.resolve(1))
     for step, weights in enumerate(expected):
         engine.train_step([batch(step)], RATE)
         found = {piece.name: piece for piece in engine.pieces() if piece.kind == "weight"}

@@ -7,7 +7,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from megatron_coca.training.engine import build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.launch import complete_environment
 from megatron_coca.training.monitoring.loss_guard import Limits
-from megatron_coca.training.optimizer import build_optimizer, train_only_parts
+from megatron_coca.training.optimizer import train_only_parts
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state
 from tests.integration.killing import ForkServer
@@ -114,10 +113,9 @@ class Trained:
         self.sizes = config.batch.resolve(self.topology.data)
         self.packed, self.drawn = config.data.reset_attention_mask, config.training_positions is not None
         randomness.seed_everything(config.seed, dist.rank())
-        optimizer = partial(build_optimizer, config=config.optimizer, width_ratio=config.model.width_ratio)
         model = assemble_model(config, "cpu")
         train_only_parts(model, config.optimizer)
-        self.engine = build_engine(model, optimizer, config, self.sizes, self.place.pipe)
+        self.engine = build_engine(model, config, self.sizes, self.place.pipe)
 
     def batches(self, seed: int, samples: int | None = None) -> list[Batch]:
         random = np.random.default_rng(seed)

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from megatron_coca.model import GPT, LanguageModelLoss, assemble_model, build_mo
 from megatron_coca.training import randomness
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.optimizer import build_optimizer, parts_of, train_only_parts
+from megatron_coca.training.optimizer import parts_of, train_only_parts
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state
 from tests.patience import patience
@@ -165,9 +164,8 @@ class Run:
         randomness.seed_everything(self.config.seed, self.topology.random_stream(dist.rank()))
         model = assemble_model(self.config, "cpu").train()
         train_only_parts(model, self.config.optimizer)
-        optimizer = partial(build_optimizer, config=self.config.optimizer)
         sizes = self.config.batch.resolve(self.topology.data)
-        self.engine: Engine = build_engine(model, optimizer, self.config, sizes, self.place.pipe)
+        self.engine: Engine = build_engine(model, self.config, sizes, self.place.pipe)
 
     def steps(self, first: int, last: int) -> list[list[float]]:
         done = [

@@ -16,7 +16,6 @@ from megatron_coca.training.adapters import add_adapters
 from megatron_coca.training.checkpointing.initial_model import initial_model
 from megatron_coca.training.engine import build_engine
 from megatron_coca.training.engine.state import saved_names
-from megatron_coca.training.optimizer import build_optimizer
 from tests.checkpoint_files import run_alone
 
 STEPS, RATE, LENGTH, ROWS = 5, 2e-2, 24, 4
@@ -99,7 +98,7 @@ def test_steps_are_those_of_a_loop_with_peft(case: str, tmp_path: Path, monkeypa
     run_alone(monkeypatch)
     sizes = config.batch.resolve(1)
     model.train()
-    trainer = build_engine(model, lambda module: build_optimizer(module, config.optimizer), config, sizes)
+    trainer = build_engine(model, config, sizes)
     decays = [[weight for weight in learning if (weight.dim() >= 2) == wide] for wide in (True, False)]
     groups = [{"params": group, "weight_decay": 0.1 * wide} for group, wide in zip(decays, (1, 0), strict=True)]
     optimizer = torch.optim.AdamW(groups, lr=RATE)

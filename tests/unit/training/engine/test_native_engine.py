@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def model_of(config: Config, seed: int = 0) -> GPT:
 
 def engine_of(config: Config, seed: int = 0) -> tuple[NativeEngine, GPT]:
     model = model_of(config, seed)
-    engine = build_engine(model, partial(build_optimizer, config=config.optimizer), config, config.batch.resolve(1))
+    engine = build_engine(model, config, config.batch.resolve(1))
     assert isinstance(engine, NativeEngine)
     return engine, model
 

@@ -14,7 +14,7 @@ from megatron_coca.model import GPT, build_model
 from megatron_coca.training.engine import NativeEngine, StepResult, build_engine
 from megatron_coca.training.engine.passes import WARMUP, CapturedPass
 from megatron_coca.training.monitoring.loss_guard import Limits
-from megatron_coca.training.optimizer import build_optimizer, train_only_parts
+from megatron_coca.training.optimizer import train_only_parts
 from tests.checkpoint_files import run_alone
 from tests.imitated_graphs import Replays
 
@@ -44,7 +44,7 @@ def engine_of(keys: dict[str, Any], captured: bool, seed: int = 0) -> tuple[Nati
     torch.manual_seed(seed)
     model = build_model(config).train()
     train_only_parts(model, config.optimizer)
-    engine = build_engine(model, partial(build_optimizer, config=config.optimizer), config, config.batch.resolve(1))
+    engine = build_engine(model, config, config.batch.resolve(1))
     assert isinstance(engine, NativeEngine)
     return engine, model
 

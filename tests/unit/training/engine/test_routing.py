@@ -1,6 +1,5 @@
 """Mixtures of experts in the engine: what a step's routers did, the update of balancing, and resumed steps."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from megatron_coca.model.experts import StepRouting, mixtures_of
 from megatron_coca.training.engine import NativeEngine, build_engine
 from megatron_coca.training.engine.routing import routing_figures
 from megatron_coca.training.monitoring.loss_guard import Limits
-from megatron_coca.training.optimizer import build_optimizer
 from tests.checkpoint_files import run_alone
 
 KEYS: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 8, "vocab_size": 64}
@@ -31,7 +29,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine_of(seed: int = 0) -> NativeEngine:
     config = load_config([], KEYS | {"seed": seed})
     model = build_model(config).train()
-    engine = build_engine(model, partial(build_optimizer, config=config.optimizer), config, config.batch.resolve(1))
+    engine = build_engine(model, config, config.batch.resolve(1))
     assert isinstance(engine, NativeEngine)
     return engine
 
