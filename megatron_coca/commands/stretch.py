@@ -99,7 +99,7 @@ def parser() -> ArgumentParser:
     trial.add_argument("--finetune-method", type=names, default="pi", metavar="NAME,...", help=tried)
     length = f"length of a training sample in tokens; default: the training length, up to {MOST_LENGTH}"
     trial.add_argument("--finetune-length", type=positive_int, metavar="N", help=length)
-    lora = f"train low-rank adapters and the norms only (lora: {LORA})"
+    lora = f"train low-rank adapters and the norms only (lora: {LORA.format(also='norms')})"
     trial.add_argument("--lora", action="store_true", help=lora)
     texts = "texts to train on, of any kind that --data accepts; default: the texts of --data"
     trial.add_argument("--finetune-data", type=expanded, nargs="+", metavar="PATH", help=texts)
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         trials = trial_methods(args.finetune_method)
         args.methods = (*args.methods, *(name for name in trials if name in CHOICES))  # without training, to compare
-        check(args)
+        check(args, trials)
     from megatron_coca.evaluation.stretch.command import stretch
 
     done = stretch(args)

@@ -1,6 +1,7 @@
 """Configuration: GPT-NeoX's YAML keys, typed, validated and frozen. Does not import PyTorch."""
 
 from megatron_coca.config.base import ConfigError
+from megatron_coca.config.checks.optimization import parts_with_weights
 from megatron_coca.config.data import split_shares
 from megatron_coca.config.load import Config, keys_without_effect, load_config, split_inputs
 from megatron_coca.config.model import ModelConfig
@@ -38,6 +39,7 @@ __all__ = [
     "load_saved_config",
     "named_imports",
     "norm_changes",
+    "parts_with_weights",
     "split_inputs",
     "split_shares",
     "stage_at",

@@ -1,6 +1,8 @@
 """Checks of the optimizer, the schedule, the batch and the precision."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import get_args
 
 from megatron_coca.config.checks.layers import types_of
 from megatron_coca.config.checks.recording import Check
@@ -49,7 +51,12 @@ def _trainable_weights(settings: Settings) -> str | None:
     return _absent_weights(settings, settings.optimizer.trainable or [])
 
 
-def _absent_weights(settings: Settings, parts: list[TrainablePart]) -> str | None:
+def parts_with_weights(settings: Settings) -> list[TrainablePart]:
+    """Return the values of `trainable` for which this model has weights."""
+    return [part for part in get_args(TrainablePart) if _absent_weights(settings, [part]) is None]
+
+
+def _absent_weights(settings: Settings, parts: Sequence[TrainablePart]) -> str | None:
     """Return the error about a part that has no weights of its own in this model, or None."""
     model = settings.model
     learned = any(

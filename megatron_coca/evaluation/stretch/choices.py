@@ -79,8 +79,10 @@ TRAINED = " (trained)"
 """The end of the name of a fine-tuned model on a page."""
 MOST_LENGTH = 2048
 """Length of the training samples, unless the model was trained on shorter ones or `--finetune-length` is given."""
-LORA = "{rank: 16, alpha: 32, also: [norms]}"
-"""The value of the config key `lora` with `--lora`."""
+OWN_WEIGHTS = ("pope",)
+"""The methods of `--finetune-method` that add weights to the model. With `--lora` they are trained as a whole."""
+LORA = "{{rank: 16, alpha: 32, also: [{also}]}}"
+"""The value of the config key `lora` with `--lora`. `also` names the parts that are trained as a whole."""
 RATE, LORA_RATE = "2e-5", "2e-4"
 """The learning rates of a trial: the rate of position interpolation in the CoCA paper and, for adapters, that of
 QLoRA."""
@@ -125,19 +127,19 @@ def trial_methods(names: Sequence[str], place: str = "--finetune-method") -> lis
     return list(dict.fromkeys((CONTROL, *names)))
 
 
-def trial_keys(method: str, factor: float, length: int, lora: bool) -> list[str]:
+def trial_keys(method: str, factor: float, length: int, lora: str | None = None) -> list[str]:
     """Return the config keys of a method of `--finetune-method`.
 
-    With `lora`, a method with stages trains adapters in its last stage only, because the earlier ones train whole
-    matrices.
+    `lora` is the value of the config key with this name, or None without adapters. A method with stages trains adapters
+    in its last stage only, because the earlier ones train whole matrices.
     """
     keys = FINETUNED[method](factor, length)
-    if not lora:
+    if lora is None:
         return keys
     if method == "coca_stages":
-        last = f"{STAGES[-1].removesuffix('}')}, lora: {LORA}}}"
+        last = f"{STAGES[-1].removesuffix('}')}, lora: {lora}}}"
         return ["pos_emb=coca", f"stages=[{', '.join((*STAGES[:-1], last))}]"]
-    return [*keys, f"lora={LORA}"]
+    return [*keys, f"lora={lora}"]
 
 
 def simplicity(name: str) -> tuple[int, int, int]:

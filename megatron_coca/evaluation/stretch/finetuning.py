@@ -4,12 +4,22 @@ import json
 import shlex
 import shutil
 from argparse import Namespace
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
+from megatron_coca.config import ConfigError, parts_with_weights
 from megatron_coca.evaluation.report.curves import METRICS
 from megatron_coca.evaluation.results import EvaluationError, write_atomically
-from megatron_coca.evaluation.stretch.choices import LORA_RATE, MOST_LENGTH, PLAIN, RATE, trial_keys
+from megatron_coca.evaluation.stretch.choices import (
+    LORA,
+    LORA_RATE,
+    MOST_LENGTH,
+    OWN_WEIGHTS,
+    PLAIN,
+    RATE,
+    trial_keys,
+)
 from megatron_coca.evaluation.stretch.records import read_plain, result_file
 from megatron_coca.evaluation.stretch.trials import Trial
 from megatron_coca.work.processes import PROGRAM, run_to_its_end
@@ -20,13 +30,14 @@ CHECKPOINTS = 8
 """Number of checkpoints of a trial, of which the last one is kept."""
 
 
-def check(args: Namespace) -> None:
-    """Raise EvaluationError if `--finetune` cannot train this model.
+def check(args: Namespace, methods: Sequence[str]) -> None:
+    """Raise EvaluationError if `--finetune` cannot train this model, or cannot train it with one of the methods.
 
     Only models that transformers could load are supported, because `megatron-coca train` reads their shape from the
     folder.
     """
     from megatron_coca.checkpoints import open_checkpoint
+    from megatron_coca.checkpoints.importing import starting_config
 
     if not texts_of(args):
         raise EvaluationError("--finetune: needs texts to train on; name them with --finetune-data or --data")
@@ -39,6 +50,34 @@ def check(args: Namespace) -> None:
         raise EvaluationError(
             f"{args.model}: has no tokenizer, which the texts need; put tokenizer.json into the folder"
         )
+    for method in methods:
+        try:
+            keys = keys_of(args, method, opened.trained.model.seq_length)
+            starting_config(args.model, [f"train_iters={args.finetune}", *keys])
+        except ConfigError as error:
+            raise EvaluationError(f"--finetune-method {method}: {error}") from error
+
+
+def keys_of(args: Namespace, method: str, length: int) -> list[str]:
+    """Return the config keys of a trial, for a model with a training length of `length` tokens. Raises ConfigError.
+
+    In a full fine-tuning of a model with mixtures of experts, the routers are frozen, unless `--finetune-set` names the
+    trained parts: the outputs of attention change with its positions, and routers that train on them would move tokens
+    to other experts. With `--lora` only adapters, norms and weights of the method's own are trained.
+    """
+    from megatron_coca.checkpoints.importing import starting_config
+
+    common = [f"seq_length={args.finetune_length or min(length, MOST_LENGTH)}"]
+    common.append(f"optimizer.params.lr={LORA_RATE if args.lora else RATE}")
+    given = [*common, *trial_keys(method, args.to, length), *args.finetune_set]
+    config = starting_config(args.model, [f"train_iters={args.finetune}", *given])
+    parts, lora, more = parts_with_weights(config), None, list[str]()
+    if args.lora:
+        trained = ("norms", "positions") if method in OWN_WEIGHTS else ("norms",)
+        lora = LORA.format(also=", ".join(part for part in trained if part in parts))
+    elif "router" in parts and config.optimizer.trainable is None and config.optimizer.lora is None:
+        more = [f"trainable=[{', '.join(part for part in parts if part != 'router')}]"]
+    return [*common, *trial_keys(method, args.to, length, lora), *more, *args.finetune_set]
 
 
 def texts_of(args: Namespace) -> list[Path]:
@@ -95,10 +134,7 @@ def finetune(args: Namespace, method: str) -> int:
     texts = texts_of(args)
     measured = read_plain(args.output)
     prepared = args.output / f"finetune_data_{digest_of(texts, measured.tokenizer)}"
-    length = opened.trained.model.seq_length
-    keys = [f"seq_length={args.finetune_length or min(length, MOST_LENGTH)}"]
-    keys += [f"optimizer.params.lr={LORA_RATE if args.lora else RATE}"]
-    keys += [*trial_keys(method, args.to, length, args.lora), *args.finetune_set]
+    keys = keys_of(args, method, opened.trained.model.seq_length)
     folder = trained_folder(args.output, method)
     _claim(args, folder, {"model": measured.checkpoint.identity, "data": prepared.name, "keys": keys})
     if not (prepared / "data.yml").is_file():
