@@ -107,6 +107,7 @@ class LatentAttention(SelfAttention):
 
     def _maps(self) -> tuple[Tensor, Tensor]:
         """Return the maps from the latent to the unrotated keys and to the values, [heads, width, rank] each."""
+        assert type(self.key_value_up) is nn.Linear, "an adapter would be ignored here; merge it before decoding"
         each = (self.widths.unrotated, self.widths.value)
         key_up, value_up = self.key_value_up.weight.unflatten(0, (-1, sum(each))).split(each, 1)
         return key_up, value_up

@@ -158,6 +158,11 @@ def _adapted_matrices(config: Config, name: str) -> list[tuple[int, int]]:
         "dense": [(model.attention_width, hidden)],
         "mlp": [(hidden, packed_mlp_width(model)), (inner, hidden)],
     }
+    if model.kv_lora_rank is not None:
+        heads, rank, queries = model.num_attention_heads, model.kv_lora_rank, model.q_lora_rank
+        scored, up = heads * model.score_dim, heads * (model.unrotated_dim + model.value_dim)
+        sizes["query"] = [(hidden, scored)] if queries is None else [(hidden, queries), (queries, scored)]
+        sizes |= {"key": [(hidden, rank + model.head_dim), (rank, up)], "value": []}  # one matrix computes both
     return [size for target in (lora.targets if lora is not None else ()) for size in sizes[target]]
 
 
@@ -560,6 +565,8 @@ def _adapter_numbers(config: Config, name: str, mlp: str, size: int) -> float:
     if model.gpt_j_residual and model.gpt_j_tied:
         inputs = [any(inputs)]  # both have the same input
     saved -= inputs.count(False) * model.hidden_size
+    if model.kv_lora_rank is not None and not reading & projections:  # the normalised latents
+        saved -= model.kv_lora_rank + (model.q_lora_rank or 0)
     if mlp != EXPERTS:
         return saved - model.ffn_hidden_size * ("mlp" not in reading)
     if not routed and size < 4:

@@ -9,14 +9,19 @@ from megatron_coca.config.optimization import QUERY_KEY_VALUE, AdapterTarget, Lo
 from megatron_coca.model import GPT
 from megatron_coca.training.optimizer import parts_of, split_projections
 
+LATENT = ("attention.key_value_down", "attention.key_value_up")
+"""The modules of latent attention that compute keys and values together."""
 MODULES: dict[AdapterTarget, tuple[str, ...]] = {
-    "query": ("attention.query_key_value.query",),
-    "key": ("attention.query_key_value.key",),
-    "value": ("attention.query_key_value.value",),
+    "query": (
+        "attention.query_key_value.query",
+        *("attention.query", "attention.query_down", "attention.query_up"),  # of latent attention
+    ),
+    "key": ("attention.query_key_value.key", *LATENT),
+    "value": ("attention.query_key_value.value", *LATENT),
     "dense": ("attention.dense",),
     "mlp": ("mlp.linear1", "mlp.linear2"),
 }
-"""For each target, the modules in a block that get adapters."""
+"""For each target, the modules in a block that get adapters, if the block has them."""
 NAME = "default"
 """The name that PEFT gives the adapters. It is part of the names of their parameters in the model."""
 PARAMETER = re.compile(rf"\.(lora_\w+)\.{NAME}(?=\.|$)")
@@ -47,7 +52,7 @@ def add_adapters(model: GPT, lora: LoraConfig, seed: int) -> None:
     trained = {part for part in QUERY_KEY_VALUE if part in lora.also}
     if trained not in (set(), set(QUERY_KEY_VALUE)) or {"query", "key", "value"} & set(lora.targets):
         split_projections(model)
-    modules = [name for target in lora.targets for name in MODULES[target]]
+    modules = list(dict.fromkeys(name for target in lora.targets for name in MODULES[target]))
     settings = Settings(target_modules=modules, lora_dropout=lora.dropout, **lora.settings)
     frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
     with torch.random.fork_rng(devices=[]):

@@ -44,7 +44,6 @@ def _latent(settings: Settings) -> str | None:
         "values_from_keys": (model.values_from_keys, "keys and values have maps of their own"),
         "value_norm": (model.value_norm, "a cache keeps latents, and normalised values are not linear maps of them"),
         "model_parallel_size": (parallel.model_parallel_size > 1, "all heads read the same latents"),
-        "lora": (settings.optimizer.lora is not None, "this package does not know PEFT's names for the matrices"),
     }
     found = next((f"{name}, because {reason}" for name, (given, reason) in unsupported.items() if given), None)
     if found is not None:
@@ -53,6 +52,9 @@ def _latent(settings: Settings) -> str | None:
         return "not supported with layers of type gau, which have one head; remove one of the two"
     if len({settings.optimizer.trains(part) for part in SHARED}) > 1:
         return "one matrix computes keys and values; train both key and value, or neither"
+    lora = settings.optimizer.lora
+    if lora is not None and len({part in lora.targets for part in SHARED}) > 1:
+        return "one matrix computes keys and values; list both key and value in lora.targets, or neither"
     return None
 
 

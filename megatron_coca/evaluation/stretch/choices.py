@@ -62,6 +62,8 @@ STAGES = (
     "{reset_optimizer: true}",
 )
 """The stages of the CoCA paper: the T projection, which replaces K, then Q, T and V, then everything."""
+LATENT_STAGES = ("{until: 33%, trainable: [key, value]}", *STAGES[1:])
+"""The stages for latent attention, in which one matrix computes T and the values."""
 FINETUNED: dict[str, Changes] = {
     CONTROL: lambda factor, length: [],
     "pi": _original("linear"),
@@ -127,19 +129,18 @@ def trial_methods(names: Sequence[str], place: str = "--finetune-method") -> lis
     return list(dict.fromkeys((CONTROL, *names)))
 
 
-def trial_keys(method: str, factor: float, length: int, lora: str | None = None) -> list[str]:
+def trial_keys(method: str, factor: float, length: int, lora: str | None = None, latent: bool = False) -> list[str]:
     """Return the config keys of a method of `--finetune-method`.
 
     `lora` is the value of the config key with this name, or None without adapters. A method with stages trains adapters
-    in its last stage only, because the earlier ones train whole matrices.
+    in its last stage only, because the earlier ones train whole matrices. `latent` says whether the model has latent
+    attention.
     """
-    keys = FINETUNED[method](factor, length)
-    if lora is None:
-        return keys
     if method == "coca_stages":
-        last = f"{STAGES[-1].removesuffix('}')}, lora: {lora}}}"
-        return ["pos_emb=coca", f"stages=[{', '.join((*STAGES[:-1], last))}]"]
-    return [*keys, f"lora={lora}"]
+        *first, last = LATENT_STAGES if latent else STAGES
+        last = last if lora is None else f"{last.removesuffix('}')}, lora: {lora}}}"
+        return ["pos_emb=coca", f"stages=[{', '.join((*first, last))}]"]
+    return [*FINETUNED[method](factor, length), *([] if lora is None else [f"lora={lora}"])]
 
 
 def simplicity(name: str) -> tuple[int, int, int]:

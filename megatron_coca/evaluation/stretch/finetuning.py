@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from megatron_coca.config import ConfigError, parts_with_weights
+from megatron_coca.config import ConfigError, ModelConfig, parts_with_weights
 from megatron_coca.evaluation.report.curves import METRICS
 from megatron_coca.evaluation.results import EvaluationError, write_atomically
 from megatron_coca.evaluation.stretch.choices import (
@@ -52,14 +52,14 @@ def check(args: Namespace, methods: Sequence[str]) -> None:
         )
     for method in methods:
         try:
-            keys = keys_of(args, method, opened.trained.model.seq_length)
+            keys = keys_of(args, method, opened.trained.model)
             starting_config(args.model, [f"train_iters={args.finetune}", *keys])
         except ConfigError as error:
             raise EvaluationError(f"--finetune-method {method}: {error}") from error
 
 
-def keys_of(args: Namespace, method: str, length: int) -> list[str]:
-    """Return the config keys of a trial, for a model with a training length of `length` tokens. Raises ConfigError.
+def keys_of(args: Namespace, method: str, model: ModelConfig) -> list[str]:
+    """Return the config keys of a trial that starts from a model. Raises ConfigError.
 
     In a full fine-tuning of a model with mixtures of experts, the routers are frozen, unless `--finetune-set` names the
     trained parts: the outputs of attention change with its positions, and routers that train on them would move tokens
@@ -67,9 +67,10 @@ def keys_of(args: Namespace, method: str, length: int) -> list[str]:
     """
     from megatron_coca.checkpoints.importing import starting_config
 
+    length, latent = model.seq_length, model.kv_lora_rank is not None
     common = [f"seq_length={args.finetune_length or min(length, MOST_LENGTH)}"]
     common.append(f"optimizer.params.lr={LORA_RATE if args.lora else RATE}")
-    given = [*common, *trial_keys(method, args.to, length), *args.finetune_set]
+    given = [*common, *trial_keys(method, args.to, length, None, latent), *args.finetune_set]
     config = starting_config(args.model, [f"train_iters={args.finetune}", *given])
     parts, lora, more = parts_with_weights(config), None, list[str]()
     if args.lora:
@@ -77,7 +78,7 @@ def keys_of(args: Namespace, method: str, length: int) -> list[str]:
         lora = LORA.format(also=", ".join(part for part in trained if part in parts))
     elif "router" in parts and config.optimizer.trainable is None and config.optimizer.lora is None:
         more = [f"trainable=[{', '.join(part for part in parts if part != 'router')}]"]
-    return [*common, *trial_keys(method, args.to, length, lora), *more, *args.finetune_set]
+    return [*common, *trial_keys(method, args.to, length, lora, latent), *more, *args.finetune_set]
 
 
 def texts_of(args: Namespace) -> list[Path]:
@@ -134,7 +135,7 @@ def finetune(args: Namespace, method: str) -> int:
     texts = texts_of(args)
     measured = read_plain(args.output)
     prepared = args.output / f"finetune_data_{digest_of(texts, measured.tokenizer)}"
-    keys = keys_of(args, method, opened.trained.model.seq_length)
+    keys = keys_of(args, method, opened.trained.model)
     folder = trained_folder(args.output, method)
     _claim(args, folder, {"model": measured.checkpoint.identity, "data": prepared.name, "keys": keys})
     if not (prepared / "data.yml").is_file():

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -65,7 +67,7 @@ def tokens(length: int = 48) -> Tensor:
 def of_peft(base: Path, adapters: Path) -> PeftModel:
     with in_float64():
         model = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True, dtype=torch.float64)
-        if hasattr(model.config, "num_experts"):
+        if hasattr(model.config, "num_experts_per_tok"):
             model.set_experts_implementation("eager")  # the default has no float64
         return PeftModel.from_pretrained(model, adapters, autocast_adapter_dtype=False).double().eval()
 
@@ -162,6 +164,45 @@ def test_attention_of_a_mixture_of_experts(tmp_path: Path) -> None:
             expected, before = changed(batch), open_checkpoint(tmp_path / "qwen").load(dtype=torch.float64).model(batch)
         torch.testing.assert_close(read, expected, rtol=1e-3, atol=1e-3)
         assert (expected - before).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("queries", [10, None], ids=["latents", "whole queries"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"targets": ["query", "key", "value", "dense"], "also": ["norms"]},
+        {"targets": ["query", "dense"], "dora": True},
+        {"targets": ["query"], "also": ["key", "value", "attention_output"]},
+    ],
+    ids=["attention", "DoRA", "keys as a whole"],
+)
+def test_latent_attention(lora: dict[str, Any], queries: int | None, tmp_path: Path) -> None:
+    """Of DeepSeek 3, whose files have the rotated features in another order. One matrix computes keys and values."""
+    keys: dict[str, Any] = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    keys |= {"kv_lora_rank": 12, "q_lora_rank": queries, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 5}
+    keys |= {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+    }
+    keys |= {"num_key_value_heads": 4, "max_position_embeddings": 64, "first_k_dense_replace": 1}
+    torch.manual_seed(3)
+    DeepseekV3ForCausalLM(DeepseekV3Config(**keys)).double().save_pretrained(tmp_path / "base")
+    model, batch = trained(tmp_path / "base", tmp_path / "run", lora), tokens()
+    export_adapters(tmp_path / "run", tmp_path / "adapters")
+    opened = open_checkpoint(tmp_path / "run")
+    with torch.no_grad(), in_float64():
+        expected, plain = model(batch), open_checkpoint(tmp_path / "base").load(dtype=torch.float64).model(batch)
+        assert (expected - plain).abs().max() > 0.1
+        torch.testing.assert_close(opened.load(dtype=torch.float64).model(batch), expected, rtol=1e-9, atol=1e-9)
+        theirs = of_peft(tmp_path / "base", tmp_path / "adapters")(batch).logits
+    torch.testing.assert_close(theirs, expected, rtol=1e-9, atol=1e-9)
+    given = {"base_model": str(tmp_path / "base")}
+    with torch.no_grad():
+        read = open_checkpoint(tmp_path / "adapters", overrides=given).load(given, dtype=torch.float64).model(batch)
+    torch.testing.assert_close(read, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_rows_trained_as_a_whole_beside_adapters_of_one_matrix(tmp_path: Path) -> None:

@@ -8,7 +8,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
+)
 
 from megatron_coca.checkpoints.importing import starting_config
 from megatron_coca.data import Batch
@@ -35,15 +42,26 @@ def gpt_neox() -> Any:
     return GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, intermediate_size=64, max_position_embeddings=64))
 
 
+def minicpm3() -> Any:
+    """Latent attention. Its files have the rotated features in our order."""
+    keys = {"intermediate_size": 40, "num_key_value_heads": 4, "max_position_embeddings": 64, "kv_lora_rank": 12}
+    keys |= {"q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 5}
+    return MiniCPM3ForCausalLM(MiniCPM3Config(**SHAPE | keys, tie_word_embeddings=False))
+
+
 PROJECTIONS = {f"attention.query_key_value.{part}": f"self_attn.{part[0]}_proj" for part in ("query", "key", "value")}
 PROJECTIONS |= {"attention.dense": "self_attn.o_proj", "mlp.linear2": "mlp.down_proj"}
 NEOX = {"attention.dense": "attention.dense", "mlp.linear1": "mlp.dense_h_to_4h", "mlp.linear2": "mlp.dense_4h_to_h"}
+LATENT = {"query_down": "q_a_proj", "query_up": "q_b_proj", "key_value_down": "kv_a_proj_with_mqa"}
+LATENT |= {"key_value_up": "kv_b_proj", "dense": "o_proj"}
+MINICPM = {f"attention.{ours}": f"self_attn.{theirs}" for ours, theirs in LATENT.items()}
 NORMS = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"}
 CASES: dict[str, tuple[Any, dict[str, str], str, dict[str, Any]]] = {
     "LLaMA": (llama, PROJECTIONS, "model.layers", {"targets": ["query", "key", "value", "dense"]}),
     "LLaMA, norms": (llama, PROJECTIONS, "model.layers", {"also": ["norms"]}),
     "LLaMA, rsLoRA": (llama, PROJECTIONS, "model.layers", {"rslora": True, "targets": ["query", "value"]}),
     "LLaMA, DoRA": (llama, PROJECTIONS, "model.layers", {"dora": True}),
+    "MiniCPM 3": (minicpm3, MINICPM, "model.layers", {"targets": ["query", "key", "value", "dense"]}),
     "GPT-NeoX": (gpt_neox, NEOX, "gpt_neox.layers", {"targets": ["dense", "mlp"]}),
 }
 

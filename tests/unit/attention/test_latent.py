@@ -217,7 +217,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "values that are keys": ({"values_from_keys": True}, "kv_lora_rank: not supported with values_from_keys"),
     "norm of values": ({"value_norm": True}, "kv_lora_rank: not supported with value_norm"),
     "tensor ranks": ({"model_parallel_size": 2}, "kv_lora_rank: not supported with model_parallel_size"),
-    "adapters": ({"lora": {"rank": 2}}, "kv_lora_rank: not supported with lora"),
+    "adapters of keys": (
+        {"lora": {"targets": ["key"]}},
+        "keys and values; list both key and value in lora.targets",
+    ),
     "units": ({"attention_config": ["gau", "global"]}, "kv_lora_rank: not supported with layers of type gau"),
     "only keys": ({"trainable": ["key"]}, "kv_lora_rank: one matrix computes keys and values; train both"),
     "wide values": ({"v_head_dim": 22}, "v_head_dim: 22 exceeds the 21 features of queries and keys"),

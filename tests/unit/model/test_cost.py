@@ -218,6 +218,23 @@ def test_operations_with_adapters_beside_experts(shape: str, also: list[str]) ->
     assert counted_operations(config, model) == pytest.approx(flops_per_token(config).model, rel=1e-9)
 
 
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.startswith("latents")])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"targets": ["query", "dense"], "dora": True},
+        {"targets": ["key", "value", "mlp"], "also": ["query", "embedding"]},
+    ],
+    ids=["attention", "DoRA of queries", "queries as a whole"],
+)
+def test_adapters_of_latent_attention(shape: str, lora: dict[str, Any]) -> None:
+    """One matrix computes keys and values, so both have the same adapters."""
+    test_adapters_are_those_that_peft_adds(shape, lora)
+    if "dora" not in lora:
+        test_operations_with_adapters_are_what_pytorch_counts(shape, lora)
+
+
 @pytest.mark.parametrize("shape", ["plain", "untied", "grouped", "coca", "gated heads", "experts, a shared MLP"])
 @pytest.mark.parametrize("parts", [["key"], ["query", "key", "value"], ["mlp"], ["attention_output"]])
 def test_operations_of_a_stage_that_trains_a_part(shape: str, parts: list[str]) -> None:

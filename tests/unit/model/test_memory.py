@@ -124,13 +124,22 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     ["rotary", "coca", "pope", "alibi", "grouped", "parallel, one norm", "gated in bfloat16", "rmsnorm in bfloat16"],
 )
 def test_activations_with_adapters_are_what_autograd_saves(shape: str, lora: dict[str, Any]) -> None:
+    """DoRA frees an identity matrix for each adapter at once, which the hook counts all the same."""
+    check_adapters(shape, lora, TOLERANCE if lora.get("dora") else 0.12)
+
+
+def check_adapters(shape: str, lora: dict[str, Any], tolerance: float) -> None:
     config = configured(**SHAPES[shape] | {"lora": lora})
     kept, _, ends = activations(config, MICRO)
-    # DoRA frees an identity matrix for each adapter at once, which the hook counts all the same.
-    tolerance = TOLERANCE if lora.get("dora") else 0.12
     assert kept * config.model.num_layers + ends + kept_by_loss(config) == pytest.approx(
         saved_bytes(config), rel=tolerance
     )
+
+
+@pytest.mark.parametrize("lora", [each for each in ADAPTERS if each != "queries as a whole"])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.startswith("latents")])
+def test_activations_with_adapters_of_latents(shape: str, lora: str) -> None:
+    check_adapters(shape, ADAPTERS[lora], 0.15)
 
 
 @pytest.mark.parametrize("also", [[], ["mlp"], ["router"], ["mlp", "router"]], ids=lambda parts: " ".join(parts))

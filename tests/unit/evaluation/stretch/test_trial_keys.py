@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.importing import starting_config
 from megatron_coca.config import load_config
@@ -24,6 +25,7 @@ MODELS = {
     "dense": {},
     "norms without weights": {"norm": "non_parametric_layernorm", "no_weight_tying": True},
     "mixture": {"moe_num_experts": 4, "moe_top_k": 2},
+    "latents": {"kv_lora_rank": 12, "qk_rope_head_dim": 8},
 }
 """Config keys of small models."""
 
@@ -46,7 +48,7 @@ def options(model: Path, lora: bool = False, given: tuple[str, ...] = ()) -> Nam
 
 def trained(model: Path, method: str, lora: bool = False, given: tuple[str, ...] = ()) -> set[str]:
     """Start the training of a method as `megatron-coca train` does, and return the names of the trained weights."""
-    keys = keys_of(options(model, lora, given), method, LENGTH)
+    keys = keys_of(options(model, lora, given), method, open_checkpoint(model, verify=False).trained.model)
     config = starting_config(model, ["train_iters=10", *keys])
     config = config.run_stages()[-1].config if config.schedule.stages else config
     module = initial_model(config, "cpu", None, verify=False).model
