@@ -81,7 +81,14 @@ CHOICES: dict[str, Sequence[Keys]] = {
         {"trainable": ["embedding", "norms"]},
         {"trainable": ["query", "key", "norms"]},
         {"trainable": ["mlp", "positions", "embedding"]},
-        {"lora": {"rank": 2, "alpha": 4, "targets": ["query", "value", "dense"], "also": ["norms", "embedding"]}},
+        {
+            "lora": {
+                "rank": 2,
+                "alpha": 4,
+                "targets": ["query", "key", "value", "dense"],
+                "also": ["norms", "embedding"],
+            }
+        },
     ],
     "optimizer": [
         {},
