@@ -128,15 +128,19 @@ ALIASES = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads"})
 
 
 def parse_config(
-    values: Json, source: Path, generation: Json | None = None, weights: Callable[[], Collection[str]] = tuple
+    values: Json,
+    source: Path,
+    generation: Json | None = None,
+    weights: Callable[[], Collection[str]] = tuple,
+    warn: bool = True,
 ) -> Config:
     """Return the configuration of the model that a config.json describes.
 
     `values` is the content of config.json, and `source` is its path, for messages. `generation` is the content of
-    generation_config.json, and `weights` returns the names of the weights. Raises CheckpointError if the model is not
-    supported.
+    generation_config.json, and `weights` returns the names of the weights. `warn` says whether to log the keys without
+    effect. Raises CheckpointError if the model is not supported.
     """
-    keys, theirs = read_config(values, source, generation, weights)
+    keys, theirs = read_config(values, source, generation, weights, warn)
     try:
         return load_config([], keys)
     except ConfigError as error:
@@ -151,7 +155,11 @@ def parse_config(
 
 
 def read_config(
-    values: Json, source: Path, generation: Json | None = None, weights: Callable[[], Collection[str]] = tuple
+    values: Json,
+    source: Path,
+    generation: Json | None = None,
+    weights: Callable[[], Collection[str]] = tuple,
+    warn: bool = True,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return our keys of the model that a config.json describes, without validation, and their names in config.json.
 
@@ -195,14 +203,16 @@ def read_config(
     unread = sorted(name for name, value in config.items() if value is not None and name not in known)
     if unread:
         kind = str(config["model_type"])
-        _ignore(kind, unread, source, families.row_name(kind) if family is not None else "")
+        ignored = _ignored(kind, unread, source, families.row_name(kind) if family is not None else "")
+        if warn:
+            logger.warning("%s: ignored %s", source, ignored)
     theirs = {ours: names.get(common) or common for ours, common in THEIR_NAMES.items()}
     theirs |= {"seq_length": TRAINING_LENGTH} if config.get(TRAINING_LENGTH) else {}
     return keys, theirs
 
 
-def _ignore(kind: str, unread: Collection[str], source: Path, row: str) -> None:
-    """Log the keys that have no effect on the model. Raises CheckpointError for the others."""
+def _ignored(kind: str, unread: Collection[str], source: Path, row: str) -> str:
+    """Return the keys without effect on the model, with the reason. Raises CheckpointError if there are others."""
     ignored, reason = ignored_keys(kind, unread)
     if others := [name for name in unread if name not in ignored]:
         options, them = " ".join(f"--ignore-key {name}" for name in others), "it" if len(others) == 1 else "them"
@@ -211,7 +221,7 @@ def _ignore(kind: str, unread: Collection[str], source: Path, row: str) -> None:
             f"{source}: {', '.join(others)}: not supported and may change the model; use another model, or ignore "
             f"{them} with {options}{own}"
         )
-    logger.warning("%s: ignored %s, because %s", source, ", ".join(ignored), reason)
+    return f"{', '.join(ignored)}, because {reason}"
 
 
 class _Read(dict[str, Any]):

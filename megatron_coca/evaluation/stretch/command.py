@@ -72,12 +72,17 @@ def _measure(args: Namespace, like: MarginResult | None) -> Done:
     evaluation = Evaluation(options, "margin")
     tokenizer, length = evaluation.needed_tokenizer(), trained.model.seq_length
     original = length if like is None else like.checkpoint.seq_length
-    lengths = sorted({*lengths_up_to(args.to, original), length})
+    scored = default_scored(evaluation) if like is None else like.protocol.scored
+    lengths = lengths_up_to(args.to, original)
+    if length >= scored:
+        lengths = sorted({*lengths, length})
+    else:
+        logger.info("%d tokens, the training length, are fewer than the %d scored ones: not measured", length, scored)
     methods = chosen_methods(args.methods, args.to, length)
     documents = read_documents(evaluation, args.data, lengths[-1] + 1, args.documents)
     protocol = MarginProtocol(
         text=PROTOCOL,
-        scored=default_scored(evaluation) if like is None else like.protocol.scored,
+        scored=scored,
         seed=plan.seed if plan else 0,
         start=tokenizer.usual_start,
         chat=chat_of(tokenizer, recorded(result_file(args.output, PLAIN), "protocol", "chat", "date")),

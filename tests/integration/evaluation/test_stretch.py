@@ -335,6 +335,25 @@ def test_trials_of_fine_tuning(model: Path, text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+def test_trials_of_a_mixture_of_experts(lora: bool, text: Path, tmp_path: Path) -> None:
+    """Attention changes, and routers keep their weights."""
+    keys = {"moe_num_experts": 4, "moe_top_k": 2, "norm": "rmsnorm", "activation": "swiglu", "use_bias_in_mlp": False}
+    keys |= {"use_bias_in_attn_linear": False, "gpt_j_residual": False}
+    config = load_config([], SHAPE | keys)
+    export(write_checkpoint(tmp_path / "run", config), tmp_path / "folder")
+    more = ["--methods", "plain", "--budget", "3s", "--finetune", 3, "--finetune-method", "pope,coca_stages"]
+    more += ["--finetune-length", 128, *(["--lora"] if lora else []), "--export", tmp_path / "exported"]
+    assert stretch(tmp_path / "folder", text, tmp_path / "out", *more) == 0
+    before = dict(open_checkpoint(tmp_path / "folder").weights())
+    for method, names in (("none", ("query",)), ("pope", ("query", "position")), ("coca_stages", ("key",))):
+        after = dict(open_checkpoint(tmp_path / f"out/finetuned_{method}").weights())
+        changed = {name for name in after if name not in before or not torch.equal(after[name], before[name])}
+        assert not [name for name in changed if "router" in name]
+        assert all(any(part in name for name in changed) for part in names)
+
+
+@pytest.mark.slow
 def test_a_plan_declares_the_fine_tuning_and_contrasts_of_trained_models(
     model: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -55,6 +55,12 @@ def test_the_written_architecture(name: str, tmp_path: Path) -> None:
         assert (done.folder / MODELLING_FILE).read_text() == modelling_file()
 
 
+def test_families_that_do_not_fit_are_not_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    latents = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_kv_heads": 4}
+    assert export(random_checkpoint(tmp_path / "run", **LLAMA | latents), tmp_path / "model").model_type != "llama"
+    assert "ignored" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["dynamic", "ALiBi", "one norm"])
 def test_an_architecture_that_is_passed_over_describes_another_model(name: str) -> None:
     config = load_config([], SHAPE | WRITTEN[name][0])
