@@ -113,6 +113,6 @@ def test_a_host_that_never_joins(start: Any, hosts: tuple[Host, Host], tmp_path:
     for process in processes:
         output, _ = process.communicate(timeout=patience(60))
         assert process.returncode == 79, output
-        assert output.count("1 of 3 processes did not join within 4 s (`join_timeout`): ranks 2.") == 1, output
+        assert output.count("4 s (`join_timeout`): ranks 2.") == 1, output
         assert "Traceback" not in output, output
     assert not (tmp_path / "run").exists()

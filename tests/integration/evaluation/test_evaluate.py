@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_variants_are_compared_in_one_table_and_windows_may_be_multiples(
     assert [each.window for each in found.results] == [16, 64] and found.protocol.stride == 8
     assert found.overrides["relative_positions"] == {"type": "rerope", "window": 8}
     assert main(arguments(checkpoint, text, "--windows", "1L/3")) == 2
-    assert "1L/3: is not a whole number of tokens for a training length of 16" in capsys.readouterr().err
+    assert re.search("1L/3: .*training length of 16", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("gain", "chosen"), [(1.1, "float32"), (2.0, "bfloat16")])
@@ -156,7 +157,7 @@ def test_a_start_token_is_named_and_put_on_request(
     config = load_config([], MODEL | {"vocab_size": 97, "tokenizer_type": "HFTokenizer"})
     checkpoint = write_checkpoint(tmp_path / "run", config, tokenizer=beginning_tokenizer(tmp_path))
     assert main(arguments(checkpoint, text, "--output", tmp_path / "plain.json")) == 0
-    assert "adds <bos> before every text; add --start-token '<bos>'" in caplog.text
+    assert re.search("adds <bos> .*add --start-token '<bos>'", caplog.text)
     caplog.clear()
     begun = arguments(checkpoint, text, "--output", tmp_path / "begun.json", "--start-token", "<bos>")
     assert main(begun) == 0 and "--start-token" not in caplog.text
@@ -228,10 +229,10 @@ def test_an_unsupported_variant_is_noted_and_the_others_go_on(
     [
         (["--variant", "a", "--variant", "A"], "a: duplicate name; give each variant its own"),
         (["--variant", "a", "--variant", "b", "--output", "x.json"], "several variants; name a folder"),
-        (["--variant", "a", "ntk"], "--variant a: no such file: ntk.yml; correct its path, or write KEY=VALUE"),
+        (["--variant", "a", "ntk"], "--variant a: no such file: ntk.yml"),
         (["--variant", "a", "absent.yml"], "no such file: absent.yml"),
         (["--variant", " "], "empty name"),
-        (["--variant", "a", "rope_scalin.factor=2"], "rope_scalin: unknown key; did you mean `rope_scaling`?"),
+        (["--variant", "a", "rope_scalin.factor=2"], "rope_scalin: unknown key"),
     ],
 )
 def test_variants_that_cannot_be_are_named(
@@ -331,7 +332,7 @@ def test_a_window_that_does_not_fit_is_noted(
     found = read(output)
     assert [each.window for each in found.results] == [16]
     assert [(each.at, each.kind) for each in found.missing] == [("window 64", "out of memory")]
-    assert "window 64: out of memory: cpu ran out of memory; lower --tokens-per" in capsys.readouterr().err
+    assert re.search("window 64: out of memory: .*lower --tokens-per", capsys.readouterr().err)
     monkeypatch.setattr(GPT, "hidden_states", compute)
     assert main(arguments(checkpoint, text, "--output", output)) == 0, "tried again, and only that"
     assert [each.window for each in read(output).results] == [16, 64] and not read(output).missing

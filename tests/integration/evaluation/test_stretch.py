@@ -3,6 +3,7 @@
 import datetime
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -115,8 +116,8 @@ def test_a_short_budget_leaves_out_and_the_same_command_continues(
     entries, errors = entries_of(result_of(tmp_path / "out", *METHODS)), capsys.readouterr().err
     assert {(length, len(each.nlls), len(each.cases)) for (_, length), each in entries.items()} == {(512, 1, 1)}
     assert len(entries) == 4
-    assert "--budget: 1:15:00 is too short for one window and one fact of each method at each length" in errors
-    assert "left out: one window and one fact at 1024 tokens of plain" in errors
+    assert "--budget: 1:15:00 is too short" in errors
+    assert re.search("left out: .*one fact at 1024 tokens of plain", errors)
     page = (tmp_path / "out/stretch.md").read_text()
     assert page.startswith("# Nothing beyond the training length of 512 tokens")
     assert "The budget of 1:15:00 was too short" in page and "Not measured: all methods at 1,024 tokens" in page
@@ -151,8 +152,8 @@ def test_results_of_an_earlier_version_are_not_resumed(
     (tmp_path / "out").mkdir()
     (tmp_path / "out/results.json").write_text("{}")
     assert stretch(model, text, tmp_path / "out", "--methods", "plain") == 2
-    said = "results.json: was written by an earlier version, whose results cannot be resumed; name another --output"
-    assert said in capsys.readouterr().err and not (tmp_path / "out/results").exists()
+    assert "results.json: was written by an earlier version" in capsys.readouterr().err
+    assert not (tmp_path / "out/results").exists()
     assert stretch(model, text, tmp_path / "out", "--methods", "yarm", "--overwrite") == 2
     assert (tmp_path / "out/results.json").exists(), "a mistake removes nothing"
     assert stretch(model, text, tmp_path / "out", "--methods", "rerope", "--to", "1x", "--overwrite") == 0
@@ -189,7 +190,7 @@ def test_a_chat_template_that_changes_the_text_is_not_used(caplog: pytest.LogCap
         return f"<user>{messages[-1]['content'].lower()}"
 
     assert chat_of(cast(Any, SimpleNamespace(chat=SimpleNamespace(render=render), usual_start=5))) is None
-    assert "the facts are hidden in plain text, not in chats" in caplog.text
+    assert "facts are hidden in plain text" in caplog.text
 
 
 def test_options_are_checked_before_the_measurement(
@@ -393,7 +394,7 @@ def test_an_unknown_method_of_fine_tuning(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert stretch(model, text, tmp_path / "out", "--finetune", 2, "--finetune-method", "dropp") == 2
-    assert "--finetune-method dropp: unknown method; name some of none, pi, yarn" in capsys.readouterr().err
+    assert "--finetune-method dropp: unknown method" in capsys.readouterr().err
     (tmp_path / "plan.yml").write_text("{title: T, methods: [], to: 1, finetune: {steps: 2, methods: [dropp]}}")
     assert stretch(model, text, tmp_path / "out", "--plan", tmp_path / "plan.yml") == 2
     assert "plan.yml: finetune.methods: dropp: unknown method" in capsys.readouterr().err

@@ -224,5 +224,5 @@ def test_a_disk_that_fills_up_on_the_first_of_two_ranks(live: Any, tmp_path: Pat
     """The other one, which gives its weights to the first, must not wait for ever."""
     keys = KEYS | {"save": str(tmp_path), "zero_stage": 1, "train_batch_size": 8}
     finished = live(keys, [Hook("weights", "full disk", [2], [0])], ranks=2, expected=2)
-    assert "step 4 cannot be written (No space left on device); free some space" in finished.output
+    assert "step 4 cannot be written (No space left" in finished.output
     assert native.steps(tmp_path) == [2] and not list(tmp_path.glob(".*.partial"))

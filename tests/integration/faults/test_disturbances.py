@@ -68,8 +68,7 @@ def test_a_lost_rank_ends_the_other_without_a_launcher(point: str, victim: int, 
     assert statuses == ([-9, 1] if victim == 0 else [1, -9]), launch.output()
     assert time.monotonic() - begin < GRACE + PROMPT
     assert f"rank {victim} on {socket.gethostname()} had already ended" in launch.output() or (
-        f"rank {victim} on {socket.gethostname()} has ended, but this process is still waiting for it"
-        in launch.output()
+        f"rank {victim} on {socket.gethostname()} has ended, but this process" in launch.output()
     )
 
 
@@ -177,6 +176,6 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(live: Any, full_disk: Path, open_run: Any) -> None:
     save = full_disk / "run"
     finished = live({"save": str(save), "checkpoint_factor": 4, "eval_iters": 0}, expected=2)
-    assert "the checkpoint of step 8 cannot be written (No space left on device" in finished.output
+    assert "step 8 cannot be written (No space left" in finished.output
     assert native.steps(save) == [4] and not list(save.glob(".*partial"))
     native.verify(native.locate(save))

@@ -1,5 +1,6 @@
 """Real training processes with checkpoints on an object store: an S3 server on this machine."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -156,7 +157,7 @@ def test_adapters_of_a_model_elsewhere_are_resumed_on_another_machine(
         if name == "disk":
             (tmp_path / "first" / "base").rename(tmp_path / "moved")
             missing = train(given | {"checkpoint_cache": str(tmp_path / "second")}, expected=2)
-            assert "which no longer exists there; name its folder with --base FOLDER" in missing.output
+            assert re.search("no longer exists .*--base FOLDER", missing.output)
             given |= {"load": str(tmp_path / "moved")}
         shutil.rmtree(tmp_path / "first", ignore_errors=True)
         resumed = train(given | {"checkpoint_cache": str(tmp_path / "third")})

@@ -323,7 +323,7 @@ def test_what_the_plugin_trained_is_not_loaded_as_rotary(
     found = checkout.deepy("train.py", tmp_path, stock, run, before=["deepy.py"], fails=True)
     assert "RuntimeError" in found and "attention.megatron_coca_query_key_value.weight" in found
     found = checkout.deepy("train.py", tmp_path, stock, run | {"master_port": free_port()}, fails=True)
-    assert "megatron_coca.neox_plugin: pos_emb: rotary does not fit" in found and "Traceback" not in found
+    assert "neox_plugin: pos_emb: rotary does not fit" in found and "Traceback" not in found
     stock["pos_emb"] = "xpos"
     found = checkout.deepy("train.py", tmp_path, stock, run | {"master_port": free_port()}, fails=True)
     assert "pos_emb: xpos, but " in found and "was trained with coca" in found and "Traceback" not in found

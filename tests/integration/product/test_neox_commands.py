@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -162,8 +163,8 @@ def test_convert_neox_to_hf(precision: str, dtype: str | None, theirs: Path, tmp
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--pad-token-id", "0"], "--pad-token-id: not supported: set it in the exported config.json"),
-        (["--vocab-is-hf-tokenizer"], "--vocab-is-hf-tokenizer: not supported: use export huggingface --tokenizer"),
+        (["--pad-token-id", "0"], "--pad-token-id: not supported: .*config.json"),
+        (["--vocab-is-hf-tokenizer"], "--vocab-is-hf-tokenizer: not supported: .* --tokenizer"),
         (["--config_file", "none.yml"], "none.yml: no such file"),
         (["--config_file", "wider.yml"], "hidden_size"),
     ],
@@ -171,13 +172,13 @@ def test_convert_neox_to_hf(precision: str, dtype: str | None, theirs: Path, tmp
 def test_what_the_converter_cannot_do(more: list[str], message: str, theirs: Path, tmp_path: Path) -> None:
     (tmp_path / "wider.yml").write_text((tmp_path / "model.yml").read_text().replace("size: 16", "size: 32"))
     line = ["--input_dir", theirs, "--output_dir", "out", "--config_file", "model.yml"]
-    assert message in run(tmp_path, CONVERT, *line, *more, status=2)
+    assert re.search(message, run(tmp_path, CONVERT, *line, *more, status=2))
     assert not (tmp_path / "out").exists()
 
 
 def test_another_architecture_is_named(theirs: Path, tmp_path: Path) -> None:
     line = ["--input_dir", theirs, "--output_dir", "out", "--architecture", "llama"]
-    assert "--architecture llama: the model is of type gpt_neox" in run(tmp_path, CONVERT, *line)
+    assert "llama: the model is of type gpt_neox" in run(tmp_path, CONVERT, *line)
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ def test_eval(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tiny", "--eval_tasks", "piqa"], "load: not set; set it to the run's save folder"),
+        (["tiny", "--eval_tasks", "piqa"], "load: not set; "),
         (["none", "--eval_tasks", "piqa"], "configs/none.yml: no such file"),
         (["tiny"], "the following arguments are required: --eval_tasks"),
     ],

@@ -1,5 +1,6 @@
 """Runs that train low-rank adapters: exact resume in every division, kills, stages, and the model that they change."""
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,7 +144,7 @@ def test_the_model_may_move_but_must_be_the_same(live: Any, whole: Run, open_run
     live(keys | {"exit_interval": 3})
     first.rename(moved)
     refused = live(keys, expected=2)
-    assert "which no longer exists there; name its folder with --base FOLDER" in refused.output
+    assert re.search("no longer exists .*--base FOLDER", refused.output)
     live({"save": str(other), "seed": 77, "train_iters": 1})
     refused = live(keys | {"load": str(other)}, expected=2)
     assert f"{other}: is not the model that the adapters in " in refused.output
@@ -197,10 +198,10 @@ def test_errors_come_before_training(live: Any, whole: Run, tmp_path: Path) -> N
     refused = live({"lora": LORA, "save": str(tmp_path / "none")}, expected=2)
     assert "lora: needs a model to change; set finetune=true" in refused.output
     refused = live(on(whole, pos_emb="kerple_log", save=str(tmp_path / "none")), expected=2)
-    assert "which would never be trained; add positions to lora.also" in refused.output
+    assert "add positions to lora.also" in refused.output
     stages = [{"until": 4, "lora": LORA, "trainable": None}, {"lora": None, "reset_optimizer": True}]
     refused = live({"stages": stages, "save": str(tmp_path / "none")}, expected=2)
-    assert "stages[1].lora: the previous stage has adapters, which stay the same" in refused.output
+    assert "stages[1].lora: the previous stage has adapters" in refused.output
     refused = live({"stages": [{"until": 4}, {"lora": LORA}], "save": str(tmp_path / "none")}, expected=2)
     assert "stages[1].lora: the previous stage has no adapters" in refused.output
     live(on(whole, save=str(tmp_path / "run"), exit_interval=3))

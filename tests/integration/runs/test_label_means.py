@@ -101,11 +101,9 @@ def test_a_step_without_labels_has_no_gradient(
     run = open_run(tmp_path / "run")
     steps = [record for record in run.records if "loss" in record]
     assert [(step["loss"], step["grad_norm"], step["skipped_steps"]) for step in steps] == [(None, 0.0, 0)] * 2
-    assert [
-        event for event in run.events if "no token of this step has a label that counts in the loss" in event
-    ] == run.events
+    assert [event for event in run.events if "no token of this step has a label" in event] == run.events
     assert len(run.events) == 2 and not any("validation" in name for record in run.records for name in record)
-    assert "validation_loss: not reported, because no token of its validation samples counts" in finished.output
+    assert "validation_loss: not reported" in finished.output
     weights = load_file(tmp_path / "run" / "global_step2" / "model.safetensors")
     assert all(bool(each.isfinite().all()) for each in weights.values())
 

@@ -365,7 +365,7 @@ def test_one_process_goes_on_from_tensor_ranks(alone: Launched) -> None:
 
 def test_a_stage_that_trains_nothing_is_an_error_everywhere(together: Launched) -> None:
     for rank in together.ranks:
-        assert "trainable: with embedding, one of the 2 pipeline stages has no weights to train" in rank["idle"]
+        assert "trainable: with embedding, one of the 2 pipeline" in rank["idle"]
 
 
 class Reference:

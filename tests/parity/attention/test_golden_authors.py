@@ -156,9 +156,7 @@ def test_other_folders_are_not_doubted(tmp_path: Path, caplog: pytest.LogCapture
     assert load_checkpoint(ours).config.position.pos_emb == "rotary"
     assert load_checkpoint(neox_folder(tmp_path / "said", pos_emb="coca")).config.position.pos_emb == "coca"
     assert not told(caplog)
-    with pytest.raises(
-        CheckpointError, match="config.json: pos_emb: 'alibi' is not supported; supported values: rotary, coca"
-    ):
+    with pytest.raises(CheckpointError, match="config.json: pos_emb: 'alibi'.*rotary, coca"):
         load_model(neox_folder(tmp_path / "other", pos_emb="alibi"))
 
 

@@ -113,7 +113,7 @@ def test_the_original_model_serves_if_the_network_is_the_same(
         theirs = of_peft(tmp_path / "llama", tmp_path / "adapters")(batch).logits
         torch.testing.assert_close(theirs, model(batch), rtol=1e-9, atol=1e-9)
     changed = trained(tmp_path / "llama", tmp_path / "coca", {}, pos_emb="coca")
-    with pytest.raises(CheckpointError, match="which is not a Hugging Face folder with the network and position"):
+    with pytest.raises(CheckpointError, match="network and position method.*--with-base"):
         export_adapters(tmp_path / "coca", tmp_path / "none")
     done = export_adapters(tmp_path / "coca", tmp_path / "of_coca", base=tmp_path / "llama_coca")
     with torch.no_grad(), in_float64():
@@ -156,7 +156,7 @@ def test_attention_of_a_mixture_of_experts(tmp_path: Path) -> None:
         torch.testing.assert_close(theirs, model(batch), rtol=1e-9, atol=1e-9)
     for part in ("router", "mlp"):
         changed, run = trained(tmp_path / "qwen", tmp_path / part, {"also": [part]}), tmp_path / f"{part}_merged"
-        with pytest.raises(CheckpointError, match="a part of a mixture of experts that is trained as a whole; use"):
+        with pytest.raises(CheckpointError, match="part of a mixture of experts"):
             export_adapters(tmp_path / part, tmp_path / "none")
         assert export_command.main(["huggingface", str(tmp_path / part), str(run)]) == 0
         with torch.no_grad():
@@ -209,7 +209,7 @@ def test_rows_trained_as_a_whole_beside_adapters_of_one_matrix(tmp_path: Path) -
     """GPT-NeoX's matrix of queries, keys and values is one module for peft. The merged export has no such limit."""
     base = random_checkpoint(tmp_path / "base", tokenizer=None, **NEOX)
     trained(base, tmp_path / "run", {"targets": ["query"], "also": ["key"]})
-    with pytest.raises(CheckpointError, match="has adapters and rows that are trained as a whole"):
+    with pytest.raises(CheckpointError, match="has adapters and rows"):
         export_adapters(tmp_path / "run", tmp_path / "adapters", base=tmp_path / "exported")
     assert not (tmp_path / "adapters").exists()
     assert export_command.main(["huggingface", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
@@ -231,12 +231,10 @@ def test_a_damaged_checkpoint_is_an_error_that_names_the_weight(tmp_path: Path) 
 
     name = "blocks.0.attention.query_key_value.query.lora_A.weight"
     damaged({each: value for each, value in own.items() if each != name})
-    with pytest.raises(
-        CheckpointError, match="peft cannot merge the adapter of blocks.0.attention.query_key_value.query"
-    ):
+    with pytest.raises(CheckpointError, match="merge .*blocks.0.attention.query_key_value.query"):
         dict(open_checkpoint(folder).weights())
     damaged(own | {"blocks.0.mlp.linear9.lora_A.weight": torch.zeros(3, 32)})
-    with pytest.raises(CheckpointError, match=r"blocks\.0\.mlp\.linear9\.lora_A\.weight belongs to no weight"):
+    with pytest.raises(CheckpointError, match=r"linear9\.lora_A\.weight belongs to no weight"):
         open_checkpoint(folder).weights()
 
 

@@ -272,7 +272,7 @@ def test_a_map_that_only_trains(tmp_path: Path) -> None:
     trained = theirs(batch).logits
     torch.testing.assert_close(trained, ours(batch), **STRICT)
     assert not torch.allclose(theirs.eval()(batch).logits, trained, atol=1e-3)
-    with pytest.raises(ValueError, match="build the model with training=True for a training-only map"):
+    with pytest.raises(ValueError, match="training=True for a training-only map"):
         load_model(checkpoint).train()(batch)
 
 
@@ -321,9 +321,7 @@ def test_positions_that_a_cache_cannot_keep_are_an_error(tmp_path: Path) -> None
     theirs, gaps = exported("coca", tmp_path), torch.tensor([[0, 1, 5, 6]])
     cache = theirs(tokens(2, 1), use_cache=True).past_key_values
     for given in ({"position_ids": gaps}, {"position_ids": gaps + 2}):
-        with pytest.raises(
-            ValueError, match="must increase by 1, because the cache stores no positions; set use_cache=False"
-        ):
+        with pytest.raises(ValueError, match="must increase by 1.*use_cache=False"):
             theirs(tokens(4, 1), past_key_values=cache, **given)
     assert theirs(tokens(4, 1), position_ids=gaps, use_cache=False).logits.shape[1] == 4
 
@@ -361,5 +359,5 @@ def test_beyond_what_can_be_computed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="position 128 is beyond the 128 learned positions"):
         learned(tokens(129, 1))
     xpos = exported("xpos", tmp_path / "xpos", dtype=torch.float16)
-    with pytest.raises(ValueError, match="xpos overflows torch.float16 at 9999 tokens; use at most 5"):
+    with pytest.raises(ValueError, match="xpos overflows torch.float16 at 9999.*at most 5"):
         xpos(tokens(3, 1), position_ids=torch.tensor([[0, 1, 9999]]))

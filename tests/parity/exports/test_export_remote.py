@@ -421,7 +421,7 @@ def test_a_dense_folder_is_imported_and_exported_bit_by_bit(block: str, tmp_path
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (None, "config.json: `network` is missing for this coca_dense"),
+        (None, "`network` is missing for this coca_dense"),
         ({"norm": "batchnorm"}, "batchnorm"),
         ({"activation": "tanh"}, "tanh"),
     ],
@@ -462,11 +462,7 @@ def test_an_extension_chosen_when_it_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        (
-            "rope_scaling",
-            {"rope_type": "dynamik", "factor": 4.0},
-            "rope_type 'dynamik' is not supported; supported values: default, ",
-        ),
+        ("rope_scaling", {"rope_type": "dynamik", "factor": 4.0}, "rope_type 'dynamik' is not supported.*default, "),
         ("rope_scaling", {"rope_type": "linear"}, "factor is missing"),
         ("rope_scaling", {"rope_type": "clex"}, "clex_frequencies is missing"),
         ("pos_emb", "cope", "pos_emb 'cope' is not supported"),

@@ -154,7 +154,7 @@ def test_the_tokenizer_is_that_of_the_adapters_if_they_have_one(tmp_path: Path) 
     folder, given = tmp_path / "adapters", {"base_model": str(tmp_path / "base")}
     assert open_checkpoint(folder, overrides=given).folder == tmp_path / "base"
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(CheckpointError, match=r"has chat_template.jinja, but no tokenizer; copy the tokenizer's other"):
+    with pytest.raises(CheckpointError, match=r"has chat_template.jinja, but no tokenizer; copy"):
         open_checkpoint(folder, overrides=given)
     (folder / "tokenizer.json").write_text("{}")
     assert open_checkpoint(folder, overrides=given).folder == folder
@@ -241,13 +241,13 @@ def test_the_text_network_of_a_wrapper(
     monkeypatch.setitem(CASES, case, (lambda: test_wrappers.build(wrapper), options))
     model, batch = adapted(case, tmp_path), tokens(TRAINED) % 96
     torch.testing.assert_close(ours(tmp_path, batch), theirs(model, batch), rtol=1e-9, atol=1e-9)
-    assert f"{left} adapters of other parts than the text network are left out" in caplog.text or not left
+    assert f"{left} adapters of other parts" in caplog.text or not left
 
 
 def test_adapters_of_another_part_than_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, "images", (lambda: test_wrappers.build("qwen2_vl"), {"target_modules": ["fc1"]}))
     adapted("images", tmp_path)
-    with pytest.raises(CheckpointError, match="has no adapter for a weight of the text network in .*base; use the"):
+    with pytest.raises(CheckpointError, match="no adapter for a weight of .*base;"):
         ours(tmp_path, tokens(TRAINED) % 96)
 
 
@@ -300,7 +300,7 @@ def test_rows_and_an_adapter_of_the_tied_head(tmp_path: Path, monkeypatch: pytes
     options = {"target_modules": ["lm_head"], "trainable_token_indices": [3, 90]}
     monkeypatch.setitem(CASES, "both", (lambda: llama(tie_word_embeddings=True), options))
     adapted("both", tmp_path)
-    with pytest.raises(CheckpointError, match="has rows of the embedding and an adapter of the head, which are one we"):
+    with pytest.raises(CheckpointError, match="rows of the embedding and an adapter"):
         ours(tmp_path, tokens(TRAINED) % 96)
 
 
@@ -308,7 +308,7 @@ def test_a_base_with_adapters_of_its_own(tmp_path: Path) -> None:
     adapted("attention", tmp_path)
     for path in (tmp_path / "adapters").iterdir():
         (tmp_path / "base" / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(CheckpointError, match="base_model: .*base: has PEFT adapters of its own; name the folder of a"):
+    with pytest.raises(CheckpointError, match="base_model: .*base: has PEFT adapters"):
         ours(tmp_path, tokens(TRAINED) % 96)
     open_checkpoint(tmp_path / "base", overrides={"base_model": str(tmp_path / "base")})
 
@@ -333,19 +333,15 @@ def test_settings_of_strangers_run_no_code(tmp_path: Path) -> None:
 
 def test_another_model_than_they_were_trained_on(tmp_path: Path) -> None:
     adapted("attention", tmp_path)
-    with pytest.raises(CheckpointError, match=r"PEFT adapters, but not the model .*; name its folder with --base"):
+    with pytest.raises(CheckpointError, match="PEFT adapters, but not the model .*--base"):
         load_model(tmp_path / "adapters")
-    with pytest.raises(CheckpointError, match="base_model: .* is not a Hugging Face folder or GGUF file"):
+    with pytest.raises(CheckpointError, match="base_model: .* is not a Hugging Face folder"):
         load_model(tmp_path / "adapters", {"base_model": str(tmp_path)})
     gpt2().save_pretrained(tmp_path / "other")
-    with pytest.raises(
-        CheckpointError, match=r"has an adapter for model.layers.0.self_attn.k_proj.weight, which .*other"
-    ):
+    with pytest.raises(CheckpointError, match="adapter for .*layers.0.self_attn.k_proj.weight, .*other"):
         load_model(tmp_path / "adapters", {"base_model": str(tmp_path / "other")})
     llama(hidden_size=64).save_pretrained(tmp_path / "wide")
-    with pytest.raises(
-        CheckpointError, match=r"peft cannot merge the adapter of .* use the model that the adapters were"
-    ):
+    with pytest.raises(CheckpointError, match="cannot merge the adapter of .*--base"):
         load_model(tmp_path / "adapters", {"base_model": str(tmp_path / "wide")})
 
 

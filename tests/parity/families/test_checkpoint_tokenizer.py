@@ -3,6 +3,7 @@ chooses a padding row.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -166,8 +167,8 @@ def test_without_its_tokenizer_the_remedy_is_named(
     for number, tool in enumerate(TOOLS):
         assert cli.main([*tool, str(folder), str(tmp_path / f"{number}")]) == 0
         told = capsys.readouterr().err
-        assert "has tokenizer_type HFTokenizer and vocab_file /elsewhere/tokens.json, which cannot be read here" in told
-        assert f"vocab_file=PATH (or another type), or copy the tokenizer's file into {folder}" in told
+        assert "HFTokenizer" in told and "/elsewhere/tokens.json, which cannot be read here" in told
+        assert "vocab_file=PATH" in told and f"or copy the tokenizer's file into {folder}" in told
     assert "generate() always runs to its length limit" in told
     options = SubjectOptions(str(folder), (Variant("it"),), "cpu", "float32", None, False)
     assert Evaluation(options, "perplexity").tokenizer is None
@@ -186,9 +187,9 @@ def test_a_named_tokenizer_that_cannot_be_opened_ends_a_tool_with_its_message(
 def test_tokenizers_that_do_not_fit(vocabulary: Path, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", KEYS | {"vocab_size": 256}, tokenizer_type="CharLevelTokenizer")
     opened, said = open_checkpoint(folder), ["tokenizer_type=HFTokenizer", f"vocab_file={vocabulary}"]
-    assert "CharLevelTokenizer, which has 512 ids, but the embedding has 256 rows" in (opened.tokenizer().note or "")
+    assert re.search("CharLevelTokenizer, .*512 ids, .*256 rows", opened.tokenizer().note or "")
     for use in (lambda: import_checkpoint(folder, tmp_path / "i", said), lambda: export(folder, tmp_path / "e", said)):
-        with pytest.raises(CheckpointError, match="some_name.json: has 330 ids, but the embedding of .* has 256 rows"):
+        with pytest.raises(CheckpointError, match="some_name.json: has 330 ids, .*256 rows"):
             use()
     with pytest.raises(DataError, match="none.json: cannot be read"):
         export(folder, tmp_path / "e", ["tokenizer_type=HFTokenizer", "vocab_file=none.json"])
@@ -199,7 +200,7 @@ def test_a_vocabulary_without_the_end_of_gpt_neox(tmp_path: Path) -> None:
     train_sentencepiece(LINES, IDS, tmp_path / "tokenizer.model")
     folder = saved(tmp_path / "save", KEYS, tokenizer_type="SPMTokenizer", vocab_file=str(tmp_path / "tokenizer.model"))
     done = export(folder, tmp_path / "out")
-    assert "has no '<|endoftext|>', which ends documents in GPT-NeoX; using '<eod>'" in (done.tokenizer_note or "")
+    assert re.search(r"has no '<\|endoftext\|>', .*using '<eod>'", done.tokenizer_note or "")
     eos = json.loads((done.folder / "generation_config.json").read_text())["eos_token_id"]
     assert eos == load_tokenizer("SPMTokenizer", tmp_path / "tokenizer.model").eod
 

@@ -253,7 +253,7 @@ def test_layers_that_predict_further_tokens_are_not_read(kind: str, tmp_path: Pa
     if kind == "glm4_moe":
         assert torch.equal(load_model(tmp_path)(tokens(17)), expected)
     else:
-        with pytest.raises(CheckpointError, match=r"has weights that .* does not have .model.layers.3.eh_proj.weight"):
+        with pytest.raises(CheckpointError, match="does not have .model.layers.3.eh_proj.weight"):
             load_model(tmp_path)
 
 

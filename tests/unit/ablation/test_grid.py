@@ -88,7 +88,7 @@ def test_a_cell_drops_its_positions(write: Write, tmp_path: Path) -> None:
         names.append(cells_of(write(models={"DroPE": changes}, baseline=None))[0].name)
     assert len({*names}) == 3, "the name covers the stages"
     wrong = dropped | {"variants": {"": [], "+ NTK": [str(tmp_path / "ntk.yml")]}}
-    with pytest.raises(EvaluationError, match=r"models.DroPE: variants.\+ NTK: .*not supported with pos_emb none"):
+    with pytest.raises(EvaluationError, match=r"models.DroPE: variants.\+ NTK: .* pos_emb none"):
         cells_of(write(models={"RoFormer": ["pos_emb=rotary"], "DroPE": wrong}))
 
 
@@ -131,11 +131,11 @@ def test_every_fault_is_listed_at_once(write: Write, tmp_path: Path) -> None:
     lines = str(refused.value).splitlines()
     for part in (
         "baseline: CoCA: unknown; known models: RoFormer | Typo",
-        "models.Typo: command line: pos_embb: unknown key; did you mean `pos_emb`?",
+        "models.Typo: command line: pos_embb: unknown key",
         "models.Overlay: ",
         "models.ALiBi: variants.+ NTK: ",
-        "models.ALiBi: variants.larger: the model: its weights cannot be evaluated with another hidden_size",
-        "models.Shared: log_dir: all cells would write into this folder",
+        "models.ALiBi: variants.larger: the model: its weights",
+        "models.Shared: log_dir: all cells",
         "tasks.perplexity.windws: unknown option",
         "tasks.perplexity value: argument --stride",
         "tasks.perplexity data: absent: no such text file",
@@ -156,11 +156,11 @@ def test_faults_of_the_base_come_first(write: Write) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seeds": [1, 1]}, "roformer-s1-.*: two cells have this name, RoFormer with seed 1 and RoFormer with seed 1"),
+        ({"seeds": [1, 1]}, "roformer-s1-.*: two cells .*, RoFormer with seed 1 and"),
         ({"base": ["optimizer.params.lr=1"]}, "base: command line: describes no model \\(num_layers"),
         ({"models": {}}, "models: "),
-        ({"testing": "sequence"}, "testing: a sequence needs contrasts and at least two seeds; declare them"),
-        ({"modles": {}}, "modles: unknown key; the keys of an ablation are "),
+        ({"testing": "sequence"}, "testing: a sequence needs contrasts"),
+        ({"modles": {}}, "modles: unknown key; .* of an ablation"),
     ],
 )
 def test_mistakes_are_named(write: Write, changes: dict[str, Any], message: str) -> None:
@@ -194,13 +194,13 @@ def test_a_plan_needs_no_data(write: Write, corpus: Path, monkeypatch: pytest.Mo
     assert {line.partition(":")[0] for line in absent} == {"tasks.perplexity", f"{tmp_path}/builtin"}
     shards = {"train_data_paths": ["absent"], "test_data_paths": ["s3://store/test"]}
     planned, absent = plan(write(shards))
-    assert planned[0].name == "roformer-s1" and "absent: no such shard; prepare it before the run" in absent
+    assert planned[0].name == "roformer-s1" and any(line.startswith("absent: no such shard") for line in absent)
     assert any(line.startswith("s3://store/test: on a store") for line in absent)
     record = read_cell(planned[0]).model_copy(update={"data": planned[0].data.model_copy(update={"identity": DATA})})
     write_cell(planned[0], record)
     again, _ = plan(write(shards))
     assert again[0].name.startswith("roformer-s1-") and again[2].name.startswith("nope-s1-")
-    with pytest.raises(EvaluationError, match="vocab_size: not set, and the training data that determine it"):
+    with pytest.raises(EvaluationError, match="vocab_size: not set, and the training data"):
         plan(write(shards | {"vocab_size": None, "data_root": "elsewhere"}))
 
 
@@ -223,9 +223,9 @@ def test_a_named_cell_is_chosen_whatever_the_seeds(write: Write) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["seed=7"], "seed: the command sets it for each cell; remove it"),
-        (["save=elsewhere"], "save: the command sets it for each cell; remove it"),
-        (["load=elsewhere"], "load: a cell can load only initial weights; set finetune=true as well"),
+        (["seed=7"], "seed: the command sets it"),
+        (["save=elsewhere"], "save: the command sets it"),
+        (["load=elsewhere"], "load: .*only initial weights; set finetune=true"),
     ],
 )
 def test_keys_of_the_runner_are_errors(write: Write, keys: list[str], message: str) -> None:

@@ -97,7 +97,7 @@ def test_an_unfinished_sweep(read: AblationFile, write: Write, capsys: pytest.Ca
         with pytest.raises(EvaluationError, match="rates: 1 of 16 runs"):
             ablate.main([path, *options])
     assert ablate.main([path, "--dry-run"]) == 0
-    assert "The rates of this plan are those in the middle of the sweep. rates: 1 of" in capsys.readouterr().out
+    assert "in the middle of the sweep. rates: 1 of" in capsys.readouterr().out
     assert ablate.main([path, "--rates", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("-s8-") == 8 and "in the middle" not in printed

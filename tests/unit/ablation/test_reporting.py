@@ -55,8 +55,8 @@ def test_rows_are_chosen(report: ReportDocument, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{{ table('loss') }}", "page.md.j2: table loss: unknown; the report has summary"),
-        ("{{ plot('loss', '') }}", "page.md.j2: plot loss: unknown; the report has report"),
+        ("{{ table('loss') }}", "page.md.j2: table loss: unknown; .* has summary"),
+        ("{{ plot('loss', '') }}", "page.md.j2: plot loss: unknown; .* has report"),
         ("{{ value('summary', 'NoPE', '64') }}", "table summary: no number in row NoPE, column 64"),
         ("{{ value('summary', 'RoFormer', '128') }}", "table summary: no number in row RoFormer, column 128"),
         ("{{ tabel('summary') }}", "page.md.j2:1: UndefinedError: 'tabel' is undefined"),
@@ -168,10 +168,9 @@ def test_the_readme_shows_numbers_of_the_studies() -> None:
     assert "CoCA-Slack + YaRN 16 against RoFormer + YaRN 16" in order and "p = 0.88, does not hold" in order
     rows = [books[f"RoFormer{added}"] for added in ("", "", " + YaRN 16", " + ReRoPE, log n")]
     at = [columns[0], columns[2], columns[2], columns[2]]
-    picture = (
-        "from {} to {} at 16 times the training length; with YaRN 16 it stays at {}, and with ReRoPE and log n at {}"
-    ).format(*(row[column].split()[0] for row, column in zip(rows, at, strict=True)))
-    assert picture in text and picture in index
+    within, beyond, yarn, rerope = (row[column].split()[0] for row, column in zip(rows, at, strict=True))
+    for part in (f"from {within} to {beyond} at 16 times", f"YaRN 16 it stays at {yarn}, ", f"and log n at {rerope}"):
+        assert part in text and part in index
     assert f"means over {rows[0][0]} seeds" in text and f"means over {rows[0][0]} seeds" in index
     slower = books["RoFormer + NTK 4"][columns[2]].split()[0]
     assert f"which recalls {slower} (p = 3e-05, declared)" in text and "p = 3e-05, holds" in power

@@ -158,9 +158,7 @@ def test_a_form_without_a_fused_kernel_is_an_error_before_the_first_step(monkeyp
     config = load_config([], SHAPE | {"pos_emb": "coca", "operand_kernel": "triton"})
     assert build_method(config.position, config.model)
     monkeypatch.setitem(SCORE_FORMS, "coca", replace(SCORE_FORMS["coca"], kernel=None))
-    with pytest.raises(
-        BackendError, match="operand_kernel: triton does not support pos_emb coca; set operand_kernel to"
-    ):
+    with pytest.raises(BackendError, match="operand_kernel: triton does not support .*coca"):
         build_method(config.position, config.model)
     assert all(form.fused for name, form in SCORE_FORMS.items() if name != "coca")
 

@@ -110,5 +110,5 @@ def test_layers_that_differ() -> None:
 
 
 def test_positions_of_the_embedding_are_not_supported() -> None:
-    with pytest.raises(ConfigError, match="pos_emb: learned positions are added to the embedding"):
+    with pytest.raises(ConfigError, match="pos_emb: learned positions are added"):
         Attention(load_config(SHAPE | {"pos_emb": "learned"}))

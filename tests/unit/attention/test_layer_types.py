@@ -116,7 +116,7 @@ def test_a_type_inherits_what_applies_to_it() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"attention_config": ["a"] * 4}, "attention_config: unknown attention type a; .*define it in layer_types"),
+        ({"attention_config": ["a"] * 4}, "attention_config: unknown attention type a; .*layer_types"),
         ({"layer_types": {"a": {}}}, "layer_types: no layer has the type a"),
         ({"layer_types": {"global": {}}}, "layer_types: global is reserved"),
         ({"attention_config": [[["a"], 3]], "layer_types": {"a": {}}}, "covers 3 layers, but num_layers is 4"),
@@ -134,7 +134,7 @@ def test_a_type_inherits_what_applies_to_it() -> None:
         ),
         (
             {"attention_config": [[["a", "global"], 2]], "layer_types": {"a": {"pos_emb": "learned"}}},
-            "pos_emb learned adds vectors to the embedding, which all layers share",
+            "pos_emb learned .*all layers share",
         ),
         ({"sliding_window_width": 3, "relative_positions": {"type": "rerope"}}, "contradicts relative_positions"),
         ({"use_qk_layernorm": True, "num_kv_heads": 2}, "a weight for every query head"),
@@ -160,9 +160,9 @@ def test_what_evaluation_may_change_in_a_type(tmp_path: Any) -> None:
     config = configured(**PATTERN)
     for keys in ({"sliding_window_width": 99}, {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}):
         check_same_model(tmp_path, config, config.override({"layer_types": {"sliding": keys}}))
-    with pytest.raises(CheckpointError, match=r"layer_types.nope.pos_emb \(saved 'none', now 'rotary'\)"):
+    with pytest.raises(CheckpointError, match=r"layer_types.nope.pos_emb \(saved 'none', .*'rotary'\)"):
         check_same_model(tmp_path, config, config.override({"layer_types": {"nope": {"pos_emb": "rotary"}}}))
-    with pytest.raises(CheckpointError, match=r"layer_types.sliding.rope_scaling \(clex must be used in training"):
+    with pytest.raises(CheckpointError, match=r"layer_types.sliding.rope_scaling \(clex must be"):
         check_same_model(tmp_path, config, config.override({"layer_types": {"sliding": {"rope_scaling": "clex"}}}))
 
 

@@ -78,7 +78,7 @@ def test_damage_is_found(inspect: Any, run: Path, capsys: pytest.CaptureFixture[
     assert "rank_00001.safetensors: content has changed" in text
     assert inspect([str(run), "--no-verify"]) == 0, "a changed value shows in the checksum only"
     text = capsys.readouterr().out
-    assert text.count("not verified (only file names and sizes were compared)") == 2 and ", valid" not in text
+    assert text.count("not verified (only file names") == 2 and ", valid" not in text
     flip_size = run / "global_step4" / native.RNG / "rank_0.pt"
     flip_size.write_text("")
     assert inspect([str(run), "--no-verify"]) == 1 and "rank_0.pt: has 0 bytes" in capsys.readouterr().out

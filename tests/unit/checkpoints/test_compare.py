@@ -44,9 +44,7 @@ def test_learned_choices_stay(trained: dict[str, Any]) -> None:
     check_same_model(Path("run"), make(**trained), make(**trained))
     with pytest.raises(CheckpointError, match=f"run: .*{key} .trained with .*which the weights depend on"):
         check_same_model(Path("run"), make(**trained), make())
-    with pytest.raises(
-        CheckpointError, match=f"run: .*{key} .*must be used in training, but these weights were trained"
-    ):
+    with pytest.raises(CheckpointError, match=f"run: .*{key} .*must be used in training"):
         check_same_model(Path("run"), make(), make(**trained))
 
 
@@ -79,7 +77,5 @@ def test_the_choices_of_training_are_these() -> None:
     ],
 )
 def test_learned_choices_stay_with_their_options(trained: dict[str, Any], wanted: dict[str, Any]) -> None:
-    with pytest.raises(
-        CheckpointError, match="was trained with other options, another base or another training length"
-    ):
+    with pytest.raises(CheckpointError, match="was trained with other options"):
         check_same_model(Path("run"), make(**trained), make(**trained | wanted))

@@ -398,7 +398,7 @@ def test_a_key_that_may_change_the_model_is_an_error_by_name(folder: Path) -> No
         config(**change)(folder)
         with pytest.raises(
             CheckpointError,
-            match=f"config.json: {name}: not supported and may change the model; .* with --ignore-key {name}$",
+            match=f"config.json: {name}: not supported .*--ignore-key {name}$",
         ):
             load_model(folder)
         config(**dict.fromkeys(change))(folder)
@@ -419,9 +419,9 @@ def test_loading_an_evil_pickle_runs_nothing_either(folder: Path) -> None:
     ("asked", "message"),
     [
         ({"overrides": {"num_layers": 3}}, "cannot be evaluated with another num_layers"),
-        ({"overrides": {"pos_emb": "kerple_log"}}, "do not fit the model: missing blocks.0.attention.position_bias"),
+        ({"overrides": {"pos_emb": "kerple_log"}}, "do not fit .*missing blocks.0.attention.position_bias"),
         ({"overrides": {"rope_scaling.rope_type": "spiral"}}, "rope_scaling.rope_type"),
-        ({"dtype": "int8"}, "dtype: 'int8' is not supported; use one of float32, bfloat16, float16"),
+        ({"dtype": "int8"}, "dtype: 'int8' is not supported; .*float32, bfloat16, float16"),
     ],
 )
 def test_wrong_wishes_are_named_and_nothing_is_written(asked: Mapping[str, Any], message: str, folder: Path) -> None:
@@ -456,7 +456,7 @@ def test_weights_that_are_not_finite_are_named(folder: Path, caplog: pytest.LogC
         folder
     )
     load_model(folder)
-    warned = f"{folder}: 2 of 15 weights contain NaN or infinite values, for example "
+    warned = f"{folder}: 2 of 15 weights contain NaN"
     assert warned in caplog.text and (UP in caplog.text or EMBEDDING in caplog.text)
 
 
@@ -481,7 +481,7 @@ def test_a_disk_that_is_full_leaves_nothing(folder: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("megatron_coca.checkpoints.importing.write_safetensors", full)
-    with pytest.raises(CheckpointError, match="imported: cannot be written .No space left on device"):
+    with pytest.raises(CheckpointError, match="imported: cannot be written .No space left"):
         import_checkpoint(folder, folder.parent / "imported")
     assert list(folder.parent.iterdir()) == [folder]
 
@@ -515,5 +515,5 @@ def test_strange_values_of_a_foreign_config(key: str, folder: Path) -> None:
 def test_a_foreign_config_repeats_no_key(folder: Path) -> None:
     text = (folder / "config.json").read_text().replace('"hidden_size"', '"hidden_size": 3, "hidden_size"', 1)
     (folder / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match="config.json: not valid JSON .the key 'hidden_size' appears"):
+    with pytest.raises(CheckpointError, match="config.json: not valid JSON .*'hidden_size' appears"):
         read_config(folder)

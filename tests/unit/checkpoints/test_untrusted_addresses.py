@@ -88,7 +88,7 @@ def test_a_note_beside_an_index(url: str, tmp_path: Path, opened: list[str]) -> 
     bin_path.rename(tmp_path / "elsewhere.bin")
     note = bin_path.with_name("text.bin.remote")
     note.write_text(json.dumps({"url": url, "name": "text.bin", "size": size}))
-    with pytest.raises(DataError, match=f"{note}: {url}/text: not read.*name it instead of the local path"):
+    with pytest.raises(DataError, match=f"{note}: {url}/text: not read.*instead of the local path"):
         Shard(prefix)
     note.write_text("[" * 10_000)
     with pytest.raises(DataError, match=f"{note}: cannot be read"):

@@ -108,7 +108,7 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:
 def test_nested_tensors(tmp_path: Path) -> None:
     path = tmp_path / "nested.bin"
     torch.save({"a": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])}, path)
-    with pytest.raises(CheckpointError, match="a has nested tensors and torch.float32, which is not supported"):
+    with pytest.raises(CheckpointError, match="a has nested tensors and torch.float32"):
         open_pickles({"a": path}, tmp_path)
 
 
@@ -334,7 +334,7 @@ def test_a_saved_data_set_names_no_file_outside(name: Any, tmp_path: Path) -> No
     (folder / "link.arrow").symlink_to(tmp_path / "private.arrow")
     name = str(tmp_path / "private.arrow") if name == "ABSOLUTE" else name
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(DataError, match="is no file name in the folder|which is outside the folder"):
+    with pytest.raises(DataError, match="is no file name|is outside the folder"):
         corpus_files([folder])
 
 

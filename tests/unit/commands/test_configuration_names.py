@@ -81,14 +81,14 @@ def test_generate_reads_the_checkpoint_that_load_names(
 
 
 def test_generate_without_a_checkpoint_names_the_key(folder: Path) -> None:
-    with pytest.raises(InputError, match="--checkpoint: not set; give .* a configuration with the key load"):
+    with pytest.raises(InputError, match="--checkpoint: not set; .*with the key load"):
         generate.main(["-d", str(folder), "19M"])
 
 
 @pytest.mark.parametrize(
     ("keys", "size", "source"),
     [
-        ({}, 1024, "that of the built-in corpus, because no data path is set; set vocab_size to change it"),
+        ({}, 1024, "that of the built-in corpus"),
         ({"data_path": "d/x", "vocab_file": "no.json"}, 50304, "assumed, because no.json is not here"),
         ({"data_path": "d/x"}, 50304, "assumed, because d/x is not here"),
     ],
@@ -121,7 +121,7 @@ def test_estimate_reads_the_tokenizer_if_it_is_here(
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     files = [f"vocab_file={tmp_path / 'vocab.json'}", f"merge_file={tmp_path / 'merges.txt'}", "data_path=d/x"]
     assert cli.main(["estimate", "-d", str(folder), "19M", *files]) == 0
-    assert "vocab_size: not set; it is 91, that of the tokenizer\n" in capsys.readouterr().err
+    assert "it is 91, that of the tokenizer\n" in capsys.readouterr().err
 
 
 def test_estimate_takes_the_gpus_that_the_model_needs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

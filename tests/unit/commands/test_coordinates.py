@@ -65,7 +65,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--output", "changes.jpg"], r"--output: .*changes\.jpg: must end with \.svg or \.png"),
+        (["--output", "changes.jpg"], r"--output: .*changes\.jpg: .*\.svg or \.png"),
         (["--widths", "16,16"], "--widths: one width shows no growth"),
         (["--widths", "16,17"], "2 heads do not divide hidden_size 17"),
     ],

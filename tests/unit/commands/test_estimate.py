@@ -268,8 +268,8 @@ def test_the_tool_needs_hosts_or_a_number(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("gpu", "keys", "advice"),
     [
-        ("H100", [], "train_micro_batch_size_per_gpu=64 gradient_accumulation_steps=4 also fits: 40.41 GiB"),
-        ("A100-40", [], "train_micro_batch_size_per_gpu=32 gradient_accumulation_steps=8 also fits: 25.09 GiB"),
+        ("H100", [], "size_per_gpu=64 gradient_accumulation_steps=4 also fits: 40.41"),
+        ("A100-40", [], "size_per_gpu=32 gradient_accumulation_steps=8 also fits: 25.09"),
         ("4090", [], None),
         ("H100", ["train_micro_batch_size_per_gpu=64"], None),
         ("H100", ["train_micro_batch_size_per_gpu=256"], None),

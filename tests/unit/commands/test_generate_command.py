@@ -117,12 +117,8 @@ def test_another_output_is_not_replaced(checkpoint: str, tmp_path: Path) -> None
     output = tmp_path / "out.jsonl"
     given = ["--checkpoint", checkpoint, "--prompt", "a", *TEN, "--output", str(output)]
     assert generate.main(given) == 0
-    for changed, message in (
-        (["--seed", "1"], "contains continuations with another checkpoint or other options"),
-        (["--stop", "x"], "contains continuations with another checkpoint or other options"),
-        (["rope_scaling.rope_type=linear", "rope_scaling.factor=2"], "with another checkpoint or other options"),
-    ):
-        with pytest.raises(EvaluationError, match=f"{message}; name another --output"):
+    for changed in (["--seed", "1"], ["--stop", "x"], ["rope_scaling.rope_type=linear", "rope_scaling.factor=2"]):
+        with pytest.raises(EvaluationError, match="with another checkpoint or other options; .*--output"):
             generate.main([*given, *changed])
     with pytest.raises(EvaluationError, match="contains continuations of 1 other prompts"):
         generate.main([*given[:2], "--prompt", "b", *given[4:]])
@@ -132,7 +128,7 @@ def test_another_output_is_not_replaced(checkpoint: str, tmp_path: Path) -> None
     assert generate.main([*given[:2], "--prompt", "b", *given[4:], "--overwrite"]) == 0
     assert json.loads(output.read_text())["prompt"] == "b"
     output.write_text("mine\n")
-    with pytest.raises(EvaluationError, match="is not an output of this command; name another --output"):
+    with pytest.raises(EvaluationError, match="is not an output of this command"):
         generate.main(given)
     assert output.read_text() == "mine\n"
 
@@ -203,7 +199,7 @@ def test_static_decoding_of_a_model_without_it(
     write_checkpoint(folder, config, talkative_model(config).state_dict())
     given = ["--checkpoint", str(folder), *TEN]
     assert cli.main(["generate", *given, "--prompt", LONG, "--decoding", "static"]) == 2
-    error = "decoding: static does not support this model or text (global layers: "
+    error = "not support this model or text (global layers: "
     assert error in capsys.readouterr().err
     assert generate.main([*given, "--prompt", LONG, "--decoding", "auto"]) == 0
     assert capsys.readouterr().out == expected(str(folder), LONG) + "\n"
@@ -230,7 +226,7 @@ def test_ctrl_c_stops_only_a_continuation(checkpoint: str, monkeypatch: pytest.M
 
 def test_a_typed_prompt_has_one_continuation(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     type_lines(monkeypatch)
-    with pytest.raises(EvaluationError, match="--num-samples: .*typed prompts; give the prompt with --prompt"):
+    with pytest.raises(EvaluationError, match="--num-samples: .*typed prompts; .*with --prompt"):
         generate.main(["--checkpoint", checkpoint, "--num-samples", "2"])
 
 
@@ -368,7 +364,7 @@ def test_all_lengths_are_checked_first(
     assert cli.main([*given, "--max-new-tokens", "20", "--output", str(output)]) == 2
     error = capsys.readouterr().err
     assert not output.exists() and error.count("shorten the prompt, or lower --max-new-tokens") == 2
-    assert "prompts.jsonl:2: 33 tokens and 20 new ones are too many (" in error and "prompts.jsonl:4: 33 " in error
+    assert "prompts.jsonl:2: 33 tokens and 20 new ones" in error and "prompts.jsonl:4: 33 " in error
     assert cli.main([*given, "--max-new-tokens", "8", "--output", str(output)]) == 0  # 40 positions
 
 
@@ -398,7 +394,7 @@ def test_a_start_token_is_named_and_put_on_request(tmp_path: Path, capsys: pytes
     write_checkpoint(tmp_path / "run", config, tokenizer=beginning_tokenizer(tmp_path))
     given = ["--checkpoint", str(tmp_path / "run"), "--prompt", "ab", *TEN]
     assert generate.main(given) == 0
-    assert "adds <bos> before every text; add --start-token '<bos>'" in capsys.readouterr().err
+    assert "add --start-token '<bos>'" in capsys.readouterr().err
     assert generate.main([*given, "--start-token", "<bos>"]) == 0
     shown = capsys.readouterr()
     assert (

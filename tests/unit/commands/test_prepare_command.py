@@ -192,9 +192,7 @@ def test_too_many_faulty_records_are_an_error_with_the_remedy(tmp_path: Path, mo
     path = changelog(tmp_path / "changelog.gz", 500, 19)
     given = options(tmp_path, path)
     prepare.main([*given, "--part", "1/1"])
-    with pytest.raises(
-        DataError, match=r"s: 500 of 519 records are faulty, which is more than 10% .*gz:1: invalid JSON"
-    ):
+    with pytest.raises(DataError, match=r"s: 500 of 519 records are faulty, .*10% .*gz:1: invalid JSON"):
         prepare.main(given)
     with pytest.raises(DataError, match=r"suffix .txt.*--max-faulty 1.00"):
         prepare.main(given)
@@ -278,14 +276,8 @@ def without_merges(folder: Path, merges: str = "") -> list[str]:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (
-            with_defaults,
-            r"100% of 2 sampled passages differ after encoding and decoding; \d+.\d% of their tokens are unknown",
-        ),
-        (
-            lowercasing,
-            r"100% of 2 sampled passages differ after encoding and decoding; \d+.\d% of their tokens are unknown",
-        ),
+        (with_defaults, r"100% of 2 sampled passages .*; \d+.\d% of their tokens are unknown"),
+        (lowercasing, r"100% of 2 sampled passages .*; \d+.\d% of their tokens are unknown"),
         (without_merges, "loses text: 1.00 tokens per byte with 5,257 ids"),
     ],
 )
@@ -338,7 +330,7 @@ def test_repositories_suggest_their_reader(tmp_path: Path, capsys: pytest.Captur
     folder = tmp_path / "repository"
     (folder / ".git").mkdir(parents=True)
     (folder / "a.py").write_text("print(1)\n")
-    with pytest.raises(DataError, match=r"no readable file .*; to read the source code .*--reader repositories"):
+    with pytest.raises(DataError, match="no readable file .*--reader repositories"):
         prepare.main(options(tmp_path, folder))
     (folder / "guide.md").write_text("A guide.\n")
     prepare.main(options(tmp_path, folder))
@@ -352,7 +344,7 @@ def test_repositories_suggest_their_reader(tmp_path: Path, capsys: pytest.Captur
     )
     shown = capsys.readouterr().out
     assert "s train: 2 documents" in shown and "--reader" not in shown
-    assert "so training reports no validation loss; increase valid_fraction, or add repositories" in shown
+    assert "no validation loss; increase valid_fraction" in shown
     assert "a source with `split: valid`" in (tmp_path / "code" / "data.yml").read_text()
 
 

@@ -40,41 +40,36 @@ def test_values_and_their_order() -> None:
 @pytest.mark.parametrize(
     ("lora", "keys", "message"),
     [
-        ({"rank": 0}, {}, "lora.rank: expected a value greater than or equal to 1, got 0"),
-        ({"targets": ["querys"]}, {}, "lora.targets[0]: `querys` is not one of query | key | value | dense | mlp; did"),
-        ({"ranks": 4}, {}, "lora.ranks: unknown key; did you mean `lora.rank`?"),
-        (
-            {},
-            {"trainable": ["key"]},
-            "lora: contradicts trainable; list parts that are trained as a whole in lora.also",
-        ),
-        ({"also": ["attention_output"]}, {}, "lora: dense is in targets and in also (attention_output); remove it"),
-        ({"also": ["output_head"]}, {"no_weight_tying": False}, "lora: also: output_head is tied to the embedding"),
+        ({"rank": 0}, {}, "lora.rank: expected ... 1, got 0"),
+        ({"targets": ["querys"]}, {}, "lora.targets[0]: `querys` ... query | key | value | dense | mlp"),
+        ({"ranks": 4}, {}, "lora.ranks: unknown key ... `lora.rank`"),
+        ({}, {"trainable": ["key"]}, "lora: contradicts trainable ... lora.also"),
+        ({"also": ["attention_output"]}, {}, "lora: dense is in targets ... (attention_output)"),
+        ({"also": ["output_head"]}, {"no_weight_tying": False}, "lora: also: output_head is tied"),
         ({"also": ["positions"]}, {}, "lora: also: this position method has no weights"),
-        ({}, {"model_parallel_size": 2}, "lora: not supported with model_parallel_size 2; set it to 1"),
-        ({}, {"pipe_parallel_size": 2}, "lora: not supported with pipe_parallel_size 2; set it to 1"),
-        (
-            {},
-            {"zero_optimization": {"stage": 3}},
-            "lora: not supported with ZeRO 3, which divides the frozen weights too",
-        ),
+        ({}, {"model_parallel_size": 2}, "lora: not supported with model_parallel_size 2"),
+        ({}, {"pipe_parallel_size": 2}, "lora: not supported with pipe_parallel_size 2"),
+        ({}, {"zero_optimization": {"stage": 3}}, "lora: not supported with ZeRO 3"),
         (
             {},
             {"attention_config": [[["gau"], "all"]], "gau_key_width": 16},
             "lora: not supported with layers of type gau",
         ),
-        ({"also": ["router"]}, {}, "lora: also: no layer has experts (moe_num_experts is 1), so there is no router"),
-        ({"targets": ["mlp"]}, EXPERTS, "lora: peft has no adapters for stacked experts; remove mlp from targets"),
+        ({"also": ["router"]}, {}, "lora: also: no layer has experts ... no router"),
+        ({"targets": ["mlp"]}, EXPERTS, "lora: peft has no adapters ... mlp from targets"),
         (
             {"also": ["router"]},
             EXPERTS | {"moe_correction_bias": True, "moe_bias_update_rate": 1e-3},
-            "lora: not supported with moe_bias_update_rate: checkpoints with adapters contain what gradients train",
+            "lora: not supported with moe_bias_update_rate",
         ),
-        ({}, {"values_from_keys": True, "num_kv_heads": 2}, "lora: the values of this model are its keys"),
+        ({}, {"values_from_keys": True, "num_kv_heads": 2}, "lora: the values ... are its keys"),
     ],
 )
 def test_errors(lora: Any, keys: dict[str, Any], message: str) -> None:
-    assert errors(lora, **keys)[0].startswith(message)
+    """In an expectation, " ... " stands for any words."""
+    start, _, rest = message.partition(" ... ")
+    first = errors(lora, **keys)[0]
+    assert first.startswith(start) and rest in first[len(start) :]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -103,7 +98,7 @@ def test_stages_can_begin_adapters_but_not_change_them() -> None:
     assert staged({"until": 3}, {}, lora={"rank": 4}) == ""
     assert "stages[1].lora: the previous stage has no adapters" in staged(first, lora)
     again = staged({"until": 3} | lora, {"lora": {"rank": 5}, "reset_optimizer": True})
-    assert "stages[1].lora: the previous stage has adapters, which stay the same" in again
+    assert "stages[1].lora: the previous stage has adapters" in again
     assert "stages[1].lora: the previous stage has adapters" in staged({"until": 3} | lora, {"reset_optimizer": True})
     both = staged({"until": 3}, lora | {"reset_optimizer": True}, trainable=["key"])
     assert "stages[1]" in both and "lora: contradicts trainable" in both

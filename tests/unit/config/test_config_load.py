@@ -239,7 +239,7 @@ def test_a_mapping_is_as_good_as_a_file(base: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(keys | {"hidden_sise": 3, "optimizer": {"params": {"lr": "fast"}}})
     first, second = sorted(str(caught.value).splitlines())
-    assert first.startswith("mapping: hidden_sise: unknown key; did you mean `hidden_size`?")
+    assert first.startswith("mapping: hidden_sise: unknown key")
     assert second.startswith("mapping: optimizer.params.lr: expected a number")
     with pytest.raises(ConfigError, match="mapping: describes no model"):
         load_config({})

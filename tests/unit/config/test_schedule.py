@@ -105,7 +105,7 @@ def test_wsd_decays_over_a_tenth_of_the_horizon_unless_told() -> None:
 
 def test_a_decay_of_wsd_that_does_not_fit_is_an_error() -> None:
     keys = {"lr_decay_style": "wsd", "train_iters": 100, "warmup": 0.1, "lr_wsd_decay_iters": 91}
-    with pytest.raises(ConfigError, match="lr_wsd_decay_iters: 91 exceeds the 90 steps between warm-up and horizon"):
+    with pytest.raises(ConfigError, match="lr_wsd_decay_iters: 91 exceeds the 90 steps"):
         load_config("configs/350M/roformer.yml", keys)
 
 
@@ -113,8 +113,6 @@ def test_a_decay_of_no_step_is_an_error() -> None:
     """The rate would be 0 from the first step on."""
     shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
     keys = {"train_iters": 100, "lr_decay_fraction": 0.001}
-    with pytest.raises(
-        ConfigError, match=r"lr_decay_fraction: 0\.001 of 100 steps is less than one step.*at least 0\.01"
-    ):
+    with pytest.raises(ConfigError, match=r"lr_decay_fraction: 0\.001 of 100 steps .*at least 0\.01"):
         load_config(shape | keys)
     assert load_config(shape | keys | {"lr_decay_fraction": 0.01}).schedule.decay_iters == 1

@@ -77,23 +77,20 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
 @pytest.mark.parametrize(
     ("stages", "expected"),
     [
-        ([{"seq_length": 512}, {}], "stages[0].until: missing; set it, because only the last stage"),
-        ([{"until": "80"}, {}], "stages[0].until: expected a number of steps or a share of train_iters such as 80%"),
+        ([{"seq_length": 512}, {}], "stages[0].until: missing"),
+        ([{"until": "80"}, {}], "stages[0].until: expected a number of steps ... 80%"),
         ([{"until": True}, {}], "stages[0].until: expected a number of steps or a share"),
         ([{"until": 0.8}, {}], "stages[0].until: expected a number of steps or a share"),
         ([{"until": "1/0%"}, {}], "stages[0].until: expected a number of steps or a share"),
         ([{"until": 500}, {"until": "40%"}, {}], "stages[1].until: step 400 is not after step 500"),
         ([{"until": 0}, {}], "stages[0].until: step 0 is not after step 0"),
-        ([{"until": 1001}, {"until": 1002}], "stages[0].until: step 1001 leaves no steps for the later stages"),
+        ([{"until": 1001}, {"until": 1002}], "stages[0].until: step 1001 leaves no steps"),
         ([{"until": 500}, {"until": "90%"}], "stages[1].until: step 900 is not train_iters 1000"),
-        ([{"until": 5}, {"seq_lenght": 8}], "stages[1]: seq_lenght: unknown key; did you mean `seq_length`?"),
+        ([{"until": 5}, {"seq_lenght": 8}], "stages[1]: seq_lenght: unknown key ... `seq_length`"),
         ([{"until": 5}, {"seq_length": "8"}], "stages[1]: seq_length: expected an integer, got '8'"),
         ([{"until": 5}, {"reset_optimizer": 1}], "stages[1].reset_optimizer: expected true or false"),
         ([{"until": 5}, {"num_layers": 8}], "stages[1].num_layers: cannot differ between stages"),
-        (
-            [{"until": 5}, {"num_kv_heads": 8}],
-            "stages[1].num_kv_heads: cannot differ between stages, because they share",
-        ),
+        ([{"until": 5}, {"num_kv_heads": 8}], "stages[1].num_kv_heads: cannot differ between stages"),
         (
             [{"until": 5}, {"attention_config": [[["gau"], 24]]}],
             "stages[1].attention_config: cannot differ between stages",
@@ -101,48 +98,42 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
         *(
             (
                 [{"until": 5}, {"pos_emb": name}],
-                f"stages[1].pos_emb: the stages share their weights: rotary becomes {name}, but {name} has weights "
-                "of its own (methods with the same weights: rotary | coca | ",
+                f"stages[1].pos_emb: ... rotary becomes {name}, but {name} has weights of its own",
             )
             for name in ("rpe", "kerple_log", "kerple_power", "fire", "learned")
         ),
-        (
-            [{"until": 5}, {"pos_emb": "pope"}],
-            "stages[1].pos_emb: the stages share their weights: rotary becomes pope, but pope with offset zero has",
-        ),
+        ([{"until": 5}, {"pos_emb": "pope"}], "stages[1].pos_emb: ... pope with offset zero has"),
         (
             [{"until": 5}, {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}}],
-            "stages[1].pos_emb: the stages share their weights: rotary becomes coca_strict, but coca_strict with "
-            "initial_angle random has weights",
+            "stages[1].pos_emb: ... coca_strict with initial_angle random has",
         ),
         (
             [{"until": 5, "pos_emb": "pope"}, {"pos_emb": "pope", "pos_emb_options": {"offset": "none"}}],
-            "stages[1].pos_emb_options: the stages share their weights: the options of pope change",
+            "stages[1].pos_emb_options: ... the options of pope",
         ),
-        ([{"until": 5, "pos_emb": "rpe"}, {}], "stages[1].pos_emb: the stages share their weights: rpe becomes rotary"),
-        ([{"until": 5, "qk_norm": "head"}, {}], "stages[1].qk_norm: the stages share their weights: norms of queries"),
+        ([{"until": 5, "pos_emb": "rpe"}, {}], "stages[1].pos_emb: ... rpe becomes rotary"),
+        ([{"until": 5, "qk_norm": "head"}, {}], "stages[1].qk_norm: ... norms of queries"),
         (
             [{"until": 5, "qk_norm": "head"}, {"qk_norm": "projection"}],
-            "stages[1].qk_norm: the stages share their weights: norms of queries and keys can only be added, but "
-            "qk_norm head becomes qk_norm projection",
+            "stages[1].qk_norm: ... qk_norm head becomes qk_norm projection",
         ),
-        ([{"until": 5, "use_qk_layernorm": True}, {}], "stages[1].use_qk_layernorm: the stages share their weights"),
+        ([{"until": 5, "use_qk_layernorm": True}, {}], "stages[1].use_qk_layernorm: the stages share"),
         ([{"until": 5}, {"logit_scaling": "ssmax"}], "stages[1].logit_scaling: the stages share their weights"),
         (
             [{"until": 5}, {"layer_types": {"a": {"sink_logits": True}}}],
-            "stages[1].layer_types.a.sink_logits: the stages share their weights",
+            "stages[1].layer_types.a.sink_logits: the stages share",
         ),
         (
             [{"until": 5}, {"layer_types": {"a": {"forgetting_gate": "fox"}}}],
-            "stages[1].layer_types.a.forgetting_gate: the stages share their weights",
+            "stages[1].layer_types.a.forgetting_gate: the stages share",
         ),
         (
             [{"until": 5}, {"layer_types": {"a": {"pos_emb": "kerple_log"}}}],
-            "stages[1].layer_types.a.pos_emb: the stages share their weights: rotary becomes kerple_log",
+            "stages[1].layer_types.a.pos_emb: ... rotary becomes kerple_log",
         ),
         (
             [{"until": 5}, {"pos_emb": "none", "rope_scaling": {"rope_type": "linear", "factor": 2}}],
-            "stages[1]: rope_scaling: rope_type linear is not supported with pos_emb none",
+            "stages[1]: rope_scaling: ... with pos_emb none",
         ),
         ([{"until": 5}, {"stages": [{"lr": 1}]}], "stages[1].stages: not supported inside a stage"),
         ([{"until": 5}, {"stages.a": 1}], "stages[1].stages.a: not supported inside a stage"),
@@ -153,22 +144,25 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
         ([{"until": 5}, {"vocab_file": "other"}], "stages[1].vocab_file: cannot differ between stages"),
         (
             [{"until": 5}, {"seq_length": 2048, "rope_scaling": {"rope_type": "linear", "factor": 2}}],
-            "stages[1].rope_scaling: the stages differ in seq_length; set original_max_position_embeddings",
+            "stages[1].rope_scaling: ... differ in seq_length",
         ),
         (
             [{"until": 5}, {"rope_scaling": {"rope_type": "clex"}}],
-            "stages[1].rope_scaling: the stages share their weights: clex learns frequencies for one original length",
+            "stages[1].rope_scaling: ... clex learns frequencies",
         ),
         (
             [{"until": 5, "trainable": ["key"]}, {}],
-            "stages[1].trainable: the previous stage does not train query, value, attention_output, mlp, router",
+            "stages[1].trainable: ... query, value, attention_output, mlp, router",
         ),
     ],
 )
 def test_errors_name_wrong_stages(stages: list[dict[str, Any]], expected: str) -> None:
+    """In an expectation, " ... " stands for any words."""
     types = {"attention_config": [[["global", "a"], 12]], "layer_types": {"a": {"sliding_window_width": 8}}}
     found = problems(*stages, **types if "layer_types" in stages[-1] else {})
-    assert found[0].startswith(expected) and len(found) == (2 if "leaves no steps" in expected else 1)
+    start, _, rest = expected.partition(" ... ")
+    assert found[0].startswith(start) and rest in found[0][len(start) :]
+    assert len(found) == (2 if "leaves no steps" in expected else 1)
 
 
 def test_a_stage_is_validated_once_and_their_number_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +171,8 @@ def test_a_stage_is_validated_once_and_their_number_is_limited(monkeypatch: pyte
     monkeypatch.setattr(Config, "override", lambda self, *given: (made.append(given), override(self, *given))[1])
     staged(*({"until": step} for step in range(1, 20)), {})
     assert len(made) == 20
-    assert problems(*({"until": step} for step in range(1, 3000)), {}, train_iters=3000) == [
-        "stages: 3,000 stages, but at most 500 are supported; merge similar ones"
-    ]
+    (found,) = problems(*({"until": step} for step in range(1, 3000)), {}, train_iters=3000)
+    assert found.startswith("stages: 3,000 stages, but at most 500")
     assert len(made) == 20
 
 
@@ -198,9 +191,8 @@ def test_a_file_is_named_with_its_line(tmp_path: Any) -> None:
 
 
 def test_stages_need_a_number_of_steps() -> None:
-    assert problems({"until": "50%"}, {}, train_iters=None) == [
-        "stages: needs train_iters, because `until` is relative to it; set train_iters"
-    ]
+    (found,) = problems({"until": "50%"}, {}, train_iters=None)
+    assert found.startswith("stages: needs train_iters")
 
 
 def test_methods_with_the_same_weights_may_follow_each_other() -> None:

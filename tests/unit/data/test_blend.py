@@ -62,7 +62,7 @@ def test_order_depends_on_seed_only(shards: list[Shard]) -> None:
         ([1.0], 16, "give one weight for each shard"),
         ([1.0, 0.0], 16, "must be positive"),
         ([1.0, float("nan")], 16, "must be positive"),
-        ([1.0, 1.0], 933, r"code: only 933 tokens, fewer than one sample of seq_length \+ 1 = 934"),
+        ([1.0, 1.0], 933, r"code: only 933 tokens, .*seq_length \+ 1 = 934"),
         ([1.0, 1.0], 0, "seq_length: must be at least 1"),
     ],
 )

@@ -249,13 +249,13 @@ def test_training_and_validation_read_alike(tmp_path: Path) -> None:
 
 
 def test_a_mask_needs_to_know_the_token(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="eod_mask_loss: the end-of-document token is unknown"):
+    with pytest.raises(ConfigError, match="eod_mask_loss: .*token is unknown"):
         open_corpus(load_config([], keys(tmp_path, tokenizer=False, eod_mask_loss=True)))
 
 
 @pytest.mark.parametrize("pos_emb", ["rotary", "coca", "alibi", "none"])
 def test_positions_do_not_begin_again_under_crossing_attention(tmp_path: Path, pos_emb: str) -> None:
-    with pytest.raises(ConfigError, match="reset_position_ids: not supported with .* set reset_attention_mask=true"):
+    with pytest.raises(ConfigError, match="reset_position_ids: .*set reset_attention_mask=true"):
         load_config([], keys(tmp_path, pos_emb=pos_emb, reset_position_ids=True))
     for allowed in ({"pos_emb": "learned"}, {"reset_attention_mask": True}):
         load_config([], keys(tmp_path, pos_emb=pos_emb, reset_position_ids=True) | allowed)

@@ -156,7 +156,7 @@ def test_the_loss_counts_answers_or_all_tokens() -> None:
 
 
 def test_a_sample_without_room_is_an_error() -> None:
-    with pytest.raises(DataError, match="seq_length: 22 is too short for the task recall; set it to at least 23"):
+    with pytest.raises(DataError, match="seq_length: 22 .*task recall; .*at least 23"):
         SyntheticSamples(TaskSettings(), 22, 0)
     assert SyntheticSamples(TaskSettings(), 23, 0).read(NUMBERS).tokens.shape == (300, 24)
 
@@ -170,7 +170,7 @@ def test_a_corpus_of_a_task_needs_no_files_and_sets_the_vocabulary() -> None:
     other = open_corpus(load_config([MODEL], ["synthetic.facts=4"]))
     assert not differing_data(corpus.identity, corpus.identity, [])
     assert "synthetic task" in differing_data(corpus.identity, other.identity, [])[0]
-    with pytest.raises(ConfigError, match="vocab_size: 100, but the synthetic task has 320 token ids"):
+    with pytest.raises(ConfigError, match="vocab_size: 100, .*task has 320 token"):
         open_corpus(load_config([MODEL], ["vocab_size=100"]))
 
 
@@ -214,15 +214,15 @@ def test_facts_are_mixed_into_text(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ("synthetic.facts=17", "17 facts need 17 different keys, but synthetic.keys is 16"),
-        ("synthetic.updates=2", "updates has no effect with task recall; remove it"),
+        ("synthetic.updates=2", "updates has no effect with task recall"),
         ("synthetic={task: ordered_recall}", "set synthetic.updates"),
         ("synthetic={task: ordered_recall, facts: 8, updates: 3}", "8 facts are no multiple of updates=3"),
         ("synthetic={task: ordered_recall, facts: 8, updates: 4, back: 9}", "9 facts back with 8 facts; lower"),
         ("synthetic={task: recall, back: 2}", "back has no effect with task recall"),
         ("synthetic={task: ordered_recall, facts: 8, updates: 1, keys: 4}", "8 different keys are needed"),
         ("synthetic={task: ordered_recall, facts: 8, updates: 8, values: 4}", "8 different values, but there are 4"),
-        ("synthetic.task=recal", "`recal` is not one of recall | ordered_recall | .*; did you mean"),
-        ("train_data_paths=[a]", "does not read the data paths that are set; remove them, or set synthetic.text=true"),
+        ("synthetic.task=recal", r"`recal` is not one of recall \| .*mean `recall`"),
+        ("train_data_paths=[a]", "not read the data paths .*synthetic.text=true"),
         ("reset_attention_mask=true", "not supported with reset_attention_mask"),
         ("eval_windows=[1L]", "not supported with eval_windows"),
     ],

@@ -180,26 +180,20 @@ def test_the_model_reads_drawn_positions_and_counts_tokens_for_dynamic_extension
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["training_positions={type: shifted, max: 63}"], "max 63 is not valid; give a number of at least seq_length"),
+        (["training_positions={type: shifted, max: 63}"], "max 63 is not valid; .*at least seq_length"),
         (["training_positions={type: shifted, max: 4K}"], "or a multiple such as 16L"),
-        (["training_positions.type=random"], "`random` is not one of randomized | shifted | pose | stretched"),
+        (["training_positions.type=random"], r"`random` is not one of randomized \| shifted"),
         (["pos_emb=alibi"], "no effect with pos_emb alibi"),
         (["pos_emb=none"], "no effect with pos_emb none"),
         (["pos_emb=learned"], "max 16L exceeds max_position_embeddings 64"),
-        (["rope_scaling={rope_type: clex}"], "rope_type clex needs {type: stretched, max: 16L}, which is its default"),
-        (
-            ["training_positions={type: stretched, max: 100}"],
-            "with type stretched, max must be a multiple of seq_length 64, not 100",
-        ),
-        (["logit_scaling=log_n_trained"], "logit_scaling log_n_trained, which uses positions as token counts"),
+        (["rope_scaling={rope_type: clex}"], "rope_type clex needs {type: stretched, max: 16L}"),
+        (["training_positions={type: stretched, max: 100}"], "stretched, max .*seq_length 64, not 100"),
+        (["logit_scaling=log_n_trained"], "logit_scaling log_n_trained, which uses positions"),
         (
             ["relative_positions={type: inv_leaky_rerope, target_length: 1024}"],
-            "inv_leaky_rerope, which uses positions as token counts",
+            "inv_leaky_rerope, which uses positions",
         ),
-        (
-            ["relative_positions={type: dual_chunk}"],
-            "relative_positions dual_chunk, which uses positions as token counts",
-        ),
+        (["relative_positions={type: dual_chunk}"], "relative_positions dual_chunk, which uses positions"),
     ],
 )
 def test_contradictions_are_errors(changes: list[str], message: str) -> None:

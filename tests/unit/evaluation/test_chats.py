@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 from argparse import ArgumentParser, Namespace
 from copy import copy
 from pathlib import Path
@@ -128,7 +129,7 @@ def test_variables_of_the_template_are_part_of_the_record(ours: Tokenizer) -> No
     with pytest.raises(DataError, match="does not read 'brief'"):
         chat_record(options, copy(ours))
     options.apply_chat_template = False
-    with pytest.raises(EvaluationError, match="--chat-template-kwargs: has no effect without --apply-chat-template"):
+    with pytest.raises(EvaluationError, match="--chat-template-kwargs: .* without --apply-chat-template"):
         chat_record(options, thinking)
 
 
@@ -149,11 +150,11 @@ def test_answers_that_had_not_ended_are_counted(
             assert record["unfinished"] == (row.finish == "length")
         assert results[new_tokens]["unfinished"] == sum(each["unfinished"] for each in results[new_tokens]["cases"])
     assert results[1]["unfinished"] == 2
-    assert "2 of 2 answers are wrong and had not ended after 1 tokens; raise --max-new-tokens" in caplog.text
+    assert re.search("2 of 2 answers .* after 1 tokens; raise --max-new-tokens", caplog.text)
 
 
 def test_options_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match="--system-instruction: has no effect without --apply-chat-template"):
+    with pytest.raises(EvaluationError, match="--system-instruction: .* without --apply-chat-template"):
         run(checkpoint, tmp_path / "a.json", "--system-instruction", "S")
     with pytest.raises(EvaluationError, match="--start-token: .*remove the option"):
         run(checkpoint, tmp_path / "a.json", "--apply-chat-template", "--start-token", "a")

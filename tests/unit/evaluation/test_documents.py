@@ -116,9 +116,9 @@ def test_hash_depends_on_the_boundaries() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_length": 34}, r"no document has the required 34 tokens .the longest has 33"),
+        ({"max_length": 34}, r"no document .* 34 tokens .the longest has 33"),
         ({"vocab_size": 100}, r"token id \d+ is outside the model's vocabulary of 100"),
-        ({"tokenizer": None}, r"corpus.jsonl: is a text file, but the checkpoint has no tokenizer"),
+        ({"tokenizer": None}, r"corpus.jsonl: is a text file.*no tokenizer"),
     ],
 )
 def test_documents_that_do_not_fit(corpus: Path, changes: dict[str, object], message: str) -> None:
@@ -166,9 +166,7 @@ def test_shards_that_nothing_vouches_for_are_named(
 def test_a_tokenizer_beside_a_shard_counts_without_a_manifest(shard: str, tmp_path: Path) -> None:
     (Path(shard).parent / "manifest.json").unlink()
     train_bpe(["some text"], 285, tmp_path / "t.json").save(Path(shard).parent)
-    with pytest.raises(
-        EvaluationError, match="all_test: prepared with a different tokenizer .* recorded in .*tokenizer_type.json"
-    ):
+    with pytest.raises(EvaluationError, match="all_test: .* different tokenizer .*tokenizer_type.json"):
         collect(shard)
 
 

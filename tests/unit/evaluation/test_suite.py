@@ -107,17 +107,14 @@ def test_shipped_suites_are_commands(file: Path, tmp_path: Path, monkeypatch: py
     [
         ("[]", "is not a suite"),
         ("title: [", r"suite\.yml:1: not valid YAML"),
-        (SUITE.replace("title", "titel"), "titel: unknown key; the keys of a suite are title, checkpoints"),
+        (SUITE.replace("title", "titel"), "titel: unknown key; .* suite are title, checkpoints"),
         (SUITE.replace("  CoCA:\n    path", "  CoCA:\n    paht"), "checkpoints.CoCA.paht"),
         (SUITE.replace("  perplexity", "  perplexty"), "tasks.perplexty: unknown task; known: analyse"),
         (SUITE + "  speed: {lengths: [64]}\n", "tasks.speed: unknown task"),
-        (SUITE.replace("tasks:", "tasks: {}\nx:"), "x: unknown key|tasks"),
+        (SUITE.replace("tasks:", "tasks: {}\nx:"), r"suite\.yml: x: unknown key"),
         (SUITE.replace("stride: 1L", "output: x"), "tasks.perplexity.output: is set by the suite"),
         (SUITE.replace("stride: 1L", "help: true"), "tasks.perplexity.help: is set by the suite"),
-        (
-            SUITE.replace('"+ NTK"', '"!"'),
-            "checkpoints CoCA and CoCA: both would write perplexity_coca.json",
-        ),
+        (SUITE.replace('"+ NTK"', '"!"'), "CoCA and CoCA: .* write perplexity_coca.json"),
         (SUITE.replace("stride", "strid"), "tasks.perplexity.strid: unknown option; known: .*stride"),
     ],
 )
@@ -141,7 +138,7 @@ def test_checkpoints_are_named_on_the_command_line(tmp_path: Path) -> None:
     fixed = suite(tmp_path)
     assert with_checkpoints(fixed, {"CoCA": "elsewhere"}).checkpoints["CoCA"].path == "elsewhere"
     assert with_checkpoints(fixed, {"CoCA": "elsewhere"}).checkpoints["CoCA"].set == ["attention_backend=sdpa"]
-    with pytest.raises(EvaluationError, match="--checkpoint Coca: unknown checkpoint; name one of RoFormer, CoCA"):
+    with pytest.raises(EvaluationError, match="--checkpoint Coca: unknown .*RoFormer, CoCA"):
         with_checkpoints(fixed, {"Coca": "elsewhere"})
     either = suite(tmp_path, SUITE.replace("  RoFormer: runs/roformer", "  any: {set: [a=1]}"))
     assert with_checkpoints(either, {"mine": "m"}).checkpoints["mine"].set == ["a=1"]
@@ -161,7 +158,7 @@ def test_multiples_of_the_training_length_in_changes(tmp_path: Path) -> None:
     args = parser().parse_args(commands(suite(tmp_path, text), {"CoCA": 128}, tmp_path)[0].arguments)
     assert args.overrides == ["max_position_embeddings=512"]
     assert args.variant[1][2:] == ["relative_positions.window=96", "a=1L/2L", "b=L"], "other values are unchanged"
-    with pytest.raises(EvaluationError, match="3L/4: is not a whole number of tokens for a training length of 2;"):
+    with pytest.raises(EvaluationError, match="3L/4: .* training length of 2;"):
         commands(suite(tmp_path, text), {"CoCA": 2}, tmp_path)
 
 

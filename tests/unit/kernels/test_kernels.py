@@ -176,7 +176,7 @@ def test_operands_reject_with_the_reason() -> None:
     assert "float64" in (unsupported(q.double(), q.double(), tables) or "")
     assert "row per token" in (unsupported(q, q, (torch.zeros(4, 4), *tables[1:])) or "")
     assert "contiguous" in (unsupported(q.mT.contiguous().mT, q, tables) or "")
-    with pytest.raises(ValueError, match="form must be one of rotary, coca, coca_strict, not 'alibi'"):
+    with pytest.raises(ValueError, match="form must be .*coca_strict, not 'alibi'"):
         fused_operands(q, q, tables, "alibi")  # type: ignore[arg-type]
 
 

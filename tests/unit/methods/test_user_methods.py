@@ -72,7 +72,7 @@ def test_it_computes_its_formula_trains_and_decodes(example: Path, keys: dict[st
 
 
 def test_extensions_of_ones_own_read_only_the_base(example: Path) -> None:
-    with pytest.raises(ConfigError, match="rope_id is not supported with rope_type divide_slow of a file in imports"):
+    with pytest.raises(ConfigError, match="rope_id is not .*divide_slow of a file"):
         configured(example, SLOW | {"rotary_frequencies": "rope_id"})
 
 
@@ -121,7 +121,7 @@ def test_a_checkpoint_needs_the_user_to_name_its_file(example: Path, caplog: pyt
     model = build_model(config).eval()
     saved = write_checkpoint(example.parent / "saved", config, model.state_dict(), None)
     ids, named = torch.randint(64, (1, 40)), {"imports": [str(example)]}
-    with pytest.raises(ConfigError, match=r"config.yml:\d+: imports: .*halved.py: not run, .*imports=\[FILE\]"):
+    with pytest.raises(ConfigError, match=r"config.yml:\d+: .*halved.py: not run, .*imports=\[FILE\]"):
         load_model(saved)
     torch.testing.assert_close(load_model(saved, named)(ids), model(ids), rtol=0, atol=0)
     example.write_text(example.read_text() + "\n# a comment changes nothing\n")
@@ -130,8 +130,8 @@ def test_a_checkpoint_needs_the_user_to_name_its_file(example: Path, caplog: pyt
     assert not caplog.records
     moved.write_text(moved.read_text() + "\nchanged = True\n")
     torch.testing.assert_close(load_model(saved, {"imports": [str(moved)]})(ids), model(ids), rtol=0, atol=0)
-    assert "moved.py#sha256=" in caplog.text and "not the file that the weights were trained with" in caplog.text
-    with pytest.raises(ConfigError, match="not the file that the weights were trained with .*; restore it"):
+    assert "moved.py#sha256=" in caplog.text and "not the file that the weights" in caplog.text
+    with pytest.raises(ConfigError, match="not the file that the weights .*; restore it"):
         load_saved_config(saved / "global_step7" / "config.yml", {"imports": [str(moved)]}, same=True)
 
 
@@ -165,7 +165,7 @@ def test_exports_contain_it_or_name_it_in_an_error(
             "rope_scaling.factor: expected a value greater",
         ),
         ({"rope_scaling": {"rope_type": "divide_slo", "factor": 2.0}}, "did you mean `divide_slow`"),
-        ({"pos_emb": "root"}, "rope_type divide_slow is not supported with pos_emb root"),
+        ({"pos_emb": "root"}, "divide_slow is not supported .*pos_emb root"),
         ({"pos_emb": "rooot"}, "did you mean `root`"),
         ({"imports": ["absent.py"]}, "imports: .*absent.py: No such file"),
     ],

@@ -444,23 +444,21 @@ def test_chunks_are_those_of_transformers(length: int) -> None:
 
 
 def test_a_backend_without_gates_says_so() -> None:
-    with pytest.raises(ValueError, match="attention_backend: flex .* forgetting gates need one call per query block"):
+    with pytest.raises(ValueError, match="attention_backend: flex .* forgetting gates need one call"):
         config = configured(forgetting_gate="fox")
         find_backend("flex", build_method(config.position, config.model).needs("cuda", 0.0))
 
 
 @pytest.mark.parametrize("key", ["sliding_window_width", "attention_chunk_size"])
 def test_fire_counts_tokens_that_windows_drop(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}: not supported with pos_emb fire: its bias depends"):
+    with pytest.raises(ConfigError, match=f"{key}: not supported with pos_emb fire: its bias"):
         configured(pos_emb="fire", **{key: 4})
 
 
 def test_gates_are_not_deterministic_on_cuda() -> None:
     config = configured(forgetting_gate="fox")
     needs = replace(build_method(config.position, config.model).needs("cuda", 0.0), deterministic=True)
-    with pytest.raises(
-        ValueError, match="deterministic: on CUDA, PyTorch computes the running sum of forgetting gates"
-    ):
+    with pytest.raises(ValueError, match="deterministic: on CUDA, .*running sum of forgetting gates"):
         find_backend("auto", needs)
 
 

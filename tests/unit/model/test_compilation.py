@@ -149,22 +149,20 @@ def test_an_unsupported_case_is_an_error_and_left_out_by_auto(name: str) -> None
 
 def test_blocks_of_queries_that_are_not_traced_are_errors() -> None:
     """They compile on no device or only on one: dense contractions, and the mask of later blocks on CUDA."""
-    with pytest.raises(
-        BackendError, match="torch_compile: attn_logit_softcapping: opt_einsum computes its attention scores"
-    ):
+    with pytest.raises(BackendError, match="torch_compile: attn_logit_softcapping: opt_einsum"):
         build_model(configured(attn_logit_softcapping=5.0, torch_compile=True))
     reason = compilation.reason_not_compiled(configured(pos_emb="fire"), "sdpa", "cpu")
-    assert reason is not None and reason.startswith("pos_emb fire: opt_einsum computes its attention scores")
+    assert reason is not None and reason.startswith("pos_emb fire: opt_einsum")
     gates = configured(forgetting_gate="fox", seq_length=600)
     reason = compilation.reason_not_compiled(gates, "sdpa", "cuda")
-    assert reason is not None and reason.startswith("forgetting_gate: torch.compile does not trace the masks")
+    assert reason is not None and reason.startswith("forgetting_gate: torch.compile does not trace")
     assert "forgetting_gate" not in (compilation.reason_not_compiled(gates, "triton", "cuda") or "")
     assert "forgetting_gate" not in (compilation.reason_not_compiled(gates, "sdpa", "cpu") or "")
 
 
 def test_packed_documents_are_compiled_where_their_lengths_are_not_read() -> None:
     config = configured(reset_attention_mask=True)
-    with pytest.raises(BackendError, match="torch_compile: reset_attention_mask: sdpa is called once per document"):
+    with pytest.raises(BackendError, match="torch_compile: reset_attention_mask: sdpa .*per document"):
         build_model(configured(reset_attention_mask=True, torch_compile=True))
     assert "once per document" in (compilation.reason_not_compiled(config, "merge", "cuda") or "")
 

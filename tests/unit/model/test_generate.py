@@ -94,9 +94,7 @@ def test_wrong_prompts_are_errors(ids: Tensor, number: int, message: str) -> Non
 
 
 def test_an_unknown_length_is_an_error() -> None:
-    with pytest.raises(
-        ValueError, match="dynamic_length: unknown value 'longest'; supported values: current, prompt, total"
-    ):
+    with pytest.raises(ValueError, match="dynamic_length: .*'longest'; .*current, prompt, total"):
         generate(make(), prompts(), 4, dynamic_length="longest")  # type: ignore[arg-type]
 
 

@@ -101,19 +101,11 @@ def test_weights_end_up_where_they_were(stub: Upstream, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trained", "now", "message"),
     [
-        (
-            COCA,
-            ROTARY,
-            r"^pos_emb: rotary does not fit runs/old, which was trained with the attention of megatron_coca",
-        ),
-        (
-            YARN,
-            ROTARY,
-            r"^pos_emb: rotary does not fit runs/old, which was trained with the attention of megatron_coca",
-        ),
-        (COCA, {"pos_emb": "xpos"}, r"^pos_emb: xpos, but runs/old was trained with coca; use the value in"),
-        (COCA, COCA | {"rotary_pct": 0.5}, r"^rotary_pct: 0.5, but runs/old was trained with 1.0"),
-        (COCA, COCA | ROPE_ID, r"^rotary_frequencies: {'type': 'rope_id'}, but runs/old was trained with None"),
+        (COCA, ROTARY, "^pos_emb: rotary does not fit runs/old"),
+        (YARN, ROTARY, "^pos_emb: rotary does not fit runs/old"),
+        (COCA, {"pos_emb": "xpos"}, "^pos_emb: xpos, but runs/old .*with coca"),
+        (COCA, COCA | {"rotary_pct": 0.5}, "^rotary_pct: 0.5, but runs/old .*with 1.0"),
+        (COCA, COCA | ROPE_ID, "^rotary_frequencies: {'type': 'rope_id'}, .*runs/old .*None"),
     ],
 )
 def test_other_positions_are_an_error_except_to_train_further(
@@ -148,7 +140,7 @@ def test_another_extension_is_a_warning(stub: Upstream, tmp_path: Path, caplog: 
     load(stub, content, **COCA)
     assert not caplog.text
     load(stub, content, **COCA, rope_scaling={"rope_type": "ntk", "factor": 2.0})
-    assert "rope_scaling: {'rope_type': 'ntk', 'factor': 2.0}, but runs/old was trained with None" in caplog.text
+    assert "rope_scaling: {'rope_type': 'ntk', 'factor': 2.0}, but" in caplog.text
 
 
 def test_a_checkpoint_without_a_record_is_a_warning(
@@ -158,4 +150,4 @@ def test_a_checkpoint_without_a_record_is_a_warning(
     content = saved(stub, tmp_path, **COCA)
     del content["args"][RECORD]
     load(stub, content, **COCA)
-    assert "runs/old: no record of the position method; using pos_emb: coca" in caplog.text
+    assert "runs/old: no record" in caplog.text and "using pos_emb: coca" in caplog.text

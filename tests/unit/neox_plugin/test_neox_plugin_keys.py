@@ -65,7 +65,7 @@ def test_a_number_that_yaml_takes_for_text_and_null(stub: Upstream) -> None:
         ({"pos_emb": "coca", "logit_scaling": "ssmax"}, "^logit_scaling: ssmax: GPT-NeoX has no weights"),
         ({"pos_emb": "alibi", "logit_scaling": "log_n"}, "alibi needs GPT-NeoX's own attention"),
         ({"pos_emb": "rpe", "logit_scaling": "log_n"}, "rpe needs GPT-NeoX's own attention"),
-        ({"pos_emb": "kerple_log"}, "pos_emb: kerple_log: GPT-NeoX has no weights"),
+        ({"pos_emb": "kerple_log"}, "pos_emb: kerple_log: .*has no weights"),
         ({"pos_emb": "coca", "rope_scaling": {"rope_type": "linear"}}, "^rope_scaling: rope_type linear needs factor"),
         ({"pos_emb": "coca", "rope_scaling": {"rope_typ": "linear"}}, "rope_typ"),
         ({"pos_emb": "none", "relative_positions": {"type": "rerope"}}, "relative_positions"),
@@ -77,11 +77,8 @@ def test_a_number_that_yaml_takes_for_text_and_null(stub: Upstream) -> None:
         ({"pos_emb": "rotary", "relative_positions": ["rerope"]}, "^relative_positions: expected a mapping"),
         ({"vocab_size": "10"}, "^vocab_size: expected an integer, got '10'"),
         ({"lr_warmup_init": "tiny"}, "^lr_warmup_init: expected a number"),
-        ({"trainable": ["key"]}, "trainable: supported by megatron-coca train, not by GPT-NeoX"),
-        (
-            {"reset_attention_mask": True, "pos_emb": "coca"},
-            "reset_attention_mask: supported by megatron-coca train, not by GPT-NeoX",
-        ),
+        ({"trainable": ["key"]}, "trainable: .*not by GPT-NeoX"),
+        ({"reset_attention_mask": True, "pos_emb": "coca"}, "reset_attention_mask: .*not by GPT-NeoX"),
     ],
 )
 def test_unsupported_keys_are_an_error_with_the_reason(keys: dict[str, Any], message: str, stub: Upstream) -> None:
@@ -93,14 +90,11 @@ def test_unsupported_keys_are_an_error_with_the_reason(keys: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("keys", "lines"),
     [
-        (
-            {"pos_emb": "cocaa"},
-            ["pos_emb: `cocaa` is not one of learned | rotary | sinusoidal | .* did you mean `coca`"],
-        ),
+        ({"pos_emb": "cocaa"}, ["pos_emb: `cocaa` is not .*learned | rotary | .*`coca`"]),
         ({"pos_emb": None}, ["pos_emb: `None` is not one of"]),
-        ({"rope_scalling": {}}, ["rope_scalling: not a key of GPT-NeoX or the plugin; did you mean `rope_scaling`"]),
+        ({"rope_scalling": {}}, ["rope_scalling: not a key .*`rope_scaling`"]),
         ({"logit_scaling": "logn", "tpyo": 1}, ["tpyo: not a key of GPT-NeoX or", "logit_scaling: `logn` .* `log_n`"]),
-        ({"lr_decay_style": "liner", "pos_emb": "ROTARY"}, ["lr_decay_style: `liner` is not one of constant | linear"]),
+        ({"lr_decay_style": "liner", "pos_emb": "ROTARY"}, ["lr_decay_style: `liner` is not .*constant | linear"]),
     ],
 )
 def test_a_misspelt_key_is_an_error_with_a_suggestion(keys: dict[str, Any], lines: list[str], stub: Upstream) -> None:
@@ -120,13 +114,13 @@ def test_the_launcher_ends_with_our_message_and_no_traceback(tmp_path: Path) -> 
     environment = clean_environment({"PYTHONPATH": os.pathsep.join([str(STUB), str(ROOT)])})
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("megatron_coca.neox_plugin: pos_emb: `cocaa` is not one of")
+    assert done.stderr.splitlines()[-1].startswith("megatron_coca.neox_plugin: pos_emb: `cocaa`")
 
 
 def test_keys_of_ours_that_change_no_result_are_left_out(stub: Upstream, caplog: pytest.LogCaptureFixture) -> None:
     activate()
     stub.arguments(loss_chunk_size=128, torch_compile=True)
-    assert "loss_chunk_size, torch_compile: no effect in GPT-NeoX" in caplog.text
+    assert "loss_chunk_size, torch_compile: no effect" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -141,7 +135,7 @@ def test_rows_of_the_embedding(vocabulary: int | None, ranks: int, rows: int, st
 
 def test_a_vocabulary_that_is_too_small_is_an_error(stub: Upstream) -> None:
     activate()
-    with pytest.raises(ValueError, match="vocab_size: 99 is too small, the tokenizer has 100 tokens"):
+    with pytest.raises(ValueError, match="vocab_size: 99 is too small, .*100 tokens"):
         stub.arguments(vocab_size=99).build_tokenizer()
 
 

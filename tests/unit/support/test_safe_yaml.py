@@ -80,7 +80,7 @@ def test_a_large_file_is_not_read_to_its_end(tmp_path: Path, reader: str) -> Non
 def test_hostile_overrides_are_an_error_without_a_line(tmp_path: Path) -> None:
     path = tmp_path / "run.yml"
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="command line: seed: not valid YAML: nested deeper than 64 levels"):
+    with pytest.raises(ConfigError, match="command line: seed: .*nested deeper than 64 levels"):
         load_config(path, ["seed=" + "[" * 1000])
 
 
@@ -110,7 +110,7 @@ def test_a_leading_zero_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(safe_yaml.YamlFault, match="begins with 0, which makes it octal") as raised:
         read_yaml(path)
     assert raised.value.line == 2
-    with pytest.raises(ConfigError, match=r"command line: seed: not valid YAML: '0123' begins with 0.*write 123"):
+    with pytest.raises(ConfigError, match="command line: seed: .*'0123' begins with 0.*write 123"):
         load_config({"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}, ["seed=0123"])
 
 

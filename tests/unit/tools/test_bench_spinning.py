@@ -12,7 +12,7 @@ from tools import bench_spinning
 def test_settings_of_other_libraries_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_spinning.main(["--settings", "KMP_BLOCKTIME=0"])
-    assert "'KMP_BLOCKTIME=0' is not one of GOMP_SPINCOUNT, OMP_WAIT_POLICY with a value" in capsys.readouterr().err
+    assert "'KMP_BLOCKTIME=0' is not one of GOMP_SPINCOUNT" in capsys.readouterr().err
 
 
 @pytest.mark.slow

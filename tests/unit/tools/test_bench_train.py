@@ -109,7 +109,7 @@ def test_the_peer_trains_as_many_numbers_with_peft() -> None:
     for kind, lora in (("transformers", {}), ("llama", {"targets": ["mlp"]}), ("llama", {"also": ["output_head"]})):
         shape = SHAPE | (LLAMA if kind == "llama" else {})
         other = load_config([], shape | {"lora": lora, "no_weight_tying": True})
-        with pytest.raises(ConfigError, match="lora: peft's adapters are supported only with --peer llama"):
+        with pytest.raises(ConfigError, match="lora: .*only with --peer llama"):
             transformers_step(other, "cpu", kind=kind)
 
 
@@ -131,8 +131,8 @@ def test_mixtral_has_our_shape_and_trains(balance: float) -> None:
     [
         ({"moe_expert_interval": 2}, "Mixtral has a mixture of experts in every layer"),
         ({"mlp_config": ["dense", "experts"]}, "Mixtral has a mixture of experts in every layer"),
-        ({"moe_weights_on_input": True}, "moe_weights_on_input=True: not supported by transformers' Mixtral"),
-        ({"moe_router_scores": "sigmoid"}, "moe_router_scores=sigmoid: not supported by transformers' Mixtral"),
+        ({"moe_weights_on_input": True}, "moe_weights_on_input=True: not supported .*Mixtral"),
+        ({"moe_router_scores": "sigmoid"}, "moe_router_scores=sigmoid: not supported .*Mixtral"),
     ],
 )
 def test_a_mixture_that_mixtral_lacks_is_an_error(keys: dict[str, Any], message: str) -> None:
@@ -151,9 +151,7 @@ def test_the_peer_has_a_process_of_its_own() -> None:
 
 @pytest.mark.parametrize("keys", [{"norm": "rmsnorm"}, {"num_kv_heads": 2}])
 def test_a_shape_that_the_peer_lacks_is_an_error(keys: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{next(iter(keys))}=.*not supported by transformers' GPT-NeoX; leave out --peer"
-    ):
+    with pytest.raises(ConfigError, match=f"{next(iter(keys))}=.*not supported .*GPT-NeoX; leave out --peer"):
         peer_keys(load_config([], SHAPE | keys))
 
 

@@ -116,7 +116,7 @@ def test_a_call_ends_in_time_and_the_next_one_continues(
     clock = iter((0.0, 0.0, *[5.0] * 50))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     assert gpu_report.main(arguments) == gpu_report.LEFT
-    assert "2 of 3 runs are left; run the same command again" in capsys.readouterr().err
+    assert "2 of 3 runs are left" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.setattr(records, "machine", lambda: HERE)
     monkeypatch.setattr(gpu_report, "unusable", lambda *arguments: None)
@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_written_is_said(
         subprocess, "Popen", lambda *a, **options: processes.append(start(*a, **options)) or processes[0]
     )
     assert gpu_report.main(["--output", str(tmp_path)]) == 2
-    assert "step.one.json: No space left on device; free some space" in capsys.readouterr().err
+    assert "step.one.json: No space left on device" in capsys.readouterr().err
     assert processes[0].poll() == -signal.SIGKILL
 
 
@@ -256,8 +256,8 @@ def test_the_page_tells_old_results_from_new_ones(tmp_path: Path) -> None:
     assert "| resume.one | done |" in text and "| status ok, speed 1.5 |" in text
     other = HERE | {"gpu": "NVIDIA H100", "versions": {"torch": "2.14.0"}}
     text = pages.page(plan, found, other)
-    assert "| resume.one | done, on NVIDIA A100-SXM4-80GB and with other libraries |" in text
-    assert "| measured on NVIDIA A100-SXM4-80GB and with other libraries: status ok, speed 1.5 |" in text
+    before = "on NVIDIA A100-SXM4-80GB and with other libraries"
+    assert f"| resume.one | done, {before} |" in text and f"| measured {before}: status ok, speed 1.5 |" in text
     changed = [item._replace(run=item.run._replace(command=shown("other")))]
     assert "| resume.one | done, with other code |" in pages.page(plan, changed, HERE)
 
@@ -287,7 +287,7 @@ def test_a_part_without_its_packages_is_named_and_the_others_run(tmp_path: Path)
     records = [execute(item, HERE) for item in found]
     assert [record["status"] for record in records] == [DONE, MISSING]
     text = pages.page(plan, found, HERE)
-    assert "| step.one | not run: no_such_package is not installed |" in text and "1 of 2 runs have ended" in text
+    assert "| step.one | not run: no_such_package" in text and "1 of 2 runs have ended" in text
     needs = {name: run.needs for name, run in ONE_GPU["step"].runs.items()}
     assert all(("transformers" in each) == name.startswith(("llama", "gpt_neox")) for name, each in needs.items())
     assert list(waiting(found, HERE)) == found[1:], "it runs as soon as the package is installed"
@@ -318,7 +318,7 @@ def test_the_first_plan_has_a_folder_of_its_own(capsys: pytest.CaptureFixture[st
     assert "--methods rotary coca --peer llama" in shown and "blocks: " in shown and "resume: " not in shown
     with pytest.raises(SystemExit):
         gpu_report.main(["--dry-run", "--first", "--gpus", "8"])
-    assert "--first --gpus 8: the first plan is for one GPU" in capsys.readouterr().err
+    assert "--first --gpus 8: the first plan" in capsys.readouterr().err
 
 
 def test_four_calls_are_enough() -> None:
@@ -380,7 +380,8 @@ def test_a_reader_sees_what_is_known_so_far(tmp_path: Path) -> None:
     finish("smoke.kernels", {"case": "loss head", "status": "ok"}, {"case": "sdpa", "status": "failed", "error": "x"})
     full = {"case": "sdpa, CoCA", "status": "out of memory", "error": "CUDA out of memory"}
     finish("parity.eager", {"case": "coca", "status": "ok"}, full)
-    assert "so far: 1 of 2 cases passed; out of memory: sdpa, CoCA" in pages.page(ONE_GPU, found, HERE)
+    text = pages.page(ONE_GPU, found, HERE)
+    assert "so far: 1 of 2 cases passed; " in text and "; out of memory: sdpa, CoCA" in text
     by_title["parity.eager"].record.unlink()
     finish("step.roformer_16", {"method": "rotary", "tokens_per_second": 100000.0, "mfu": 0.41}, status=DONE)
     finish("step.coca_16", {"method": "coca", "tokens_per_second": 98000.0, "mfu": None})
@@ -388,7 +389,7 @@ def test_a_reader_sees_what_is_known_so_far(tmp_path: Path) -> None:
     text = pages.page(ONE_GPU, found, HERE)
     assert "1 of 2 cases passed; failed: sdpa" in text and "4 of 21 runs have ended" in text
     assert "so far: roformer with micro-batch 16: 100,000 tokens/s, MFU 41.0%" in text
-    assert "coca with micro-batch 16: 98,000 tokens/s, 0.98 of RoFormer's, MFU unknown" in text
+    assert "coca with micro-batch 16: 98,000 tokens/s, " in text and " 0.98 of RoFormer's, MFU unknown" in text
     assert "llama with micro-batch 16: out of memory" in text
     engines = {"deepspeed": 98000.0, "native": 99000.0, "graphs": 110000.0}
     lines = [{"method": f"coca, {name}", "tokens_per_second": speed} for name, speed in engines.items()]
@@ -451,7 +452,8 @@ def test_what_is_missing_is_said_first(
     said = capsys.readouterr().err
     assert "nvidia-smi" in said and "too old for CUDA 13.0" in said and not (tmp_path / "none").exists()
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "has no CUDA; on a machine with a GPU, remove .venv" in (gpu_report.unusable() or "")
+    problem = gpu_report.unusable() or ""
+    assert "has no CUDA" in problem and "remove .venv" in problem
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -460,7 +462,8 @@ def test_what_is_missing_is_said_first(
     monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: failed)
     assert "python3-dev" in (gpu_report.unusable() or "")
     monkeypatch.setattr(gpu_report, "NEEDED", ("no_such_package",))
-    assert "no_such_package: not installed; run `make gpu-wheels`" in (gpu_report.unusable() or "")
+    problem = gpu_report.unusable() or ""
+    assert "no_such_package: not installed" in problem and "`make gpu-wheels`" in problem
 
 
 def test_the_kernel_of_the_first_check_is_right() -> None:

@@ -33,9 +33,7 @@ def test_figures_of_two_runs_do_not_share_a_folder(opened: Corpus, tmp_path: Pat
     one, other = (changed(opened, save=save, **{key: str(tmp_path / "logs")}).config for save in saves)
     with FolderLock(saves[0]) as first, FolderLock(saves[1]) as second:
         first.take_metric_folders(one)
-        with pytest.raises(
-            CheckpointError, match=rf"{key}: .*logs: in use by another run; choose another folder, such as {key}="
-        ):
+        with pytest.raises(CheckpointError, match=rf"{key}: .*logs: in use .*such as {key}="):
             second.take_metric_folders(other)
     with FolderLock(saves[1]) as second:  # when the first has ended
         second.take_metric_folders(other)
@@ -75,7 +73,7 @@ def test_a_folder_that_is_made_later_must_still_be_empty(tmp_path: Path) -> None
     with FolderLock(str(run)) as locks:
         locks.take()
         native.step_folder(run, 2).mkdir(parents=True)  # by another run, which has ended since
-        with pytest.raises(CheckpointError, match="another run has written checkpoints to this folder since this run"):
+        with pytest.raises(CheckpointError, match="another run has written checkpoints"):
             locks.take()
 
 
@@ -120,7 +118,7 @@ def test_a_folder_that_another_run_has_made_again_is_left_to_it(tmp_path: Path, 
             second.take()
             native.step_folder(run, 1).mkdir()
             if not ended:
-                with pytest.raises(CheckpointError, match="another run has begun there; give each run its own folder"):
+                with pytest.raises(CheckpointError, match="another run has begun there; give"):
                     first.retake()
         if ended:
             with pytest.raises(CheckpointError, match="another run has begun there and saved checkpoints"):

@@ -75,9 +75,9 @@ def test_widths_change_together() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ConfigError, match="intermediate_size: 50 at hidden_size 32 is no whole number at width 17"):
+    with pytest.raises(ConfigError, match="intermediate_size: 50 at hidden_size 32 .*width 17"):
         at_width(configured(intermediate_size=50), 17, True, 16)
-    with pytest.raises(ConfigError, match="num_attention_heads: 4 heads do not divide hidden_size 66"):
+    with pytest.raises(ConfigError, match="num_attention_heads: 4 .*not divide hidden_size 66"):
         check_coordinates(configured(), (64, 66), 1)
     with pytest.raises(ConfigError, match="lr: not set"):
         check_coordinates(configured(**{"optimizer.params.lr": None}), WIDTHS, 1)

@@ -84,14 +84,10 @@ def test_a_short_shard_of_validation_is_left_out(tmp_path: Path) -> None:
     keys = paths(train, train, train) | {"valid_data_paths": [str(short), str(train)], "valid_data_weights": [1, 3]}
     corpus = open_corpus(config(**keys))
     assert corpus.valid is not None and [shard.name for shard in corpus.valid.shards] == [str(train)]
-    assert corpus.left_out == (
-        f"validation leaves out {short}: only 4 tokens, fewer than one sample of seq_length + 1 = 5; leave the shard "
-        "out, merge it with another shard, or set a smaller seq_length",
-    )
+    (note,) = corpus.left_out
+    assert f"validation leaves out {short}: only 4 tokens, " in note and " seq_length + 1 = 5; " in note
     corpus = open_corpus(config(**keys | {"valid_data_paths": [str(short)], "valid_data_weights": [1]}))
-    assert corpus.valid is None and "no validation loss will be reported: no validation shard is long" in (
-        validation_note(corpus) or ""
-    )
+    assert corpus.valid is None and "no validation shard is long" in (validation_note(corpus) or "")
     with pytest.raises(DataError, match="short: only 4 tokens, fewer than one sample"):
         open_corpus(config(**paths(short, train, train)))
 
@@ -112,7 +108,7 @@ def test_the_vocabulary_comes_from_the_tokenizer_beside_the_shards(tmp_path: Pat
     assert corpus.tokenizer is not None
     assert corpus.config.model.vocab_size == corpus.tokenizer.vocab_size
     assert open_corpus(config(data_path=prefix, vocab_size=1000)).config.model.vocab_size == 1000
-    with pytest.raises(ConfigError, match=r"vocab_size: 100, but the data's tokenizer has \d+ tokens; set vocab_size"):
+    with pytest.raises(ConfigError, match=r"vocab_size: 100, .*tokenizer has \d+ tokens; set vocab_size"):
         open_corpus(config(data_path=prefix, vocab_size=100))
 
 
@@ -136,7 +132,7 @@ def test_ids_beyond_the_vocabulary_are_errors_when_they_are_read(tmp_path: Path)
     assert corpus.config.model.padded_vocab_size > 10, "ids in the padding are an error too"
     with (
         open_loader(corpus, corpus.train, (8, 8, 0, 1)) as loader,
-        pytest.raises(DataError, match=r"/s: token id [4-9] is outside the model's vocabulary, vocab_size=4"),
+        pytest.raises(DataError, match=r"/s: token id [4-9] is outside .*vocab_size=4"),
     ):
         for step in range(10):
             loader.micro_batches(step)
@@ -172,7 +168,7 @@ def test_an_added_token_without_a_row_is_an_error_only_where_it_occurs(tmp_path:
     corpus = open_corpus(config(**keys, vocab_size=size))
     with (
         open_loader(corpus, corpus.train, (8, 8, 0, 1)) as loader,
-        pytest.raises(DataError, match=f"token id {size} is outside the model's vocabulary, vocab_size={size}; use"),
+        pytest.raises(DataError, match=f"token id {size} is outside .*vocab_size={size}; use"),
     ):
         loader.micro_batches(0)
 
@@ -181,7 +177,7 @@ def test_the_first_id_of_the_padding_is_an_error(tmp_path: Path) -> None:
     blend = Blend([Shard(write_shard(tmp_path / "s", documents=5, tokenizer=False))], [1], 16, seed=0)
     with (
         Loader(blend, 4, 4, 0, 1, vocab_size=4) as loader,
-        pytest.raises(DataError, match="token id 4 is outside the model's vocabulary, vocab_size=4"),
+        pytest.raises(DataError, match="token id 4 is outside .*vocab_size=4"),
     ):
         for step in range(3):
             loader.micro_batches(step)
@@ -231,7 +227,7 @@ def test_test_shards_must_be_there_when_training_starts(tmp_path: Path) -> None:
 def test_a_prefix_has_no_ending(tmp_path: Path, suffix: str, split: str) -> None:
     prefix = write_shard(tmp_path / "s")
     given = paths(prefix, prefix, prefix) | {f"{split}_data_paths": [f"{prefix}{suffix}"]}
-    with pytest.raises(DataError, match=rf"s\{suffix}: is one of the two files .* give the path without \{suffix}"):
+    with pytest.raises(DataError, match=rf"s\{suffix}: .*give the path without \{suffix}"):
         open_corpus(config(**given))
 
 
@@ -275,7 +271,7 @@ def test_missing_validation_data_is_told(tmp_path: Path) -> None:
     lists = {"train_data_paths": [one], "test_data_paths": [one]}
     for keys, told in (
         ({"data_path": one, "split": "969,30,1"}, "split '969,30,1' leaves no validation document in .*/s"),
-        (lists | {"valid_data_paths": []}, "no validation loss will be reported: there are no validation shards"),
+        (lists | {"valid_data_paths": []}, "there are no validation shards"),
         (lists | {"valid_data_paths": [one]}, "valid_data_paths: .*/s: also in test_data_paths"),
     ):
         corpus = open_corpus(config(**keys))
@@ -308,8 +304,5 @@ def test_epochs_read_every_sample_as_often(tmp_path: Path) -> None:
     assert (resolved.schedule.train_iters, resolved.schedule.train_epochs) == (93 // 4, None)
     shares = open_corpus(resolved).train.mixture(3 * 62)
     assert [share.epochs for share in shares] == pytest.approx([3, 3], rel=0.04)
-    with pytest.raises(
-        DataError,
-        match="train_epochs: the data has 62 samples, but a step reads 64; lower train_batch_size",
-    ):
+    with pytest.raises(DataError, match="train_epochs: .*62 samples, .*reads 64; .*train_batch_size"):
         with_train_iters(config(**keys, train_epochs=1), BatchSizes(64, 1, 64))

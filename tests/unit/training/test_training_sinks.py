@@ -273,7 +273,7 @@ def test_a_full_disk_does_not_end_the_reports_to_wandb(
         for sink in made:
             sink.report(step, {"loss": 1.0})
     assert fake.logged == [("run1", 1), ("run1", 2)]
-    assert warnings.text.count("wandb.json: cannot be written (Disk quota exceeded); your quota is used up") == 1
+    assert warnings.text.count("wandb.json: cannot be written (Disk quota exceeded)") == 1
 
 
 @pytest.mark.parametrize(
@@ -294,12 +294,13 @@ def test_a_server_that_is_away_does_not_end_a_run(
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
     config = configured(save=str(tmp_path), use_wandb=True)
     if stops:
-        with pytest.raises(ConfigError, match="use_wandb: it said no; log in with `wandb login`"):
+        with pytest.raises(ConfigError, match="use_wandb: it said no; .*`wandb login`"):
             open_sinks(config, start)
         return
     report_all(config, start)
     assert [step for _, step in fake.logged] == list(range(start + 1, 11))
-    assert "it said no; metrics stay on disk, so send them later with `wandb sync wandb/offline-run-1`" in warnings.text
+    assert "it said no; metrics stay on disk" in warnings.text
+    assert "`wandb sync wandb/offline-run-1`" in warnings.text
 
 
 def test_a_host_that_is_no_address_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +310,7 @@ def test_a_host_that_is_no_address_is_one_message(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(FakeWandB, "Settings", staticmethod(settings))
     monkeypatch.setitem(sys.modules, "wandb", FakeWandB())  # type: ignore[arg-type]
     config = configured(save=str(tmp_path), use_wandb=True, wandb_host="here:9000")
-    with pytest.raises(ConfigError, match="use_wandb: wandb_host or a variable .* base_url Input should be a valid"):
+    with pytest.raises(ConfigError, match="use_wandb: wandb_host .* base_url Input"):
         open_sinks(config, 0)
 
 

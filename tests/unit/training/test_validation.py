@@ -192,11 +192,7 @@ BYTES = load_tokenizer("CharLevelTokenizer")
 @pytest.mark.parametrize(
     ("tokenizer", "keys", "message"),
     [
-        (
-            BYTES,
-            {"eval_windows": ["1L", 400]},
-            "text: has 400 validation tokens, but eval_windows needs more than 400",
-        ),
+        (BYTES, {"eval_windows": ["1L", 400]}, "text: has 400 .*eval_windows needs more than 400"),
         (BYTES, {"eval_windows": [399], "pos_emb": "xpos", "hidden_size": 16, "precision": "fp16"}, None),
     ],
 )
@@ -213,5 +209,5 @@ def test_requirements_on_the_data(
 
 def test_windows_that_xpos_cannot_represent(tmp_path: Path) -> None:
     keys = {"eval_windows": [6000], "pos_emb": "xpos", "hidden_size": 16, "precision": "fp16"}
-    with pytest.raises(ConfigError, match="eval_windows: pos_emb: xpos overflows torch.float16 at 6000 tokens"):
+    with pytest.raises(ConfigError, match="eval_windows: .*xpos overflows torch.float16 at 6000"):
         check_validation(corpus_of(random_shard(tmp_path / "text", 7000), BYTES, **keys))

@@ -33,15 +33,14 @@ def test_an_exception_of_the_caller_is_kept_and_leaves_nothing(tmp_path: Path, e
 
 
 def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
-    message = "out: cannot be written .No space left on device.; free some space, or name another folder"
-    with pytest.raises(WriteError, match=message), atomic_dir(tmp_path / "out", WriteError):
+    with pytest.raises(WriteError, match="out: cannot be written .No space"), atomic_dir(tmp_path / "out", WriteError):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert os.listdir(tmp_path) == []
 
 
 def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(WriteError, match="out: exists already; name a new folder, or remove this one"):
+    with pytest.raises(WriteError, match="out: exists already"):
         require_new(tmp_path / "out", WriteError)
     with pytest.raises(WriteError, match="exists already"), atomic_dir(tmp_path / "out", WriteError):
         pass

@@ -69,7 +69,7 @@ def make_inputs(
 def test_sdpa_rejects_bands_that_it_would_leave_out(bands: tuple[Band, ...], documents: bool) -> None:
     inputs = make_inputs(bands, 12)
     inputs = inputs.replace(documents=packed(((5, 7), (12,)))) if documents else inputs
-    with pytest.raises(ValueError, match="sdpa .*it takes a single query and key.* attention_backend to reference"):
+    with pytest.raises(ValueError, match="sdpa .*a single query and key.* to reference"):
         SdpaBackend().attend(inputs)
 
 
@@ -229,7 +229,7 @@ def test_cudnn_is_disabled_only_in_decoding(
 
 
 def test_no_kernel_for_the_dtype_is_named() -> None:
-    with pytest.raises(TypeError, match=r"torch.int64 on cpu; set triton \(on CUDA\) or reference"):
+    with pytest.raises(TypeError, match="torch.int64 on cpu; .*triton .*reference"):
         flash_op(torch.zeros(1, dtype=torch.int64))
 
 

@@ -37,7 +37,7 @@ def test_the_text_of_the_card(tmp_path: Path) -> None:
         "| optimizer | Adam, peak learning rate 0.0003 |",
         'AutoModelForCausalLM.from_pretrained("my-model", trust_remote_code=True)',
         'AutoTokenizer.from_pretrained("my-model", trust_remote_code=True)',
-        "pads on the left with the end-of-text token",
+        "pads on the left",
         'config.position["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}',
         "arXiv:2309.08646",
         "author = {Zhu, Shiyi",
@@ -84,7 +84,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "
 def test_texts_in_a_batch(scaling: Any, method: str, independent: bool, tmp_path: Path) -> None:
     """Stock transformers extends a batch by its longest text; the modelling file extends each by its own length."""
     _, text = card(tmp_path, **LLAMA, pos_emb=method, rope_scaling=scaling)
-    assert ("do not depend on the other texts of a batch" in text) == independent
+    assert ("do not depend on the other texts" in text) == independent
     assert ("Use one text at a time" in text) == (not independent) and "{" not in text.split("```")[2]
     assert independent or (f"with `{scaling['rope_type']}`" in text and "more than 32 tokens" in text)
 

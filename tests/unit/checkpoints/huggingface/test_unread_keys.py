@@ -45,11 +45,11 @@ def test_keys_that_the_class_does_not_read_are_logged(
     plain = load_model(LLAMA)(ids := torch.arange(20).view(1, 20))
     folder = with_keys(tmp_path / "source", use_sdpa=True, _model_name_or_path="x", neftune_noise_alpha=5)
     assert torch.equal(load_model(folder)(ids), plain)
-    assert "config.json: ignored _model_name_or_path, neftune_noise_alpha, use_sdpa, because" in caplog.text
+    assert "ignored _model_name_or_path, neftune_noise_alpha, use_sdpa, because" in caplog.text
     with_keys(folder, attn_logit_softcapping=50.0)
     if installed:
         assert torch.equal(load_model(folder)(ids), plain)
-        assert "ignored attn_logit_softcapping, because LlamaConfig of transformers does not" in caplog.text
+        assert "ignored attn_logit_softcapping, because LlamaConfig" in caplog.text
     else:
         with pytest.raises(CheckpointError, match="attn_logit_softcapping: not supported"):
             load_model(folder)
@@ -73,7 +73,7 @@ def test_a_key_ignored_by_hand_is_part_of_the_identity(folder: Path, caplog: pyt
     assert opened.trained.position.sliding_window_width is None
     plain = open_checkpoint(with_keys(folder))
     assert opened.identity != plain.identity == open_checkpoint(LLAMA).identity
-    with pytest.raises(CheckpointError, match="config.json: sliding_window: not in the file, so it cannot be ignored"):
+    with pytest.raises(CheckpointError, match="config.json: sliding_window: not in the file"):
         open_checkpoint(folder, overrides=given)
 
 

@@ -153,16 +153,16 @@ def test_every_entry_is_used_or_an_error_by_name(strange: Any, folder: Path) -> 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("topology",), {"data": 2**31 - 1}, r"topology.data: expected less than or equal to 1048576, got 2147483647"),
+        (("topology",), {"data": 2**31 - 1}, "topology.data: expected less .*1048576, got 2147483647"),
         (("topology",), {"data": 2**20, "pipe": 2}, "topology: more than 1,048,576 ranks"),
         (("topology",), {"data": 2**20}, "does not list rng/rank_1.pt"),
         (("counters",), {}, None),
-        (("counters", "step"), 1e300, r"counters.step: expected less than or equal to 10+, got 1e\+300"),
+        (("counters", "step"), 1e300, r"counters.step: expected less .*10+, got 1e\+300"),
         (("counters", "step"), 2.5, "counters: step is not a whole number"),
         (("counters", "added_at"), 8.0, "counters: added_at is above step"),
         (("progress",), [], "progress: expected a valid dictionary or .*, got \\[\\]"),
         (("progress", "guard", "losses"), [0.0], r"progress.guard.losses.0: expected greater than 0, got 0.0"),
-        (("progress", "skipped"), -1, "progress.skipped: expected greater than or equal to 0, got -1"),
+        (("progress", "skipped"), -1, "progress.skipped: expected greater .*0, got -1"),
         (("step",), "7", "step: expected a valid integer, got '7'"),
     ],
 )
@@ -178,7 +178,7 @@ def test_messages(path: tuple[str, ...], value: Any, message: str | None, folder
 
 def test_a_key_given_twice_is_an_error(folder: Path) -> None:
     craft(folder, native.META, b'{"step": 7, "progress": {"skipped": 0, "skipped": 1}}')
-    with pytest.raises(CheckpointError, match="meta.json: not valid JSON .the key 'skipped' appears twice"):
+    with pytest.raises(CheckpointError, match="meta.json: not valid JSON .*'skipped' appears twice"):
         native.verify(folder)
 
 

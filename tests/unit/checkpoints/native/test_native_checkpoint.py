@@ -244,7 +244,7 @@ def test_a_checkpoint_is_complete_without_latest(tmp_path: Path, caplog: pytest.
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     with caplog.at_level(logging.WARNING):
         assert found(save(tmp_path, 3).parent) == (3, "weights")
-    assert "global_step3: complete, but the file `latest` could not be updated" in caplog.text
+    assert "global_step3: complete, but the file `latest`" in caplog.text
     assert not list(tmp_path.glob(".*"))
 
 
@@ -324,7 +324,7 @@ def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
 def test_a_manifest_names_nothing_outside_the_checkpoint(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 3)
     rewrite_manifest(folder, lambda manifest: manifest["files"].update({name: {"size": 0, "sha256": ""}}))
-    with pytest.raises(CheckpointError, match="manifest.json: damaged .*is not a path inside the checkpoint"):
+    with pytest.raises(CheckpointError, match="manifest.json: damaged .*is not a path inside"):
         native.verify(folder)
 
 
@@ -386,7 +386,7 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_folder_named_after_another_step_is_an_error(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     other = folder.rename(tmp_path / "global_step8")
-    with pytest.raises(CheckpointError, match=r"global_step8: named after another step .*meta.json has 3\); rename"):
+    with pytest.raises(CheckpointError, match=r"global_step8: named after another step .*has 3\); rename"):
         native.verify(other)
     native.verify(other.rename(tmp_path / "best"))
 

@@ -302,9 +302,7 @@ def test_an_address_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatc
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", unresolved)
-    with pytest.raises(
-        CheckpointError, match="ftp://nowhere/run: cannot be opened .*check the address and the network"
-    ):
+    with pytest.raises(CheckpointError, match="ftp://nowhere/run: cannot be opened .*the address"):
         RemoteFolder("ftp://nowhere/run")
 
 
@@ -367,7 +365,7 @@ def test_the_highest_complete_step_wins_wherever_it_is(tmp_path: Path) -> None:
     for step in (8, 14):
         shutil.rmtree(native.step_folder(save, step))
     (old / native.META).write_text(json.dumps({"step": 4, "run": "another"}))
-    with pytest.raises(CheckpointError, match=r"already contains a run \(up to step 14\) that is not in .*/run"):
+    with pytest.raises(CheckpointError, match=r"contains a run \(up to step 14\) .*not in .*/run"):
         remotes.prepare()
 
 

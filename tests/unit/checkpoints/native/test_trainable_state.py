@@ -153,7 +153,7 @@ def test_moments_that_are_not_there_are_not_taken_for_zeros(tmp_path: Path, save
     write(tmp_path / "state", 4, *saved)
     with open_state(tmp_path / "state") as reader:
         wanted = StatePiece(f"{NAME}.weight", "exp_avg", 0, torch.zeros(4))
-        with pytest.raises(CheckpointError, match="exp_avg of .* is incomplete, no file has element 0"):
+        with pytest.raises(CheckpointError, match="exp_avg of .* is incomplete, .*element 0"):
             reader.fill(wanted, ParameterSlice((24, WIDTH)))
 
 

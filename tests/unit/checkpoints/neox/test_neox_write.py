@@ -122,7 +122,7 @@ def test_weights_that_do_not_fit_their_configuration(tmp_path: Path) -> None:
     weights = build_model(config).state_dict()
     weights["norm.weight"] = weights.pop("norm.bias")[:8].clone()
     checkpoint = write_checkpoint(tmp_path / "run", config, weights)
-    with pytest.raises(CheckpointError, match=r"missing norm.bias; norm.weight has shape \[8\], the model \[32\]"):
+    with pytest.raises(CheckpointError, match=r"missing norm.bias; norm.weight .*\[8\], the model \[32\]"):
         export_neox(checkpoint, tmp_path / "neox")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -154,7 +154,7 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["neox", str(run), str(tmp_path / "neox"), *more, "--set", "rotary_emb_base=50000"]) == 0
     said = capsys.readouterr()
     assert "`finetune: true`\n" in said.out
-    assert "stock GPT-NeoX does not support its keys pos_emb" in said.err
+    assert "does not support its keys pos_emb" in said.err
     opened = open_checkpoint(tmp_path / "neox")
     assert opened.trained.position.rotary_emb_base == 50000.0 and opened.trained.position.pos_emb == "coca"
     assert {entry.dtype for entry in opened.weights().entries.values()} == {torch.bfloat16}

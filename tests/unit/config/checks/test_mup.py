@@ -1,5 +1,6 @@
 """Keys of the maximal update parametrization: what belongs together, and what it excludes."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +23,36 @@ def error_of(keys: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"use_mup": True}, "mup_base_hidden_size: not set; with use_mup, set it to the hidden_size"),
-        ({"mup_base_hidden_size": 32}, "mup_base_hidden_size: has no effect without use_mup"),
-        ({"mup_init_scale": 2.0}, "mup_init_scale: has no effect without use_mup"),
-        ({"mup_attn_temp": 2.0}, "mup_attn_temp: has no effect without use_mup"),
-        ({"mup_output_temp": 2.0}, "mup_output_temp: has no effect without use_mup"),
-        ({"mup_embedding_mult": 2.0}, "mup_embedding_mult: has no effect without use_mup"),
-        (
-            MUP | {"embedding_scale": 2.0},
-            "embedding_scale: use_mup sets it to 1.0, not 2.0; remove it, and set mup_emb",
-        ),
-        (MUP | {"softmax_scale": 0.25}, "softmax_scale: use_mup sets it to 0.0625, not 0.25; remove it, and set mup_a"),
-        (
-            MUP | {"final_logit_scale": 1.0},
-            "final_logit_scale: use_mup sets it to 0.5, not 1.0; remove it, and set mup",
-        ),
-        (MUP | {"init_method": "orthogonal"}, "init_method: orthogonal is not supported with use_mup"),
-        (
-            MUP | {"output_layer_init_method": "xavier_normal"},
-            "output_layer_init_method: xavier_normal is not supported",
-        ),
-        (MUP | {"optimizer.type": "sgd"}, "use_mup: not supported with optimizer.type sgd"),
-        (MUP | {"attention_config": [[["gau"], "all"]]}, "use_mup: not supported with layers of type gau"),
-        (MUP | {"embedding_width": 32}, "use_mup: not supported with embedding_width"),
-        (MUP | {"pos_emb": "rpe"}, "use_mup: not supported with pos_emb rpe"),
-        (MUP | {"use_bias_in_output_head": True}, "use_bias_in_output_head: not supported with use_mup"),
+        ({"use_mup": True}, "mup_base_hidden_size: not set; with use_mup"),
+        ({"mup_base_hidden_size": 32}, "mup_base_hidden_size: .*without use_mup"),
+        ({"mup_init_scale": 2.0}, "mup_init_scale: .*without use_mup"),
+        ({"mup_attn_temp": 2.0}, "mup_attn_temp: .*without use_mup"),
+        ({"mup_output_temp": 2.0}, "mup_output_temp: .*without use_mup"),
+        ({"mup_embedding_mult": 2.0}, "mup_embedding_mult: .*without use_mup"),
+        (MUP | {"embedding_scale": 2.0}, "embedding_scale: use_mup .*1.0, not 2.0; .*mup_embedding_mult"),
+        (MUP | {"softmax_scale": 0.25}, "softmax_scale: use_mup .*0.0625, not 0.25; .*mup_attn_temp"),
+        (MUP | {"final_logit_scale": 1.0}, "final_logit_scale: use_mup .*0.5, not 1.0; .*mup_output_temp"),
+        (MUP | {"init_method": "orthogonal"}, "init_method: orthogonal .*with use_mup"),
+        (MUP | {"output_layer_init_method": "xavier_normal"}, "output_layer_init_method: xavier_normal .*supported"),
+        (MUP | {"optimizer.type": "sgd"}, "use_mup: .*with optimizer.type sgd"),
+        (MUP | {"attention_config": [[["gau"], "all"]]}, "use_mup: .*with layers of type gau"),
+        (MUP | {"embedding_width": 32}, "use_mup: .*with embedding_width"),
+        (MUP | {"pos_emb": "rpe"}, "use_mup: .*with pos_emb rpe"),
+        (MUP | {"use_bias_in_output_head": True}, "use_bias_in_output_head: .*with use_mup"),
         (
             MUP
             | {"attention_config": [[["near", "global"], "all"]], "layer_types": {"near": {"sliding_window_width": 4}}}
             | {"head_shapes": {"near": {"kv_channels": 8}}},
-            "use_mup: not supported with head_shapes that set kv_channels",
+            "use_mup: .*with head_shapes that set kv_channels",
         ),
-        ({"save_base_shapes": True}, "save_base_shapes: a file of base shapes, which mup_base_hidden_size replaces,"),
-        ({"base_shapes_file": "shapes"}, "base_shapes_file: a file of base shapes, which mup_base_hidden_size"),
-        (
-            {"coord_check": True},
-            "coord_check: a coordinate check instead of training, which `megatron-coca inspect mup`",
-        ),
-        ({"mup_rp_embedding_mult": 2.0}, "mup_rp_embedding_mult: a factor on absolute positions is not supported"),
+        ({"save_base_shapes": True}, "save_base_shapes: .*mup_base_hidden_size replaces"),
+        ({"base_shapes_file": "shapes"}, "base_shapes_file: .*mup_base_hidden_size"),
+        ({"coord_check": True}, "coord_check: .*`megatron-coca inspect mup`"),
+        ({"mup_rp_embedding_mult": 2.0}, "mup_rp_embedding_mult: a factor on absolute positions"),
     ],
 )
 def test_errors(keys: dict[str, Any], message: str) -> None:
-    assert message in error_of(keys)
+    assert re.search(message, error_of(keys))
 
 
 def test_an_error_about_the_output_head_follows_from_use_mup() -> None:

@@ -79,7 +79,7 @@ def test_reading_through_properties_and_changed_copies_is_recorded() -> None:
 
 def test_a_stage_of_zero_that_is_no_number_is_one_error() -> None:
     for keys in ({"torch_compile": True}, {"sequence_parallel_size": 2}, {"pipe_parallel_size": 2}):
-        with pytest.raises(ConfigError, match="zero_optimization: stage 'x' is not one of 0 | 1 | 2 | 3") as error:
+        with pytest.raises(ConfigError, match=r"zero_optimization: stage 'x' .*0 \| 1 \| 2 \| 3") as error:
             load_config(SHAPE | keys | {"zero_optimization": {"stage": "x"}})
         assert len(error.value.problems) == 1
 

@@ -86,7 +86,7 @@ def test_a_newcomer_gets_a_configuration_that_fits(
     options = ["--input", f"a={tmp_path / 'a.txt'}", "--train-tokenizer", "300", "--workers", "0", *given]
     command.main([*options, "--output", str(tmp_path / "out")])
     printed = capsys.readouterr().out
-    assert "Train with: megatron-coca train configs/quickstart/roformer_coca.yml" in printed
+    assert "megatron-coca train configs/quickstart/roformer_coca.yml" in printed
     assert ("use --documents line" in printed) == (not given) and "has no documents" not in printed
     (entry,) = read_manifest(tmp_path / "out" / "manifest.json")["sources"]
     assert sum(entry[split]["documents"] for split in ("train", "valid", "test")) == documents

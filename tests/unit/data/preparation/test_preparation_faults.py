@@ -38,7 +38,7 @@ def test_files_without_a_record_are_faults(folder: Path) -> None:
     """A JSON array is one line, so a file of any size is only one faulty record."""
     for number in range(2):
         (folder / f"b{number}.json").write_text(json.dumps([{"text": "b"}] * 30))
-    with pytest.raises(DataError, match=r"s: 2 of 3 files have no usable record.*b0\.json:1: not JSON lines.*jq"):
+    with pytest.raises(DataError, match=r"s: 2 of 3 files .*b0\.json:1: not JSON lines.*jq"):
         prepared(folder)
     facts = prepared(folder, max_faulty=0.7)
     assert facts["files_lost"] == 2 and facts["written"] == 200
@@ -47,17 +47,9 @@ def test_files_without_a_record_are_faults(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "remedy"),
     [
-        (
-            "a.jsonl",
-            json.dumps({"text": TEXT}).encode() * 30,
-            "no usable document.*Extra data.*one JSON object per line",
-        ),
+        ("a.jsonl", json.dumps({"text": TEXT}).encode() * 30, "Extra data.*one JSON object per line"),
         ("a.json", json.dumps([{"text": TEXT}] * 30, indent=2).encode(), "a.json:1: not JSON lines.*as jq -c"),
-        (
-            "a.jsonl",
-            f"{{'text': '{TEXT}'}}\n".encode() * 30,
-            "one JSON object per line, as json.dumps does; if the files",
-        ),
+        ("a.jsonl", f"{{'text': '{TEXT}'}}\n".encode() * 30, "one JSON object per line, as json.dumps"),
         (
             "a.jsonl",
             (json.dumps({"text": TEXT}) + "\n").encode("utf-16") * 30,
@@ -84,7 +76,7 @@ def test_shares_are_also_counted_in_bytes(folder: Path) -> None:
 
 def test_the_size_of_a_record_that_is_too_long_counts(folder: Path) -> None:
     (folder / "b.txt").write_text("x" * (1 << 20) + "y")
-    with pytest.raises(DataError, match=r"1,048,577 of .* bytes are in faulty records.*record too long"):
+    with pytest.raises(DataError, match=r"1,048,577 of .* bytes .*record too long"):
         prepared(folder, max_record_mib=1)
 
 
@@ -101,7 +93,7 @@ def test_few_small_faults_are_skipped(folder: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("name", ["b.jsonl", "b.txt", "b.parquet"])
 def test_a_pointer_of_git_lfs_is_an_error(folder: Path, name: str) -> None:
     (folder / name).write_text(POINTER)
-    with pytest.raises(DataError, match=rf"{name}: is a pointer of Git LFS .*run `git lfs pull`"):
+    with pytest.raises(DataError, match=rf"{name}: .*Git LFS.*`git lfs pull`"):
         prepared(folder)
 
 
@@ -125,7 +117,7 @@ def test_faulty_chats_are_named_by_file_and_line(tmp_path: Path) -> None:
     command.main([*given, "--chat-template", str(tmp_path / "chat.jinja"), "--output", str(tmp_path / "out")])
     (facts,) = read_manifest(tmp_path / "out" / "manifest.json")["inputs"]
     (line,) = facts["problems_named"]
-    assert line.startswith(f"{chats}:6: chat that cannot be rendered (chat template: does not accept the messages (no)")
+    assert line.startswith(f"{chats}:6: chat that cannot be rendered (") and "(no)" in line
 
 
 def test_books_with_float_keys_stay_in_one_split(tmp_path: Path) -> None:

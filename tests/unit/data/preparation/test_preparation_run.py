@@ -365,7 +365,7 @@ def test_a_listed_set_that_never_comes_is_told(tmp_path: Path) -> None:
 
 def test_shards_with_one_file_name_are_errors(tmp_path: Path) -> None:
     spec = SourceSpec("pile", [pile(tmp_path, ["Pile-CC", "pile CC"])], divide=True)
-    with pytest.raises(DataError, match=r"pile, set 'Pile-CC', and pile, set 'pile CC', would be written"):
+    with pytest.raises(DataError, match=r"pile, set 'Pile-CC'.*, set 'pile CC'"):
         prepare([CorpusSource(spec)], tmp_path / "out", CHARACTERS, None, QUIET)
     path = pile(tmp_path, ["C"])
     sources = [
@@ -533,7 +533,7 @@ def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
         ([{}, {}], Rules(), "their names must be unique"),
         ([{"weight": -1.0}], Rules(), "positive"),
         ([{"fraction": 0.0}], Rules(), r"fraction: must be above 0 and at most 1, not 0.0"),
-        ([{"split": "dev"}], Rules(), "split: must be one of train, valid, test, not 'dev'"),
+        ([{"split": "dev"}], Rules(), "split: .*train, valid, test, not 'dev'"),
         ([{"duplicates": "all"}], Rules(), "s: duplicates: must be exact or keep, not 'all'"),
         ([{}], Rules(0.6, 0.6), "and their sum must be between 0 and 1"),
     ],

@@ -67,21 +67,15 @@ def test_another_root_moves_every_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (BASE + "    wieght: 1\n", r"recipe\.yml: sources\.a\.wieght: unknown key; did you mean `weight`\?"),
-        (
-            BASE + "    filters: {minstars: 1}\n",
-            r"sources\.a\.filters\.minstars: unknown key; did you mean `min_stars`\?",
-        ),
-        (BASE + "    max_record_mib: 0\n", r"sources\.a\.max_record_mib: .*greater than or equal to 1"),
+        (BASE + "    wieght: 1\n", r"recipe\.yml: sources\.a\.wieght: unknown key.*`weight`"),
+        (BASE + "    filters: {minstars: 1}\n", r"sources\.a\.filters\.minstars: unknown key.*`min_stars`"),
+        (BASE + "    max_record_mib: 0\n", r"sources\.a\.max_record_mib: .*equal to 1"),
         (BASE + "    weight: -1\n", r"sources\.a\.weight: .*greater than 0"),
         (BASE + "    duplicates: all\n", r"sources\.a\.duplicates: .*'exact' or 'keep'"),
         (BASE + "    documents: page\n", r"sources\.a\.documents: .*'file' or 'line'"),
-        (BASE + "test_fracton: 1\n", r"test_fracton: unknown key; did you mean `test_fraction`\?"),
-        ("sources: {a: {paths: [x]}}\n", r"set either tokenizer_type \(with vocab_file\) or train_tokenizer"),
-        (
-            BASE + "train_tokenizer: {vocab_size: 9}\n",
-            r"set either tokenizer_type \(with vocab_file\) or train_tokenizer",
-        ),
+        (BASE + "test_fracton: 1\n", "test_fracton: unknown key.*`test_fraction`"),
+        ("sources: {a: {paths: [x]}}\n", "set either tokenizer_type .*or train_tokenizer"),
+        (BASE + "train_tokenizer: {vocab_size: 9}\n", "set either tokenizer_type .*or train_tokenizer"),
         ("tokenizer_type: CharLevelTokenizer\n", "sources: Field required"),
         (
             "tokenizer_type: CharLevelTokenizer\nsources: {a: {paths: ['*.no']}}\n",
@@ -89,7 +83,7 @@ def test_another_root_moves_every_path(tmp_path: Path) -> None:
         ),
         (
             "train_tokenizer: {vocab_size: 9, model: unigram}\nsources: {a: {paths: [x]}}\n",
-            "train_tokenizer.model: unknown key; supported keys: vocab_size, characters",
+            "train_tokenizer.model: unknown key.*vocab_size, characters",
         ),
         (BASE + "vocab_file: x\n", "vocab_file has no effect with CharLevelTokenizer"),
         ("train_tokenizer: {vocab_size: 300}\nmerge_file: x\nsources: {a: {paths: [x]}}\n", "merge_file has no effect"),

@@ -165,7 +165,8 @@ def test_an_archive_whose_compression_is_damaged_is_no_damaged_file(tmp_path: Pa
     path = tmp_path / "a.tar.gz"
     noise = random.Random(2).randbytes(4000).hex().encode()
     path.write_bytes(gzip.compress(tar({"a.txt": b"one", "b.jsonl": noise, "c.jsonl.gz": gzip.compress(noise)}))[:3000])
-    assert damage(path).startswith(f"{path}: cannot be read to its end (the gzip data is truncated")
+    message = damage(path)
+    assert message.startswith(f"{path}: ") and "gzip data is truncated" in message
 
 
 def test_members_can_be_left_unread() -> None:

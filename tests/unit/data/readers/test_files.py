@@ -135,9 +135,9 @@ def test_a_text_is_one_document_or_lines(
     ("name", "content", "message"),
     [
         ("absent.jsonl", None, "no such file"),
-        ("a.csv", b"a,b", r"unsupported file type \(.csv\); convert the table to .jsonl or .parquet, .* pandas"),
+        ("a.csv", b"a,b", r"unsupported file type \(.csv\); .*parquet, .* pandas"),
         ("a.zip", b"PK", r"unsupported file type \(.zip\); unpack the archive"),
-        ("a.pdf", b"%PDF", r"unsupported file type \(.pdf\); convert the document to .txt"),
+        ("a.pdf", b"%PDF", r"unsupported file type \(.pdf\); .* to .txt"),
         ("a.parquet.gz", b"", "unknown file type"),
         ("enwiki-pages-articles1.xml-p1p41242.bz2", b"", "WikiExtractor --json"),
         ("jsonl", b"", r"unknown file type \(no known ending\)"),
@@ -223,7 +223,7 @@ def test_the_reader_is_chosen_by_name(tmp_path: Path) -> None:
         DataError, match=r"s: unknown reader 'pile'; supported readers: files, repositories, huggingface"
     ):
         open_reader(SourceSpec("s", [tmp_path], reader="pile"))
-    with pytest.raises(DataError, match="s: documents: must be one of file, line, not 'page'"):
+    with pytest.raises(DataError, match="s: documents: .*file, line, not 'page'"):
         open_reader(SourceSpec("s", [tmp_path], documents="page"))  # type: ignore[arg-type]
 
 

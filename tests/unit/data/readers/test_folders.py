@@ -55,7 +55,7 @@ def test_names_that_are_not_utf8_are_counted(tmp_path: Path) -> None:
     reader = FileReader(SourceSpec("s", [tmp_path]))
     assert [unit.path for unit in reader.units()] == [str(tmp_path / "good.txt")]
     assert reader.unread() == {"name that is not UTF-8": 2}
-    with pytest.raises(DataError, match=r"bad\\xfe.txt: the name is not valid UTF-8; rename the file"):
+    with pytest.raises(DataError, match=r"bad\\xfe.txt: .*not valid UTF-8; rename"):
         corpus_files([Path(os.fsdecode(folder + b"/bad\xfe.txt"))])
 
 
@@ -103,9 +103,7 @@ def test_other_files_of_a_saved_data_set_are_counted(tmp_path: Path) -> None:
 def test_a_folder_without_a_readable_file_tells_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b")
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
-    with pytest.raises(
-        DataError, match=r"no readable file .*; 1 dangling link; 1 not a readable file \(\.csv\); check the path"
-    ):
+    with pytest.raises(DataError, match=r"; 1 dangling link; 1 not a readable file \(\.csv\); check"):
         FileReader(SourceSpec("s", [tmp_path])).units()
 
 

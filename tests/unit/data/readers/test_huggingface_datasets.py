@@ -52,10 +52,10 @@ def test_a_split_of_a_saved_data_set_is_chosen(tmp_path: Path) -> None:
     datasets.DatasetDict({k: datasets.Dataset.from_dict({"text": v}) for k, v in parts.items()}).save_to_disk(tmp_path)
     assert [d.text for d in read(tmp_path)[0]] == TEXTS[:300]
     assert [d.text for d in read(tmp_path, options={"split": "validation"})[0]] == TEXTS[300:]
-    with pytest.raises(DataError, match="no split 'test'; set the option split to one of train, validation"):
+    with pytest.raises(DataError, match="no split 'test'; .*train, validation"):
         read(tmp_path, options={"split": "test"})
     files = open_reader(SourceSpec("f", [tmp_path]))
-    with pytest.raises(DataError, match="contains the splits train, validation, .*reader huggingface with the option"):
+    with pytest.raises(DataError, match="the splits train, validation, .*reader huggingface"):
         files.units()
     assert len(open_reader(SourceSpec("f", [tmp_path / "validation"])).units()) == 1
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
@@ -84,7 +84,7 @@ def test_a_local_folder_that_changes_has_another_stamp(tmp_path: Path) -> None:
     [
         ({"options": {"split": "test"}}, "Bad split: test"),
         ({"fields": {"text": "content"}}, r"no column 'content', only \['text'\]"),
-        ({"metadata": Path("m.jsonl")}, "the reader huggingface does not use metadata.*use the reader repositories"),
+        ({"metadata": Path("m.jsonl")}, "huggingface does not use metadata.*reader repositories"),
         ({"documents": "line"}, "the reader huggingface does not use documents"),
         ({"options": {"splits": "test"}}, r"unknown options \['splits'\].*name, split, revision"),
     ],

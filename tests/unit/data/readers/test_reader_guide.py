@@ -74,7 +74,7 @@ def test_no_text_is_lost_without_a_word(tmp_path: Path) -> None:
     assert len(texts[0]) >= len(long) and texts[1].startswith("two\r\nlines")
     (facts,) = read_manifest(out / "manifest.json")["inputs"]
     assert facts["problems"] == {"row too long": 1}
-    assert "books.csv:3: row too long (more values than names)" in facts["problems_named"][0]
+    assert "books.csv:3: row too long (" in facts["problems_named"][0]
 
 
 @pytest.mark.usefixtures("csv_reader")

@@ -120,7 +120,8 @@ def test_a_file_that_is_too_long_is_named(tmp_path: Path) -> None:
     root = write(tmp_path, {"r/a.py": "a = 1\n", "r/b.py": "b = 1\n" * 200_000, "r/c.py": "c" * (1 << 20)})
     documents, problems = read(spec(root, max_record_mib=1))
     assert [len(document.text) for document in documents] == [6, 1 << 20]
-    assert problems.named == [f"{root}/r/b.py: record too long (more than max_record_mib: 1)"]
+    (line,) = problems.named
+    assert line.startswith(f"{root}/r/b.py: record too long (") and "max_record_mib: 1)" in line
 
 
 def test_names_that_are_not_utf8_are_read_and_shown(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_filters_of_files(tmp_path: Path) -> None:
         ({"paths": ["empty"]}, "contains no repository"),
         ({"filters": Filters(min_stars=1)}, "needs metadata"),
         ({"metadata": Path("nowhere.jsonl")}, "no such file"),
-        ({"options": {"split": "train"}}, "the reader repositories does not use options.*use the reader huggingface"),
+        ({"options": {"split": "train"}}, "repositories does not use options.*reader huggingface"),
         ({"fields": {"text": "content"}}, "does not use fields"),
         ({"documents": "line"}, "does not use documents"),
         ({"sets": ["ArXiv"]}, "does not use sets"),
@@ -266,5 +267,5 @@ def test_a_part_of_the_python_installation(tmp_path: Path) -> None:
 
 
 def test_a_language_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="code: filters.languages: unknown language .Pyton.; did you mean `Python`"):
+    with pytest.raises(DataError, match="code: filters.languages: unknown language .Pyton.; .*`Python`"):
         open_reader(spec(tmp_path, filters=Filters(languages=("c", "Pyton"))))

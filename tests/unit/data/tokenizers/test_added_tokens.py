@@ -68,7 +68,7 @@ def test_a_text_with_an_ordinary_word_as_end_token_is_an_error(kind: str, tmp_pa
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer("HFTokenizer", tmp_path)
     assert tokenizer.eod == 3 and 3 not in tokenizer.encode("a b a")
-    with pytest.raises(DataError, match=r"text: contains '</s>', an ordinary word with which .* ends documents; leave"):
+    with pytest.raises(DataError, match="text: contains '</s>', an ordinary word.*leave"):
         tokenizer.encode("a </s> b")
     with pytest.raises(DataError, match=r"'</s>' is not a special token"):
         load_tokenizer("HFTokenizer", tmp_path, eod="</s>")

@@ -251,7 +251,7 @@ def test_variables_reach_generation_and_prepared_data(
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     given = ["--input", f"chats={tmp_path / 'chats.jsonl'}", "--output", str(tmp_path / "out"), "--messages", "answers"]
     given += ["--tokenizer-type", "HFTokenizer", "--vocab-file", str(folder / "tokenizer.json"), "--workers", "0"]
-    with pytest.raises(DataError, match="--chat-template-kwargs: the chat template does not read 'enable_thinking'"):
+    with pytest.raises(DataError, match="--chat-template-kwargs: .*not read 'enable_thinking'"):
         prepare.main([*given, *kwargs])
     assert prepare.main([*given, *kwargs, "--chat-template", "qwen3", "--test-fraction", "0"]) == 0
     saved = load_saved_tokenizer(tmp_path / "out")
@@ -377,7 +377,5 @@ def test_a_sentencepiece_model_is_an_error(tmp_path: Path) -> None:
     train_sentencepiece([message["content"] for message in CHAT] * 20, 300, tmp_path / "tokenizer.model")
     given = ["--input", f"chats={tmp_path / 'chats.jsonl'}", "--output", str(tmp_path / "out"), "--messages", "answers"]
     given += ["--tokenizer-type", "SPMTokenizer", "--vocab-file", str(tmp_path / "tokenizer.model"), "--workers", "0"]
-    with pytest.raises(
-        DataError, match=r"SPMTokenizer: cannot encode chats; use HFTokenizer with the model's tokenizer\.json"
-    ):
+    with pytest.raises(DataError, match="SPMTokenizer: cannot encode chats; use HFTokenizer"):
         prepare.main([*given, "--chat-template", str(tmp_path / "chat.jinja")])

@@ -30,7 +30,7 @@ def test_the_last_answer_of_a_template_that_drops_earlier_thoughts() -> None:
     chat = [{**message, "thinking": "T"} if message["role"] == "assistant" else message for message in CHAT]
     text, ((first, last),) = template.answers(chat, last=True)
     assert text[first:last] == "[T]Still.</>" and text.count("[T]") == 1
-    with pytest.raises(DataError, match="if further messages follow.*use a template that keeps every turn"):
+    with pytest.raises(DataError, match="if further messages follow.*keeps every turn"):
         template.answers(chat)
     with pytest.raises(DataError, match="if further messages follow"):
         template.answers(chat[:-1], last=True)  # a further message follows the last answer
@@ -44,7 +44,7 @@ def test_answers_after_a_prompt_that_opens_a_thought(content: str) -> None:
     wanted = [f"{answer.split('</think>')[-1]}</>" for answer in (CHAT[2]["content"], content)]
     assert [text[first:last] for first, last in spans] == wanted
     other = "{% for each in messages %}{{ each.content }}{% endfor %}{% if add_generation_prompt %}Now:{% endif %}"
-    with pytest.raises(DataError, match="the prompt for an answer ends with 'Now:', but answers do not begin with it"):
+    with pytest.raises(DataError, match="prompt .*ends with 'Now:', but answers"):
         ChatTemplate(other, {}).answers(CHAT)
 
 
@@ -70,7 +70,7 @@ def test_chats_without_an_answer_are_faulty(
     given += ["--tokenizer-type", "HFTokenizer", "--vocab-file", str(folder / "tokenizer.json"), "--workers", "0"]
     given += ["--test-fraction", "0", "--chat-template", str(tmp_path / "chat.jinja")]
     if affected > 0.1:
-        reason = f"{40 * affected:.0f} of 40 records are faulty.*chat without an answer .its roles are user, {role}"
+        reason = f"{40 * affected:.0f} of 40 records .*without an answer .*user, {role}"
         with pytest.raises(DataError, match=f"{reason}.*; rename the role of the answers to assistant"):
             prepare.main(given)
     else:
@@ -97,9 +97,9 @@ def test_a_chat_shows_what_will_count(
         assert unmarked.removesuffix("<|endoftext|>\n") == ChatTemplate(CHATML, SYMBOLS).render(CHAT)
     assert inspect.main([*given, "--number", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "no token counts in the loss (its roles are user, bot)" in shown and "\\x1b[2J" in shown
+    assert "no token counts in the loss (" in shown and "user, bot)" in shown and "\\x1b[2J" in shown
     assert inspect.main([*given, "--chat-template", "chatml", "--tokens", "--json", str(tmp_path / "facts.json")]) == 0
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert len(facts["tokens"]) == len(facts["counts"]) and f"{facts['tokens'][-1]}:" in capsys.readouterr().out
-    with pytest.raises(DataError, match=r"has 2 chats and 1 faulty records, such as .*; give a --number from 0 to 1"):
+    with pytest.raises(DataError, match=r"2 chats and 1 faulty records.*--number from 0 to 1"):
         inspect.main([*given, "--number", "2"])

@@ -135,7 +135,7 @@ def test_every_template_ends_at_the_same_step(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(chat_module, "STEPS", 30_000)
     errors = []
     for _ in range(2):
-        with pytest.raises(DataError, match=r"^chat template: (cannot be used|does not accept the messages)") as raised:
+        with pytest.raises(DataError, match=r"^chat template: (cannot be used|does not accept)") as raised:
             ChatTemplate(ENDLESS[name], {}).render(CHAT)
         errors.append(str(raised.value))
     assert errors[0] == errors[1] and len(errors[0]) < 400
@@ -154,7 +154,7 @@ def test_every_template_ends_at_the_same_step(name: str, monkeypatch: pytest.Mon
     ],
 )
 def test_texts_that_differ_from_run_to_run_are_errors(source: str) -> None:
-    with pytest.raises(DataError, match="differ from run to run|different in every process|time zone"):
+    with pytest.raises(DataError, match="run to run|every process|time zone"):
         ChatTemplate(source, {}).render(CHAT)
 
 
@@ -194,7 +194,7 @@ def test_a_chat_of_thousands_of_messages_is_rendered_or_an_error_at_once() -> No
     turns = "{% for m in messages %}{{ m.role }}:{{ CONTENT }}.{% endfor %}"
     turns += "{% if add_generation_prompt %}assistant:{% endif %}"
     messages = [{"role": ("user", "assistant")[number % 2], "content": "text"} for number in range(8000)]
-    with pytest.raises(DataError, match=r"find the answers among 8000 messages; put the answers into {% generation %}"):
+    with pytest.raises(DataError, match=r"answers among 8000 messages; .*{% generation %}"):
         ChatTemplate(turns.replace("CONTENT", "m.content"), {}).answers(messages)
     marked = "{% generation %}{{ m.content }}{% endgeneration %}" + "{# #}"
     _, spans = ChatTemplate(turns.replace("{{ CONTENT }}", marked), {}).answers(messages)
@@ -300,7 +300,7 @@ def test_strange_files_of_a_folder_have_no_template(content: str, tmp_path: Path
     (tmp_path / "tokenizer_config.json").write_text(content)
     assert find_template(tmp_path) is None and find_rules(tmp_path) == TextRules()
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(DataError, match="chat_template.jinja: the chat template cannot be read"):
+    with pytest.raises(DataError, match="chat_template.jinja: .*cannot be read"):
         find_template(tmp_path)
 
 

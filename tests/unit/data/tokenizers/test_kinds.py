@@ -216,7 +216,7 @@ def test_another_separator_is_another_tokenizer(folder: Path, tmp_path: Path) ->
         (("SPMTokenizer", "tokenizer.json"), r"tokenizer\.json: SPMTokenizer cannot open this file"),
         (("HFTokenizer", "tokenizer.model"), r"tokenizer\.model: HFTokenizer cannot open this file"),
         (("HFTokenizer", "bare.json"), "to end documents"),
-        (("TiktokenTokenizer", None), "TiktokenTokenizer is not supported; .* set tokenizer_type to HFTokenizer"),
+        (("TiktokenTokenizer", None), "TiktokenTokenizer is not supported; .*tokenizer_type to HFTokenizer"),
     ],
 )
 def test_bad_arguments_are_errors_with_the_remedy(folder: Path, arguments: tuple[str, ...], message: str) -> None:

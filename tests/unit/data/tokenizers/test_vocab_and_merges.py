@@ -44,9 +44,7 @@ def test_qwen2_divides_and_normalizes_texts_in_its_own_way(tmp_path: Path) -> No
         assert tokenizer is not None and tokenizer.encode(TEXT) == theirs(TEXT).input_ids
         assert tokenizer.encode_prompt("a<|im_end|>") == theirs("a<|im_end|>").input_ids
         assert tokenizer.eod == len(vocabulary) + 1
-    with pytest.raises(
-        DataError, match="has a Qwen2Tokenizer, which divides texts differently from .*; use HFTokenizer"
-    ):
+    with pytest.raises(DataError, match="Qwen2Tokenizer, which divides .*; use HFTokenizer"):
         load_tokenizer("GPT2BPETokenizer", tmp_path)
 
 
@@ -76,9 +74,7 @@ def test_gpt2s_own_files_are_as_before(tmp_path: Path) -> None:
 def test_faults_are_named(tmp_path: Path) -> None:
     size = write_folder(tmp_path, tokenizer_class="NovelTokenizer")
     for kind in ("HFTokenizer", "GPT2BPETokenizer"):
-        with pytest.raises(
-            DataError, match=r"names NovelTokenizer, .*; write its tokenizer.json with transformers: Auto"
-        ):
+        with pytest.raises(DataError, match=r"names NovelTokenizer, .*write its tokenizer\.json"):
             load_tokenizer(kind, tmp_path)
     note = read_tokenizer(tmp_path, size).note
     assert note is not None and "NovelTokenizer" in note

@@ -136,7 +136,7 @@ def test_frequencies_of_training_are_those_of_a_model(tmp_path: Path, rotary: st
     overlay = write(tmp_path, "fast.yml", "rotary_pct: 0.5\nrotary_frequencies: {type: rope_id, period: 8}\n")
     variants = ("--variant", "plain", "--variant", "fast", overlay, "--length", "256")
     facts = drawn(tmp_path, rotary, rotary, overlay, *variants)
-    assert "rotary with fast: rotary_pct: part of the training" in capsys.readouterr().out
+    assert "with fast: rotary_pct: part of the training" in capsys.readouterr().out
     assert values(facts, "phases").max() > 0.1 and values(facts, "phases", panel=1).max() == 0
     assert values(facts, "wavelengths", panel=1)[[0, -1]] == pytest.approx([8, 32])
 

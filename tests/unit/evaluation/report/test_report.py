@@ -95,8 +95,8 @@ def test_windows_of_one_model_in_two_files_are_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, r"label `rotary`: .*one.json and .*two.json are different models"),
-        ({"checkpoint__identity": "rotary"}, r"label `rotary`: has the entry 64 of perplexity both in .*one.json"),
+        ({}, r"`rotary`: .*one.json .*two.json are different models"),
+        ({"checkpoint__identity": "rotary"}, r"`rotary`: has the entry 64 of perplexity .*one.json"),
         ({"checkpoint__identity": "rotary", "overrides": NTK}, r"differ in overrides.rope_scaling"),
     ],
 )
@@ -158,14 +158,14 @@ def test_folders_are_searched_and_other_files_cause_a_warning(tmp_path: Path, ca
 @pytest.mark.parametrize("content", ["[]", "{}", '{"task": "painting"}', '{"task": ["passkey"]}'])
 def test_a_foreign_file_that_is_named_is_an_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "foreign.json").write_text(content)
-    with pytest.raises(EvaluationError, match=r"foreign.json: is not a result of `megatron-coca evaluate`"):
+    with pytest.raises(EvaluationError, match=r"foreign.json: is not a result .* evaluate`"):
         build_report([tmp_path / "foreign.json"], tmp_path)
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_damaged_result_is_an_error_in_a_folder_too(tmp_path: Path, task: str) -> None:
     (tmp_path / "damaged.json").write_text(json.dumps({"task": task}))
-    message = rf"damaged.json: is not a result of `megatron-coca evaluate {task}` .*; measure it again"
+    message = rf"damaged.json: is not a result .* evaluate {task}` .*; measure"
     with pytest.raises(EvaluationError, match=message):
         build_report([tmp_path], tmp_path / "report")
 
@@ -186,9 +186,7 @@ def test_an_accuracy_that_is_no_share_is_an_error(tmp_path: Path, accuracy: str)
 def test_a_file_that_is_not_json_is_an_error_in_a_folder_too(tmp_path: Path, content: bytes, named: bool) -> None:
     write(tmp_path, {"whole": perplexity("rotary", {64: 2.0})})
     (tmp_path / "damaged.json").write_bytes(content)
-    with pytest.raises(
-        EvaluationError, match=r"damaged.json: is damaged: not JSON .*; measure it again, or remove the file"
-    ):
+    with pytest.raises(EvaluationError, match=r"damaged.json: is damaged: not JSON .*; measure"):
         read_results([tmp_path / "damaged.json" if named else tmp_path])
 
 
@@ -214,7 +212,7 @@ def test_failed_write_keeps_the_earlier_file(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(EvaluationError, match="result.json: cannot be written .No space left on device"):
+    with pytest.raises(EvaluationError, match="result.json: cannot be written .No space left"):
         write_atomically(target, b"later")
     assert target.read_bytes() == b"earlier"
     assert list(tmp_path.iterdir()) == [target]

@@ -1,5 +1,6 @@
 """The order of the measurements of `megatron-coca stretch`, with a clock that only they advance."""
 
+import re
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -102,22 +103,21 @@ def test_each_method_has_a_window_and_a_fact_before_any_has_two(world: World) ->
     once = [(kind, name, length) for length in LENGTHS for name in METHODS for kind in ("window", "fact")]
     assert world.done == once and world.now == ROUND
     assert not result.too_short
-    assert "2 facts at 16384 tokens instead of 1 of ntk, rerope, yarn (about 0:00:12)" in result.left_out
+    planned = r"2 facts at 16384 tokens instead of 1 .*ntk, rerope, yarn .*0:00:12\)"
+    assert any(re.fullmatch(planned, line) for line in result.left_out)
 
 
 def test_a_budget_that_is_too_short_is_told(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """Everything at 1x fits, and one method at 2x; the rest of 6 seconds is too short for another one."""
     result = world.stretch(8 + 8 + 6)
-    told = (
-        "The budget of 0:00:22 was too short for one window and one fact of each method at each length. Not measured: "
-        "yarn, rerope, ntk at 16,384 tokens. They need about 0:00:24 more."
-    )
-    assert result.too_short == told
+    assert result.too_short.startswith("The budget of 0:00:22 was too short")
+    assert "Not measured: yarn, rerope, ntk at 16,384 tokens. " in result.too_short
+    assert result.too_short.endswith(" 0:00:24 more.")
     kinds = Counter((kind, length) for kind, _, length in world.done)
     assert kinds["window", LENGTHS[1]] == kinds["fact", LENGTHS[1]] == 1
     errors = capsys.readouterr().err
-    assert "--budget: 0:00:22 is too short for one window and one fact" in errors and "about 0:00:40" in errors
-    assert told in errors
+    assert "--budget: 0:00:22 is too short" in errors and "about 0:00:40" in errors
+    assert result.too_short in errors
     assert world.stretch(24).too_short == "" and not [each for each, count in Counter(world.done).items() if count > 1]
 
 

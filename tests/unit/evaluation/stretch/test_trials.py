@@ -58,7 +58,7 @@ def test_fine_tuned_models_are_the_least_simple() -> None:
 
 def test_the_control_is_always_trained() -> None:
     assert trial_methods(["pi", "none", "pi"]) == ["none", "pi"]
-    with pytest.raises(EvaluationError, match="--finetune-method yarm: unknown method; name some of none, pi, yarn"):
+    with pytest.raises(EvaluationError, match="--finetune-method yarm: unknown method; .*none, pi, yarn"):
         trial_methods(["yarm"])
 
 

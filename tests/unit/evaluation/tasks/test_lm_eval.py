@@ -95,7 +95,7 @@ def test_the_inputs_of_a_task_belong_to_its_result(checkpoint: Path, tmp_path: P
     assert len({first[1], second[1], third[1], last[1]}) == 4
 
     (tasks / "choice.yaml").write_text((tasks / "choice.yaml").read_text().replace("version: 2.6", "version: 2.5"))
-    with pytest.raises(EvaluationError, match="a code, data or task file of task local_choice changed"):
+    with pytest.raises(EvaluationError, match="file of task local_choice changed"):
         command(checkpoint, tasks, "local_choice", "--limit", 3, "--output", path)
 
 
@@ -128,7 +128,7 @@ def test_code_of_an_included_file_in_another_folder_belongs_to_a_result(tmp_path
 @pytest.mark.slow  # the harness's own task files are read
 def test_an_unknown_name(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
     """At once, with similar names."""
-    with pytest.raises(EvaluationError, match="--tasks local_choise: no such task.*did you mean local_choice"):
+    with pytest.raises(EvaluationError, match="local_choise: no such task.*mean local_choice"):
         command(checkpoint, tasks, "local_choice,local_choise", "--include-path", tasks)
 
 

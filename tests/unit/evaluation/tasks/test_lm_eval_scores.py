@@ -113,5 +113,5 @@ def test_a_report_counts_answers_of_retrieval_that_had_not_ended(tmp_path: Path)
             write(tmp_path / str(with_chat), {"one": PasskeyResult.model_validate(content)}), papers=False
         )
         text = [line for section in sections for block in section.blocks for line in block.text]
-        told = "Answers that had not ended after 64 tokens: RoFormer: 4 of 6, of which 2 are wrong."
-        assert (told in text) == with_chat
+        told = "after 64 tokens: RoFormer: 4 of 6, of which 2 are wrong."
+        assert any(line.endswith(told) for line in text) == with_chat

@@ -142,7 +142,7 @@ def test_the_seed_draws_the_text_between_facts_too(tmp_path: Path) -> None:
     filler = {seed: set(ids[ids < 300]) for seed, ids in asked.items()}
     assert (asked["trained"] == asked[7]).all() and len(filler[7] ^ filler[8]) > 10
     evaluation.opened.step = None
-    with pytest.raises(EvaluationError, match="--seed trained: run does not record its training seed"):
+    with pytest.raises(EvaluationError, match="--seed trained: run does not record"):
         synthetic_questions(Namespace(cases=20, seed="trained", checkpoint="run"), evaluation, settings)
 
 

@@ -227,7 +227,7 @@ def test_a_length_without_room_is_noted_and_other_errors_are_raised() -> None:
 
 
 def test_prompts_need_a_tokenizer() -> None:
-    with pytest.raises(EvaluationError, match="run: has no tokenizer, which this task needs for its prompts"):
+    with pytest.raises(EvaluationError, match="run: has no tokenizer, which this task needs"):
         run("ruler", subject(), tokenizer=None)
 
 

@@ -184,7 +184,7 @@ def test_fewer_features_may_rotate_but_not_more(tmp_path: Path) -> None:
 
 def test_another_shape_is_an_error(tmp_path: Path) -> None:
     folder, _ = source(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 128, now a width of 64 inside the MLP\)"):
+    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 128, now .* 64 "):
         begun(folder, intermediate_size=64)
 
 
@@ -267,8 +267,8 @@ def test_weights_of_an_unknown_tokenizer_are_taken_with_a_warning(
     assert "cannot verify" not in caplog.text, "the data have none either"
     initial_model(config, "cpu", load_tokenizer("CharLevelTokenizer"))
     step = folder / "global_step7"
-    expected = f"cannot verify that the weights of {step} were trained with the tokenizer of this run's data"
-    assert f"{expected} (no tokenizer is used: {step} has none)" in caplog.text
+    assert f"cannot verify that the weights of {step} " in caplog.text
+    assert f"(no tokenizer is used: {step} has none)" in caplog.text
 
 
 def test_embeddings_of_different_sizes_name_the_tokenizers(tmp_path: Path) -> None:
@@ -276,13 +276,10 @@ def test_embeddings_of_different_sizes_name_the_tokenizers(tmp_path: Path) -> No
     keys = {"vocab_size": 512, "make_vocab_size_divisible_by": 128}
     config = configured(load=str(folder), finetune=True, **keys)
     with pytest.raises(
-        CheckpointError,
-        match=r"CharLevelTokenizer .* \(600 embedding rows.* the run has CharLevelTokenizer .*512 embedding rows",
+        CheckpointError, match=r"CharLevelTokenizer .* \(600 .* the run has CharLevelTokenizer .* \(512 "
     ):
         initial_model(config, "cpu", load_tokenizer("CharLevelTokenizer"))
-    with pytest.raises(
-        CheckpointError, match="an unknown tokenizer .512 embedding rows.*; set make_vocab_size_divisible_by=600"
-    ):
+    with pytest.raises(CheckpointError, match="unknown tokenizer .512 .*; set make_vocab_size_divisible_by=600"):
         initial_model(config, "cpu")
     fitting = config.override({"make_vocab_size_divisible_by": 600})
     assert initial_model(fitting, "cpu").origin is not None

@@ -89,7 +89,7 @@ def test_a_start_that_would_mix_runs_is_an_error(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     checkpoint(tmp_path / "run", 8)
     for values in ({"save": run}, {"save": run, "load": run, "finetune": True}):
-        with pytest.raises(CheckpointError, match="already contains a run, up to step 8; resume it with load="):
+        with pytest.raises(CheckpointError, match="contains a run, up to step 8; .*load="):
             candidates(keys(**values))
     checkpoint(tmp_path / "other", 3)
     with pytest.raises(CheckpointError, match="run: already contains a run, up to step 8"):
@@ -213,7 +213,7 @@ def test_a_loaded_run_may_change_its_form(saved: Path, opened: Corpus, caplog: p
     form = {"pos_emb": "none", "qk_norm": "head"}
     with caplog.at_level(logging.WARNING):
         check_same_run(saved, changed(opened, **loads, **form), LAYOUT)
-    assert "resuming with a different pos_emb (saved 'coca', now 'none')" in caplog.text
+    assert "different pos_emb (saved 'coca', now 'none')" in caplog.text
     stage = changed(opened, **loads, **form).config.run_stages()[0]
     how = continuation(saved, stage)
     assert (how.adds_norms, how.new_losses, how.new_optimizer) == (True, True, False)
@@ -221,7 +221,7 @@ def test_a_loaded_run_may_change_its_form(saved: Path, opened: Corpus, caplog: p
     anew = continuation(saved, changed(opened, **loads, **form, no_load_optim=True).config.run_stages()[0])
     assert anew.adds_norms and anew.counters == {"step": 0.0}
     for values, part in (
-        ({"pos_emb": "rpe"}, "pos_emb (coca becomes rpe, but rpe has weights of its own"),
+        ({"pos_emb": "rpe"}, "(coca becomes rpe, but rpe has weights"),
         ({"pos_emb": "none", "rotary_emb_base": 500.0}, "rotary_emb_base (saved 10000.0, now 500.0)"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling (saved None, now "),
     ):
@@ -234,7 +234,7 @@ def test_a_loaded_run_may_change_its_form(saved: Path, opened: Corpus, caplog: p
     with pytest.raises(CheckpointError, match=r"different rotary_frequencies \(saved .*, training_positions \(saved "):
         check_same_run(saved, changed(opened, **loads, pos_emb="rotary"), LAYOUT)
     own = {"load": str(saved.parent), "save": str(saved.parent)}
-    with pytest.raises(CheckpointError, match="restore these values, change the position method in a new stage, or"):
+    with pytest.raises(CheckpointError, match="restore these values, .*in a new stage"):
         check_same_run(saved, changed(opened, **own, **form), LAYOUT)
 
 

@@ -61,11 +61,8 @@ def test_every_process_names_those_that_did_not_come() -> None:
     errors = joined(present, 1.0)
     assert all(isinstance(error, NotJoined) for error in errors), errors
     assert len(set(map(str, errors))) == 1, "all give the same message"
-    host = socket.gethostname()
-    assert str(errors[0]).startswith(
-        f"3 of 6 processes did not join within 1 s (`join_timeout`): ranks 2, 3, 5."
-        f" Processes on these hosts joined: {host}. "
-    )
+    for fact in ("3 of 6 processes ", " 1 s (`join_timeout`)", "ranks 2, 3, 5.", f"joined: {socket.gethostname()}. "):
+        assert fact in str(errors[0])
     assert NotJoined.status in EXIT_STATUSES
 
 

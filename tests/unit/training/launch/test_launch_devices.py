@@ -44,9 +44,7 @@ def broken_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_of_another_launcher_gets_the_error_too(no_gpu: None) -> None:
     for keys in ({"num_gpus": 2}, {"distributed_backend": "nccl"}):
-        with pytest.raises(
-            ConfigError, match=f"^{next(iter(keys))}: asks for GPUs, but PyTorch .* cannot use any here"
-        ):
+        with pytest.raises(ConfigError, match=f"^{next(iter(keys))}: asks for GPUs, .*cannot use any"):
             check_devices(configured(**keys), RANK)
 
 
@@ -66,18 +64,18 @@ def test_the_cpu_that_is_asked_for_is_used(no_gpu: None, broken_driver: None, ca
 
 
 def test_a_broken_driver_is_named(broken_driver: None, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"num_gpus: asks for GPUs, but PyTorch .* \(The NVIDIA driver .* is too old"):
+    with pytest.raises(ConfigError, match=r"num_gpus: .*\(The NVIDIA driver .*too old"):
         check_devices(configured(num_gpus=1), RANK)
     with caplog.at_level(logging.WARNING):
         check_devices(configured(), RANK)
-    assert "training on the CPU: this host may have GPUs, but PyTorch" in caplog.text
+    assert "this host may have GPUs" in caplog.text
 
 
 def test_each_process_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_devices(configured(num_gpus=2), {"LOCAL_RANK": "1"})
-    with pytest.raises(ConfigError, match=r"num_gpus: the process with local rank 2 sees only 2 GPU\(s\)"):
+    with pytest.raises(ConfigError, match=r"num_gpus: .*local rank 2 sees only 2 GPU"):
         check_devices(configured(num_gpus=4), {"LOCAL_RANK": "2"})
 
 
@@ -109,7 +107,7 @@ def test_gpus_that_no_process_takes_are_told(
     ("keys", "told"),
     [
         ({}, None),
-        ({"activation": "swiglu", "expansion_factor": 8}, "85, is not a multiple of 8,.*set mlp_multiple_of=8 .16 for"),
+        ({"activation": "swiglu", "expansion_factor": 8}, "85, is not a multiple of 8,.*mlp_multiple_of=8 .16"),
         ({"activation": "swiglu", "expansion_factor": 8, "mlp_multiple_of": 8}, None),
         ({"intermediate_size": 264, "model_parallel_size": 2}, "264, 132 on each of 2 ranks,.*mlp_multiple_of=16 .32"),
         ({"intermediate_size": 268, "precision": "fp32"}, None),

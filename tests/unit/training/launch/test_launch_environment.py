@@ -119,11 +119,11 @@ def test_rank_location(
     ("environment", "message"),
     [
         ({"RANK": "0"}, "WORLD_SIZE: not set, unlike RANK"),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK: not set, unlike LOCAL_RANK and WORLD_SIZE"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK: not set, .*LOCAL_RANK and WORLD_SIZE"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR: not set, although WORLD_SIZE is 2"),
         (TORCHRUN | {"RANK": "x"}, "RANK: 'x' is not a whole number"),
         (TORCHRUN | {"RANK": "4"}, "rank 4 must be less than the world size 4"),
-        (TORCHRUN | {"LOCAL_RANK": "2"}, "local rank 2 must be less than the local world size 2"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "local rank 2 .*less than .*local world size 2"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT: 'http'"),
         (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE: 8, but srun started 4"),
         (
@@ -193,12 +193,12 @@ def test_threads_are_shared_among_the_processes_of_a_host(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT: 99999 is not a port number; set a number from 1 to 65535"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT: 99999 is not a port.* 1 to 65535"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT: 0 is not a port"),
-        ({"MASTER_PORT": "9" * 5000}, "MASTER_PORT: '9{79}.* is not a whole number of at most 18 digits"),
+        ({"MASTER_PORT": "9" * 5000}, "MASTER_PORT: '9{79}.* at most 18 digits"),
         ({"MASTER_PORT": "-1"}, "MASTER_PORT: '-1' is not a whole number"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR: not set, although WORLD_SIZE is 4"),
-        ({"WORLD_SIZE": "9" * 32}, "WORLD_SIZE: .* is not a whole number of at most 18 digits"),
+        ({"WORLD_SIZE": "9" * 32}, "WORLD_SIZE: .* at most 18 digits"),
         ({"LOCAL_WORLD_SIZE": "1" * 5000}, "LOCAL_WORLD_SIZE: .* is not a whole number"),
     ],
 )

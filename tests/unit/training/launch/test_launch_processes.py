@@ -56,9 +56,8 @@ def test_one_failure_ends_the_others(launch: Launch) -> None:
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN) if rank else os.kill(os.getpid(), 9)\nwait()"
     status, output, seconds = finish(launch(body))
     assert status == 137 and seconds < 50, "the other would sleep for 60 seconds"
-    assert output == (
-        "rank 0 was ended by SIGKILL (by the kernel, if memory ran out), exit status 137; stopping the others\n"
-    )
+    assert output.startswith("rank 0 was ended by SIGKILL (") and output.count("\n") == 1
+    assert "exit status 137; stopping the others" in output
 
 
 def test_the_cause_is_named_not_its_consequences(launch: Launch, tmp_path: Path) -> None:

@@ -238,9 +238,7 @@ def test_a_trace_is_not_written_through_a_link(tmp_path: Path) -> None:
     own.mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").symlink_to(own)
-    with pytest.raises(
-        ConfigError, match="profile: .*/profile: a link to .*/own, which is outside .*; remove the link"
-    ):
+    with pytest.raises(ConfigError, match="profile: .*/profile: a link to .*/own, .*outside"):
         build(tmp_path / "run", profile=True)
     assert not list(own.iterdir())
 
@@ -273,7 +271,7 @@ def test_other_ranks_trace_when_asked(tmp_path: Path, ranks: list[int], traced: 
 
 
 def test_an_empty_window_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="profile_step_stop: 5 is not after profile_step_start 5"):
+    with pytest.raises(ConfigError, match="profile_step_stop: 5 .*after profile_step_start 5"):
         load_config([], SHAPE | {"profile": True, "profile_step_start": 5, "profile_step_stop": 5})
 
 
