@@ -7,7 +7,15 @@ import pytest
 
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.stretch.choices import CHOICES, FINETUNED, PLAIN, simplicity, trial_keys, trial_methods
+from megatron_coca.evaluation.stretch.choices import (
+    CHOICES,
+    FINETUNED,
+    LORA,
+    PLAIN,
+    simplicity,
+    trial_keys,
+    trial_methods,
+)
 from megatron_coca.evaluation.stretch.trials import Trial, difference_table, training_table
 from tests.unit.evaluation.stretch_cases import TRAINED, config_of, small_result
 
@@ -67,6 +75,6 @@ def test_the_control_is_always_trained() -> None:
 def test_the_keys_of_a_method_fit_a_rotary_model(method: str, lora: bool) -> None:
     shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 64, "vocab_size": 512}
     keys = [f"{name}={value}" for name, value in (shape | {"pos_emb": "rotary", "train_iters": 30}).items()]
-    config = load_config([], [*keys, *trial_keys(method, 4.0, 64, lora)])
+    config = load_config([], [*keys, *trial_keys(method, 4.0, 64, LORA.format(also="norms") if lora else None)])
     assert (config.position != load_config([], keys).position) == (method != "none")
     assert (config.run_stages()[-1].config.optimizer.lora is not None) == lora
