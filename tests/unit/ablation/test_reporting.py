@@ -153,10 +153,10 @@ def test_the_readme_shows_numbers_of_the_studies() -> None:
         ordered = at[extension or "none"]
         assert numbers == [books[name][columns[2]], ordered[0], ordered[4]], (name, model)
     dynamic, fixed = by_order("RoFormer")["dynamic YaRN"], by_order("RoFormer")["YaRN 16"]
-    text, index, power, contrasts, findings, order = (
+    text, index, slack, contrasts, findings, order = (
         " ".join((ROOT / name).read_text().split())
         for name in (
-            *("README.md", "docs/index.md", "studies/books_power/README.md", "studies/contrasts.md"),
+            *("README.md", "docs/index.md", "studies/books_slack/README.md", "studies/contrasts.md"),
             *("studies/findings.md", "studies/order_repairs/README.md"),
         )
     )
@@ -172,9 +172,12 @@ def test_the_readme_shows_numbers_of_the_studies() -> None:
     for part in (f"from {within} to {beyond} at 16 times", f"YaRN 16 it stays at {yarn}, ", f"and log n at {rerope}"):
         assert part in text and part in index
     assert f"means over {rows[0][0]} seeds" in text and f"means over {rows[0][0]} seeds" in index
-    slower = books["RoFormer + NTK 4"][columns[2]].split()[0]
-    assert f"which recalls {slower} (p = 3e-05, declared)" in text and "p = 3e-05, holds" in power
-    assert "above RoFormer's by 0.037 nats, or 3.8%" in text and "1.038 times (1.032 to 1.044)" in power
+    plain = rows_of("studies/books_slack/README.md", "16L, beyond L only")
+    ours, theirs = (plain[f"{name} + NTK 4"][columns[2]].split()[0] for name in ("CoCA-Slack", "RoFormer"))
+    seeds = plain["RoFormer"][plain["model"].index("seeds")]
+    assert f"recalls {ours} at 16L and RoFormer {theirs} ({seeds} seeds, p = 2.8e-06, declared" in text
+    assert "p = 2.8e-06, holds" in slack and "0.047 (0.043 to 0.051) nats per byte above RoFormer's (4.8%" in slack
+    assert "above RoFormer's by 0.047 nats, or 4.8%" in text
     assert "blind to order scores 0.29" in text and "and 0.29 in ordered recall" in findings
     corrected = re.search(r"\*\*(\d+) of (\d+) are significant", contrasts)
     assert corrected is not None
