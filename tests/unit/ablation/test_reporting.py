@@ -175,7 +175,7 @@ def test_the_readme_shows_numbers_of_the_studies() -> None:
     plain = rows_of("studies/books_slack/README.md", "16L, beyond L only")
     ours, theirs = (plain[f"{name} + NTK 4"][columns[2]].split()[0] for name in ("CoCA-Slack", "RoFormer"))
     seeds = plain["RoFormer"][plain["model"].index("seeds")]
-    assert f"recalls {ours} at 16L and RoFormer {theirs} ({seeds} seeds, p = 2.8e-06, declared" in text
+    assert f"recalls {ours} at 16L and RoFormer {theirs} ({seeds} seeds, p = 2.8e-06, [declared]" in text
     assert "p = 2.8e-06, holds" in slack and "0.047 (0.043 to 0.051) nats per byte above RoFormer's (4.8%" in slack
     assert "above RoFormer's by 0.047 nats, or 4.8%" in text
     assert "blind to order scores 0.29" in text and "and 0.29 in ordered recall" in findings
