@@ -17,9 +17,9 @@ import yaml
 
 from tests.fast_cases import fewest, wanted
 
-LIMIT = 0.25
+LIMIT = 0.2
 """Seconds of processor time that the fast suite spends on one test with all its cases, if the test can be divided."""
-LONGEST_CASE = 1.0
+LONGEST_CASE = 0.75
 """Seconds of processor time up to which the fast suite runs one case of a test whose cases take longer than LIMIT."""
 TABLE = Path(__file__).with_suffix(".yml")
 HEAD = f"""# Tests that take longer than {LIMIT} s of processor time, with the number of cases that the fast suite runs.
