@@ -171,8 +171,10 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
         raise DataError("\n".join(f"{place}: {_message(fault)}" for fault in error.errors())) from error
     base = recipe.root if root is None else root
     beside = Path("." if is_url(base) else os.path.expanduser(base))
-    if (recipe.tokenizer_type is None) == (recipe.train_tokenizer is None):
+    if recipe.tokenizer_type is None and recipe.train_tokenizer is None:
         raise DataError(f"{place}: needs a tokenizer; set either tokenizer_type (with vocab_file) or train_tokenizer")
+    if recipe.tokenizer_type is not None and recipe.train_tokenizer is not None:
+        raise DataError(f"{place}: tokenizer_type and train_tokenizer are two tokenizers; remove one of them")
     kind, files = recipe.tokenizer_type, {name: getattr(recipe, name) for name in ("vocab_file", "merge_file")}
     if kind is None or kind in TOKENIZERS:  # load_tokenizer raises an error for an unknown type
         for name in sorted(files.keys() - (TOKENIZERS[kind][1] if kind else {})):
