@@ -1,5 +1,7 @@
-"""Folders with PEFT adapters: find the model that the adapters change, and write the shell commands that merge adapters
-which only peft can apply. `huggingface/adapted.py` reads all other adapters.
+"""Find the model that the PEFT adapters in a folder change.
+
+`huggingface/adapted.py` reads the adapters. Some adapters can be applied only by peft. For these, `merging_lines`
+returns the shell commands that merge them.
 """
 
 import os
@@ -30,11 +32,11 @@ PATTERN = "adapter_model*"
 EMBEDDINGS = re.compile(
     r"(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|lm_head|embed_out)(\.base_layer)?\.weight$"
 )
-"""Names of weights with a row for each token, as peft stores them."""
+"""Pattern of the names under which peft stores embeddings and output heads, the weights with one row per token."""
 
 
 def has_adapters(folder: Path) -> bool:
-    """Return whether a folder has PEFT adapters. Raises CheckpointError if the file that describes them is missing."""
+    """Return whether a folder has PEFT adapters. Raises CheckpointError if they lack their adapter_config.json."""
     described = os.path.isfile(folder / SETTINGS)
     found = sorted(path.name for path in folder.glob(PATTERN) if os.path.isfile(path))
     if found and not described:
@@ -46,11 +48,11 @@ def has_adapters(folder: Path) -> bool:
 
 
 def find_adapters(folder: Path, base: Path | None) -> tuple[Adapters, Path]:
-    """Return the adapters in `folder`, which must have some, and the folder of the model that they change.
+    """Return the adapters in `folder` and the folder of the model that they change. `folder` must have adapters.
 
-    `base` is the folder that the user names. If it is None, the model must be beside the adapters. The model
-    that adapter_config.json names is not opened, because the name is a place on the computer of whoever trained the
-    adapters. Raises CheckpointError.
+    `base` is the folder of that model if the user named it. If it is None, the model must be beside the adapters. The
+    model that adapter_config.json names is not opened, because that name is a place on the computer on which the
+    adapters were trained. Raises CheckpointError.
     """
     try:
         adapters = read_adapters(folder)
@@ -81,11 +83,11 @@ def find_adapters(folder: Path, base: Path | None) -> tuple[Adapters, Path]:
 
 
 def merging_lines(folder: Path) -> list[str]:
-    """Return the shell commands that merge the adapters in a folder into the base model and save FOLDER-merged.
+    """Return the shell commands that merge the adapters in FOLDER into the base model and save it in FOLDER-merged.
 
-    The commands also apply weights that were trained beside the adapters (`BESIDE`), give the embeddings the number of
-    rows that the adapters were trained with, and save a tokenizer. Raises CheckpointError if a file of the folder is
-    damaged, or if a tokenizer file is a link that leads out of the folder.
+    The commands also apply weights that were trained beside the adapters (`BESIDE`), resize the embeddings to the
+    number of rows that the adapters were trained with, and save a tokenizer. Raises CheckpointError if a file of the
+    folder is damaged, or if a tokenizer file is a link that leads out of the folder.
     """
     named = read_json(folder / SETTINGS).get("base_model_name_or_path")
     within = not isinstance(named, str) or not named or Path(named).resolve() == folder.resolve()

@@ -20,8 +20,8 @@ EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch
 """Keys and groups of keys that may change for evaluation. Changing any other key gives a different model."""
 
 TRAINED_CHOICES = ("rope_scaling", "relative_positions", "logit_scaling", "forgetting_gate", "rotary_frequencies")
-"""Keys that have choices with `trained` in their declarations. Such a choice must be used at evaluation if and only if
-it was used in training, with the same options and training length.
+"""Configuration keys with at least one choice whose declaration has `trained`. A model must use such a choice at
+evaluation if and only if it was trained with it. The options and the training length must be the same.
 """
 
 FIXED_BY_WEIGHTS = frozenset(
@@ -46,8 +46,8 @@ FIXED_BY_WEIGHTS = frozenset(
         "swiglu_alpha",
     ),
 }
-"""Keys in which finetuning must not differ from the run that trained the weights. The position method may change, and
-norms of queries and keys may be added.
+"""Keys that must have the same values in finetuning and in the run that trained the weights. The position method may
+change, and norms of queries and keys may be added.
 """
 NORM_EPSILONS = {
     "layernorm": "layernorm_epsilon",
@@ -65,7 +65,7 @@ COMPARED = (
     *("use_output_transform", "skip_first_norm"),
     *("value_norm", "layer_scale", "unweighted_qk_norm"),
 )
-"""Keys whose values are equal in two models that compute the same function."""
+"""Keys that have equal values in all models that compute the same function."""
 PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
 POSITION_WEIGHTS = re.compile(
     r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor|gates|offsets)\..+"
@@ -76,7 +76,10 @@ POSITION_WEIGHTS = re.compile(
 def differing_keys(
     saved: Config, wanted: Config, free_keys: frozenset[str], free_groups: frozenset[str] = frozenset()
 ) -> list[str]:
-    """Return a line for each key that differs between two configurations, except free keys and keys of free groups."""
+    """Return a description of each key with different values in two configurations.
+
+    The keys in `free_keys` and the keys of the groups in `free_groups` are skipped.
+    """
     before, after = saved.flat(), wanted.flat()
     return [
         f"{key} (saved {before[key]!r}, now {after[key]!r})"
@@ -158,7 +161,7 @@ def check_same_architecture(folder: Path, saved: Config, wanted: Config) -> None
 
 
 def _learned_difference(key: str, before: PositionConfig, after: PositionConfig, lengths: list[int]) -> str | None:
-    """Return the part of a message that says how a `trained` choice of `key` differs, or None.
+    """Return the part of an error message that describes a difference in the `trained` choice of `key`, or None.
 
     `lengths` are the training lengths of `before` and `after`.
     """
@@ -177,7 +180,7 @@ def _learned_difference(key: str, before: PositionConfig, after: PositionConfig,
 
 
 def epsilons(model: ModelConfig) -> set[str]:
-    """Return the keys of the epsilons that the norms of a model read."""
+    """Return the configuration keys of the epsilons that a model uses in its norms."""
     of_qk = {"layernorm": "layernorm", "layernorm_by_head": "layernorm"}.get(model.qk_norm or "", "rmsnorm")
     unweighted = {NORM_EPSILONS["rmsnorm"]} if model.value_norm or model.unweighted_qk_norm else set()
     return {NORM_EPSILONS[model.norm]} | ({NORM_EPSILONS[of_qk]} if model.qk_norm is not None else set()) | unweighted
@@ -229,14 +232,14 @@ def comparable(config: Config) -> dict[str, Any]:
 
 
 def _comparable_latents(shape: ModelConfig) -> tuple[float | None, ...] | None:
-    """Return the widths of latent attention and the epsilon of its norms, or None without latents."""
+    """Return the widths of latent attention and the epsilon of its norms, or None if there is no latent attention."""
     ranks = (shape.kv_lora_rank, shape.q_lora_rank)
     own = (*ranks, shape.unrotated_dim, shape.value_dim, shape.latent_norm_epsilon)
     return None if shape.kv_lora_rank is None else own
 
 
 def _comparable_mlps(model: ModelConfig) -> dict[str, Any]:
-    """Return a description of the types of MLPs and of the mixtures of experts."""
+    """Return the part of the description that covers the types of MLPs and the mixtures of experts."""
     kinds: dict[str, Any] = {"mlps": model.mlp_names}
     if EXPERTS not in model.mlp_names:
         return kinds
@@ -253,12 +256,12 @@ def _comparable_mlps(model: ModelConfig) -> dict[str, Any]:
 
 
 def contradicts(described: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:
-    """Return whether `keys`, not yet validated, cannot belong to the model that `described` describes.
+    """Return whether `keys` certainly describe another model than `described`. If the result is False, they still may.
 
-    `described` is a result of `comparable`. This check takes a hundredth of the time of `comparable`, but if it returns
-    False, the models may still differ.
+    `described` is a result of `comparable`, and `keys` need not be validated. This check takes a hundredth of the time
+    of `comparable`.
     """
     methods_differ = any(own["pos_emb"] != keys.get("pos_emb") for own in described["positions"])
-    if methods_differ and "pos_emb" in keys and "attention_config" not in keys:  # one method in all layers
+    if methods_differ and "pos_emb" in keys and "attention_config" not in keys:  # one method for all layers
         return True
     return any(isinstance(keys.get(key), bool | str) and keys[key] != described[key] for key in COMPARED)

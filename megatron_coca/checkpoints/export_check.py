@@ -7,8 +7,8 @@
    the export and runs it.
 
 Only a part of the model computes the logits: the first 4,096 rows of the vocabulary and as many layers as fit into
-512 MiB, with at least one layer of every type. For a model of 7 billion parameters this is one layer of 0.2 billion
-parameters, which takes 0.8 GB of memory, first for the source and then for the export. Models of up to about 100
+512 MiB, with at least one layer of every type. For a model of 7 billion parameters, this is one layer of 0.2 billion
+parameters. It takes 0.8 GB of memory while the source runs, and again while the export runs. Models of up to about 100
 million parameters are compared whole. The input has 64 tokens, or up to 1,024 if that many are needed to exceed a
 window, a chunk or the training length. A difference that appears only on longer inputs can be found only in step 1.
 """
@@ -89,7 +89,7 @@ def _layer(name: str) -> int | None:
 def _layers(config: Config, weights: Weights) -> int:
     """Return the number of layers to compare: as many as fit into MEMORY, but at least one layer of every type.
 
-    The last of these layers has the type of the model's last layer, because the class of Gemma 4 expects that.
+    The last compared layer has the same type as the model's last layer, because the class of Gemma 4 expects that.
     """
     sizes = [0] * config.model.num_layers
     for name, entry in weights.entries.items():
@@ -118,7 +118,7 @@ def reduced(config: Config, layers: int, rows: int) -> Config:
     """Return the configuration of the first layers of a model, without the keys of the training run."""
     flat, names = config.flat(), config.model.layer_names[:layers]
     keys = not_at_default((key for key in MODEL_KEYS if key not in COMPUTE_KEYS), flat)
-    keys.pop("imports", None)  # the methods are registered already
+    keys.pop("imports", None)  # the imported methods are already registered
     keys |= {"num_layers": layers, "attention_config": [[list(names), 1]]}
     if config.model.mixtures:
         keys |= {"mlp_config": [[list(config.model.mlp_names[:layers]), 1]], "moe_expert_interval": 1}

@@ -108,7 +108,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
-    """Return the content of a file with indented JSON."""
+    """Return a mapping as the bytes of an indented JSON file."""
     return (json.dumps(content, indent=1) + "\n").encode()
 
 
@@ -135,7 +135,7 @@ class Comparison:
         self._pool.shutdown(cancel_futures=True)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait at most `seconds`. Return whether the verification is over: all files are verified or one has failed."""
+        """Wait at most `seconds`. Return whether all files are verified or one has failed."""
         if not self._futures:
             return True
         return not wait(self._futures, seconds, FIRST_EXCEPTION).not_done or self.failure is not None

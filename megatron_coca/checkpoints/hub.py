@@ -8,9 +8,9 @@ from megatron_coca.support.remote_files import HUB
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 COPIES = ["*/*", "consolidated*"]
-"""Patterns of files to download, and of copies for other programs, which are skipped."""
+"""`FILES` are patterns of files to download. `COPIES` are patterns of copies for other programs, which are skipped."""
 PICKLES = ["pytorch_model*", "adapter_model.bin"]
-"""Patterns of files to download in addition if the model has no safetensors files."""
+"""Patterns of the files that are also downloaded if the model has no safetensors files."""
 
 
 def from_hub(name: str, folder: Path | None = None) -> Path:
@@ -30,5 +30,5 @@ def from_hub(name: str, folder: Path | None = None) -> Path:
         if any(found.glob("*.safetensors")):
             return found
         return Path(snapshot_download(name, allow_patterns=[*FILES, *PICKLES], ignore_patterns=COPIES, **place))
-    except Exception as error:  # each version of the HTTP client raises its own classes
+    except Exception as error:  # each version of the HTTP client has its own exception classes
         raise CheckpointError(f"{HUB}{name}: cannot be downloaded ({error}); check the name and the network") from error

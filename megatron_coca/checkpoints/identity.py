@@ -54,7 +54,7 @@ def tensors_identity(config: Config, files: Mapping[str, Path]) -> str:
 
 
 def stored_identity(config: Config, places: Mapping[str, tuple[Path, StoredTensor]]) -> str:
-    """Return the identity of a model from the place of each weight: its file, and its entry in the file.
+    """Return the identity of a model. `places` maps each weight to its file and its entry in this file.
 
     Raises UnreadableError.
     """
@@ -96,7 +96,7 @@ def pickled_digests(path: Path) -> dict[str, str]:
 
 
 def with_ignored(identity: str, ignored: Iterable[str]) -> str:
-    """Return the identity of a model that is read without the keys `ignored`; if there are none, return `identity`."""
+    """Return the identity of a model that is read without the keys in `ignored`, or `identity` if there are none."""
     names = sorted(set(ignored))
     return hashlib.sha256(json.dumps([identity, *names]).encode()).hexdigest() if names else identity
 
@@ -123,7 +123,7 @@ def pickles_identity(config: Config, paths: Iterable[Path]) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the sha256 of a file's size and bytes. Above 64 MiB, only 256 ranges of 64 KiB are read.
+    """Return the sha256 of a file's size and bytes. Of a file above 64 MiB, only 256 ranges of 64 KiB are read.
 
     Raises OSError.
     """

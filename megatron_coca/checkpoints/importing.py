@@ -34,8 +34,8 @@ class Imported:
         folder: save folder with one checkpoint, of step 0.
         config: configuration of the model.
         parameters: number of parameters.
-        tokenizer_note: why the tokenizer or its end-of-text token could not be used, or which text the tokenizer loses;
-            or None.
+        tokenizer_note: a problem of the tokenizer, or None. The note states why the tokenizer or its end-of-text token
+            could not be used, or which text the tokenizer does not preserve.
         huggingface_folder: the source folder if it is a Hugging Face folder, else None.
     """
 
@@ -54,7 +54,7 @@ def import_checkpoint(
     Args:
         source: any checkpoint that `open_checkpoint` reads.
         folder: the folder to write. If it exists and holds this import already, nothing is written.
-        overrides: as for `load_model`. GPT-NeoX folders by CoCA's authors need `pos_emb=coca`.
+        overrides: config overrides, as for `load_model`. GPT-NeoX folders by CoCA's authors need `pos_emb=coca`.
         dtype: dtype of the written weights. By default, they are copied bit by bit.
 
     Raises:
@@ -104,7 +104,7 @@ def import_checkpoint(
 
 
 def _configured(config: Config, tokenizer: Tokenizer | None, saved: Path, final: Path) -> Config:
-    """Return the configuration with the keys of the tokenizer, which is now in `saved` and later in `final`."""
+    """Add the tokenizer's keys to a configuration. The tokenizer is now in `saved` and will be moved to `final`."""
     return config if tokenizer is None or not saved.is_dir() else config.override(_tokenizer_keys(saved, final))
 
 
@@ -127,19 +127,19 @@ def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequen
     """Return the configuration for a run that starts from the weights in `folder`, with the user's files and overrides.
 
     The configuration has the network, position and tokenizer keys of the checkpoint, and sets `load` and `finetune`.
-    The arguments are as for `open_checkpoint`. Raises the errors of that function, and ConfigError.
+    `open_checkpoint` describes the arguments. Raises the errors of that function, and ConfigError.
     """
     opened = open_checkpoint(folder, verify=False, overrides=overrides, files=files)
     flat, vocabulary = opened.trained.flat(), opened.folder / "tokenizer.json"
     keys = not_at_default((key for key in MODEL_KEYS if key not in COMPUTE_KEYS), flat)
     keys |= {key: flat[key] for key in TOKENIZER_KEYS if flat[key] is not None}
-    # The number of ids comes from the tokenizer, and the number of rows from the embedding.
+    # The tokenizer determines the number of ids, and the embedding determines the number of rows.
     rows = opened.trained.model.padded_vocab_size
     keys |= {"vocab_size": opened.known_ids(), "make_vocab_size_divisible_by": rows}
     if opened.settings is not None and vocabulary.is_file():
         keys |= {"tokenizer_type": "HFTokenizer", "vocab_file": str(vocabulary)}
     config = load_config([], keys | {"load": str(folder), "finetune": True}).override(overrides, files)
-    # Prepared data name the size of the tokenizer, which may have added tokens that the embedding lacks.
+    # Prepared data record the tokenizer's size, which may include added tokens that the embedding lacks.
     tokenizer = opened.tokenizer().tokenizer
     if tokenizer is not None and tokenizer.rows is not None and config.model.vocab_size == tokenizer.vocab_size:
         return config.override({"vocab_size": opened.known_ids()})

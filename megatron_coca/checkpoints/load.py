@@ -69,7 +69,7 @@ def open_checkpoint(
 def _open(
     folder: Path, verify: bool, overrides: Overrides, files: Sequence[str | Path], within: tuple[Path, ...] = ()
 ) -> OpenedCheckpoint:
-    """Open the checkpoint in a local folder. `within` are the checkpoints whose adapters change it."""
+    """Open the checkpoint in a local folder. The adapters of the checkpoints in `within` change this checkpoint."""
     ignored = ignored_names(overrides, files)
     if has_adapters(folder):
         named = given_values(overrides, files).get(BASE)
@@ -90,7 +90,7 @@ def ignored_names(overrides: Overrides = (), files: Sequence[str | Path] = ()) -
 
 
 def source_overrides(config: Config) -> dict[str, Any]:
-    """Return the overrides with which `open_checkpoint` opens the model that the key `load` of a run names."""
+    """Return the overrides for `open_checkpoint` to open the model that a run's key `load` names."""
     keys = config.checkpoint
     return {"imports": config.position.imports, IGNORED: keys.ignore_keys, BASE: keys.base_model}
 
@@ -106,7 +106,7 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
 
 
 def find_other_layout(path: str | Path) -> tuple[Path, str] | None:
-    """Return the folder or file at `path` and the name of its layout, or None if it is native or no checkpoint.
+    """Return the folder or file at `path` and the name of its layout, or None if it is native or not a checkpoint.
 
     A model of the Hugging Face Hub is downloaded. Raises CheckpointError.
     """
@@ -147,10 +147,10 @@ def open_adapted_model(
 ) -> OpenedCheckpoint:
     """Open the model that the adapters in the native checkpoint `checkpoint` change.
 
-    `place` is the folder to use instead of the recorded one. Without it, the user's key `base_model` names the folder,
-    unless the checkpoint records a `base_model`: then the changed model itself consists of adapters and this base. If
-    neither names a folder, the recorded one is used. Nothing is downloaded unless the user names it. `within` are the
-    checkpoints whose adapters change `checkpoint`. Raises CheckpointError, also if the folder contains another model.
+    The folder of that model is `place` if it is given, else the user's key `base_model`, else the recorded folder. The
+    user's key is ignored if the checkpoint records a `base_model` itself, because then the adapters change a model that
+    consists of other adapters and this base. Nothing is downloaded unless the user names it. The adapters of the
+    checkpoints in `within` change `checkpoint`. Raises CheckpointError, also if the folder contains another model.
     """
     given, keys = given_values(overrides, files), {IGNORED: adapts.ignore_keys, BASE: adapts.base_model}
     named = place or (given.get(BASE) if adapts.base_model is None else None)

@@ -1,6 +1,6 @@
-"""Weights of a checkpoint with adapters: those of the model that the adapters change, with the adapters merged.
+"""Merge the adapters in a checkpoint into the weights of the model that they change.
 
-Such a checkpoint contains only what was trained, under our names of the modules and PEFT's names of the parameters:
+The checkpoint contains only trained parameters, under our names of the modules and PEFT's names of the parameters:
 
     blocks.0.attention.query_key_value.query.lora_A.weight   [rank, inputs]
     blocks.0.attention.query_key_value.query.lora_B.weight   [outputs, rank]
@@ -30,15 +30,15 @@ from megatron_coca.config.optimization import LoraConfig
 from megatron_coca.model import empty_model
 
 ADAPTER = re.compile(r"\.(lora_\w+\.weight)$")
-"""The end of the name of a parameter of an adapter."""
+"""Pattern of the end of an adapter parameter's name."""
 PACKED = "attention.query_key_value"
 
 
 def adapted_identity(base: str, own: str, lora: LoraConfig) -> str:
     """Return the identity of a model with adapters.
 
-    `base` is the identity of the model that they change, `own` the digest of the file with the trained weights, and
-    `lora` the settings of the adapters.
+    `base` is the identity of the model that the adapters change, `own` is the digest of the file with the trained
+    weights, and `lora` are the settings of the adapters.
     """
     return hashlib.sha256(json.dumps([base, own, lora.settings], sort_keys=True).encode()).hexdigest()
 
@@ -55,9 +55,9 @@ class Change(NamedTuple):
 
     Attributes:
         module: the name of the module in training.
-        rows: the rows of the weight; None for all.
-        whole: the name of the weight that takes the place of the rows, or None.
-        parts: the parameters of the adapter, by their names in PEFT's files -> their names in the checkpoint.
+        rows: the rows that change; None for all rows.
+        whole: the name of the trained weight that replaces the rows, or None.
+        parts: PEFT's name of each parameter of the adapter -> its name in the checkpoint.
     """
 
     module: str
@@ -77,7 +77,7 @@ class AdaptedWeights:
     """
 
     def __init__(self, base: Weights, own: Weights, config: Config) -> None:
-        """Raises CheckpointError if `base` and `own` lack a weight of the model, or if the model lacks one of `own`."""
+        """Raises CheckpointError if `base` and `own` both lack a weight of the model, or if `own` has other weights."""
         self.base, self.own, self.config = base, own, config
         assert config.optimizer.lora is not None
         self.lora, self.shapes = config.optimizer.lora, model_entries(config)
@@ -98,7 +98,7 @@ class AdaptedWeights:
 
     @cached_property
     def changes(self) -> dict[str, list[Change]]:
-        """The changes of each weight that changes, by its name."""
+        """The name of each weight that changes -> its changes."""
         adapters: dict[str, dict[str, str]] = {}
         for name in self.own.entries:
             if part := ADAPTER.search(name):
@@ -121,7 +121,7 @@ class AdaptedWeights:
         return found
 
     def _parts_of(self, module: str) -> dict[str, PackedRows | None]:
-        """Map the modules of a packed projection to rows: each part to its rows, and the whole projection to None."""
+        """Map each part of a packed projection to its rows, and the projection itself to None."""
         number = int(module.removeprefix("blocks.").partition(".")[0])
         shape = self.config.model.with_heads(self.config.model.layer_names[number])
         queries, keys = shape.attention_width, shape.num_kv_heads * shape.head_dim
@@ -129,7 +129,7 @@ class AdaptedWeights:
         return {module: None} | {f"{module}.{part}": rows[part] for part in PARTS if part in rows}
 
     def weights(self) -> Weights:
-        """Return all weights. Those with adapters are in float32, or in float64 for a model in float64."""
+        """Return all weights. Weights with adapters are in float32, or in float64 for a model in float64."""
         entries = {name: self._entry(name) for name in self.shapes}
         return replace(self.own, entries=entries, read=self._read, origins={})
 
@@ -168,5 +168,5 @@ class AdaptedWeights:
 
 
 def peft_name(part: str) -> str:
-    """Return the name of a parameter in PEFT's files, in which the norms of DoRA do not end in `.weight`."""
+    """Return the name of a parameter in PEFT's files, where the names of DoRA's norms do not end in `.weight`."""
     return part.removesuffix(".weight") if part.startswith("lora_magnitude_vector") else part

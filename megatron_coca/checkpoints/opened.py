@@ -57,15 +57,15 @@ class OpenedCheckpoint:
     Attributes:
         folder: folder of the checkpoint.
         trained: configuration that the weights were trained with.
-        tokenizer_folder, step, identify, identity: as in `LoadedModel`.
+        tokenizer_folder, step, identify, identity: see `LoadedModel`.
         weights: a function that opens the weights, in the dtype on disk.
-        also_free: keys that overrides may change in addition to those that they may change for every checkpoint.
+        also_free: keys that overrides may change for this checkpoint but not for every checkpoint.
         guessed: keys of `trained` that were guessed -> a warning, which is logged once if no override sets the key.
         document_end: the token that ended documents in training, or None if it is unknown.
         imported: facts about the source of an imported checkpoint.
         changed_imports: the user's method files that have changed since training.
         packed_tokenizer: a function that writes the tokenizer inside the weights file to a folder, under transformers'
-            names; None if the weights file has none.
+            file names; None if the weights file has no tokenizer.
         settings: the content of config.json for the text network in a Hugging Face folder; None for other layouts.
         base: the model that the adapters in a native checkpoint change; None if it has no adapters.
         own_weights: with adapters, a function that opens the weights that the checkpoint itself contains.
@@ -112,7 +112,7 @@ class OpenedCheckpoint:
         return config.override({"vocab_size": known, "make_vocab_size_divisible_by": rows})
 
     def known_ids(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> int:
-        """Return the number of token ids; other embedding rows are padding. Raises as `find_tokenizer` does."""
+        """Return the number of token ids; other embedding rows are padding. Raises the errors of `find_tokenizer`."""
         model = self.trained.model
         if model.make_vocab_size_divisible_by > 1 and model.vocab_size is not None:
             return model.vocab_size
@@ -123,8 +123,9 @@ class OpenedCheckpoint:
         return min(model.padded_vocab_size, max(tokenizer.vocab_size, largest_named_id(self.folder) + 1))
 
     def tokenizer(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Found:
-        """Return the tokenizer, or None with the reason. Overrides may select another tokenizer. Raises as
-        `find_tokenizer` does.
+        """Return the tokenizer, or None with the reason. Overrides may select another tokenizer.
+
+        Raises the errors of `find_tokenizer`.
         """
         given = given_values(overrides, files)
         found = find_tokenizer(self.folder, self.tokenizer_folder, self.trained, self.document_end, given)
@@ -148,7 +149,7 @@ class OpenedCheckpoint:
     ) -> LoadedModel:
         """Build the model with config overrides and load its weights, in `dtype`. If `show` is set, show progress.
 
-        Raises as `load_model` does.
+        Raises the errors of `load_model`.
         """
         config = self.configure(overrides, files)
         model = empty_model(config, device, training=False, dtype=dtype)
@@ -161,8 +162,8 @@ class OpenedCheckpoint:
 def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()) -> None:
     """Copy `weights` into `model` one at a time.
 
-    A weight named in `drawn` may be missing in `weights`; the model then keeps its own.
-    Raises CheckpointError, which names every weight that does not fit; the model is unchanged then.
+    A weight named in `drawn` may be missing in `weights`. The model then keeps the value that it has.
+    Raises CheckpointError, which names every weight that does not fit. After this error, the model is unchanged.
     """
     own, given = model.state_dict(), weights.entries
     problems = [f"missing {name}" for name in own if name not in given and name not in drawn]
@@ -182,6 +183,6 @@ def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()
 
 def check_fit(config: Config, weights: Weights) -> None:
     """Check the weights' names and shapes. Raises CheckpointError, which names every weight that does not fit."""
-    plain = config.override({"attention_backend": "auto", "operand_kernel": "torch"})  # the model is never run
+    plain = config.override({"attention_backend": "auto", "operand_kernel": "torch"})  # the model never runs
     model = empty_model(plain, "cpu", training=False, memory="meta")
     load_weights(model, replace(weights, read=lambda name: weights.entries[name].stand_in()))

@@ -9,10 +9,10 @@ The first of these tokenizers that exists is used:
 3. The tokenizer that the checkpoint's configuration selects with the same keys, in config.yml or in GPT-NeoX's
    `configs/*.yml`. (GPT-NeoX saves no tokenizer.) As in GPT-NeoX, paths are relative to the working directory.
 
-If a tokenizer of kind 3, or one of kind 2 with transformers' file names, cannot be used, it is skipped with a note. The
-tokens that end a text always come from the model's own folder. A tokenizer fits if the embedding has a row for every
-id, except for tokens that were added to the vocabulary later, such as an unused padding token. A text with such a token
-raises an error.
+A tokenizer of item 3 that cannot be used is skipped with a note. So is a tokenizer of item 2 in files with
+transformers' names. The tokens that end a text always come from the model's own folder. A tokenizer fits if the
+embedding has a row for every id, except for tokens that were added to the vocabulary later, such as an unused padding
+token. A text with such a token raises an error.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ KEYS = ("tokenizer_type", "vocab_file", "merge_file")
 
 
 class Found(NamedTuple):
-    """A tokenizer or None, and a note or None. Without a tokenizer, the note states the reason."""
+    """A tokenizer or None, and a note or None. If there is no tokenizer, the note states why."""
 
     tokenizer: Tokenizer | None
     note: str | None
@@ -113,7 +113,7 @@ def fits(tokenizer: Tokenizer, rows: int) -> bool:
 
 
 def _with_ends(tokenizer: Tokenizer, folder: Path, saved: Path | None) -> Tokenizer:
-    """Add the ids that end a text: those of the saved tokenizer if it encodes texts equally, else those of `folder`."""
+    """Add the ids that end a text: from the saved tokenizer if it encodes texts equally, else from `folder`."""
     rules = find_rules(folder)
     if saved is not None:
         with suppress(DataError):  # a damaged saved tokenizer does not matter, because overrides replace it
@@ -157,7 +157,8 @@ def read_tokenizer(folder: Path, rows: int, end: str | None = None) -> Found:
 def _load_from_folder(kind: str, folder: Path, end: str | None) -> tuple[Tokenizer, str | None]:
     """Return the tokenizer in a folder, and a note or None.
 
-    Its end-of-text token is the folder's, else `end` if the vocabulary has it, else the tokenizer's default.
+    Its end-of-text token is the one that files of the folder define. If they define none, it is `end` if the vocabulary
+    has this token, else the tokenizer's default.
     """
     default = _try_load(kind, folder, None)
     errors = []
@@ -201,12 +202,12 @@ def _load_with_end(
         return tokenizer, None
     try:
         return load_tokenizer(tokenizer_type, vocab_file, merge_file, eod=end), None
-    except DataError:  # not in the vocabulary
+    except DataError:  # `end` is not in the vocabulary
         return tokenizer, f"{vocab_file}: has no {end!r}, which ends documents in GPT-NeoX; using {default!r}"
 
 
 def _end_symbols(folder: Path) -> Iterator[int | str]:
-    """Yield each end-of-text id or token that a file of the folder defines. For a list, yield its first entry."""
+    """Yield each end-of-text id or token that a file of the folder defines. From a list, yield the first entry."""
     for name in CONFIGS:
         content = with_text_keys(read_json_if_present(folder / name))
         for key in ("eos_token_id", "eos_token"):

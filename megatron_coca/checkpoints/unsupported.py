@@ -12,7 +12,7 @@ WITHOUT_EFFECT = (
     | {"use_mup", "mup_base_hidden_size", "mup_init_scale", "mup_attn_temp", "mup_output_temp", "mup_embedding_mult"}
 )
 """Network and position keys that do not change what a trained model computes. The factors of `use_mup` are not lost,
-because they are the values of other keys, such as `softmax_scale`.
+because they are stored in other keys, such as `softmax_scale`.
 """
 SHAPE_KEYS = frozenset(
     {

@@ -1,5 +1,4 @@
-"""Weights by name, the form to which every layout on disk is converted, and the two file formats: safetensors and
-pickle.
+"""Named weights, the common form of all layouts on disk, and their two file formats, safetensors and pickle.
 
 Only one weight is in memory at a time, because a model of 7 billion parameters takes 13 GB in half precision.
 """
@@ -100,10 +99,10 @@ class Weights:
             )
 
     def to(self, dtype: torch.dtype) -> "Weights":
-        """Return the same weights, rounded to `dtype` when they are read. The `correction_bias` of routers keeps its
-        dtype, as in models.
+        """Return the same weights, rounded to `dtype` when they are read.
 
-        Reading a weight raises CheckpointError if rounding makes a finite value infinite.
+        The `correction_bias` of routers keeps its dtype, because models keep it too. Reading a weight raises
+        CheckpointError if rounding makes a finite value infinite.
         """
         rounded = {name: entry for name, entry in self.entries.items() if not name.endswith(".router.correction_bias")}
 
@@ -155,7 +154,7 @@ def open_safetensors(
 ) -> Weights:
     """Open the weights in safetensors files; `files` maps each weight to its file. Headers are read immediately.
 
-    `also` lists dtypes to read besides floating-point numbers of 16 bits or more, by their codes in the files.
+    Floating-point numbers of 16 bits or more can be read. `also` maps the codes of further dtypes in the files to them.
 
     Raises CheckpointError if a file is missing or damaged, or if a weight is not in its file or not floating-point.
     """
@@ -323,7 +322,7 @@ def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") ->
 
 def _check_stored(path: Path) -> None:
     """Raise CheckpointError for an archive with compressed members, whose contents may be much larger than the file.
-    PyTorch would read these contents into memory, and never writes such archives itself.
+    PyTorch would read these contents into memory. It never writes such archives itself.
     """
     with zipfile.ZipFile(path) as archive:
         compressed = next((entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED), None)
@@ -368,7 +367,7 @@ def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
         if is_archive(path):
             return _load(path)[name].detach()
         if path not in whole:
-            whole.clear()  # first, so that only one file is in memory
+            whole.clear()  # before the next file is read, so that only one is in memory
             whole[path] = _load(path)
         return whole[path][name].detach()
 

@@ -62,12 +62,12 @@ CHOICES = 4
 """Maximum number of repetitions and groups in a pattern of ranks or alphas. Patterns of peft have at most 3."""
 INITIAL = "init_lora_weights"
 DRAWN = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Values of `INITIAL` that do not change the weights of the base model."""
+"""Values of the setting `INITIAL` that do not change the weights of the base model."""
 PARAMETER = re.compile(r"\.(lora_\w+?(?:\.weight|\.bias)?|token_adapter\.trainable_tokens_delta)$")
-"""The end of the name of an adapter's parameter."""
+"""Pattern of the end of an adapter parameter's name."""
 ROWS = "token_adapter.trainable_tokens_delta"
-"""Name of the parameter with those rows of an embedding that were trained alone; the setting `TOKENS` lists their
-tokens.
+"""Name of the parameter with the trained rows of an embedding, if only some rows were trained. The setting `TOKENS`
+lists the tokens of these rows.
 """
 
 
@@ -90,9 +90,9 @@ class Adapters:
         settings: the content of adapter_config.json.
         tensors: all tensors, by their names in the files.
         modules: name of a module of the base model -> (parameter of its adapter -> name in the files).
-        replaced: name of a weight of the base model -> name in the files of the weight that takes its place.
+        replaced: name of a weight of the base model -> the name in the files of the weight that replaces it.
         trained_names: name of a module -> its name in the model that was trained, if the two differ. Patterns of ranks
-            and alphas match the latter.
+            and alphas match the name in the trained model.
     """
 
     folder: Path
@@ -166,7 +166,7 @@ class Adapters:
             for path in adapter_files(self.folder)
         ]
         kept = {name: self.settings[name] for name in (*READ, TOKENS) if self.settings.get(name)}
-        if self.settings.get("lora_alpha") == 0:  # adapters without effect, not the default
+        if self.settings.get("lora_alpha") == 0:  # 0 is not the default and makes the adapters have no effect
             kept["lora_alpha"] = 0
         return hashlib.sha256(json.dumps([digests, kept], sort_keys=True).encode()).hexdigest()
 
@@ -296,7 +296,7 @@ class AdaptedFolder(Folder):
 
     Attributes:
         base: the folder without the adapters.
-        adapters: the adapters, with the names of the text network's weights.
+        adapters: the adapters, under the names of the text network's weights.
     """
 
     def __init__(self, place: Path, ignored: Collection[str], adapters: Adapters) -> None:
@@ -329,9 +329,9 @@ class AdaptedFolder(Folder):
             )
 
     def _own_name(self, name: str) -> str | None:
-        """Return the name in the base model of a weight that the adapters name, or None if the text network lacks it.
+        """Return the base model's name for a weight in the adapters' files, or None if the text network lacks it.
 
-        Classes of transformers name the head `lm_head`, even if their files use another name. The class without a head
+        Classes of transformers name the head `lm_head`, even if their files use another name. A class without a head
         leaves out the first part of all names.
         """
         plain = self.base.network.rename(name)
@@ -358,7 +358,7 @@ class AdaptedFolder(Folder):
         return replace(network, settings=settings, rows=None if rows else network.rows)
 
     def _parts(self, weight: str) -> Mapping[str, str]:
-        """Return the parameters of the adapter of a weight; empty if it has none."""
+        """Return the parameters of a weight's adapter. The result is empty if the weight has no adapter."""
         return self.adapters.modules.get(weight.removesuffix(".weight"), {})
 
     @cached_property
@@ -375,7 +375,7 @@ class AdaptedFolder(Folder):
                     f"{self.adapters.folder}: has rows of the embedding and an adapter of the head, which are one "
                     "weight in the model; merge the adapters with peft, and use the merged folder"
                 )
-            return self.head in self.adapters.changed  # otherwise peft gives the rows to the head, too
+            return self.head in self.adapters.changed  # otherwise peft changes these rows of the head, too
         both = ends <= replaced.keys() and not ends & {f"{name}.weight" for name in self.adapters.modules}
         return not (both and torch.equal(*(self.adapters.tensors.read(replaced[name]) for name in ends)))
 

@@ -1,10 +1,10 @@
 """Export the adapters of a native checkpoint as a PEFT folder, which belongs to a Hugging Face folder of the same
 network.
 
-Where one matrix of the transformers class contains several of our parts (`query_key_value` of GPT-NeoX), their adapters
-become one adapter. Its rank is the sum of their ranks, and the rows of B are 0 where an adapter changes nothing. Where
-the class divides one of our matrices (`mlp.linear1` for LLaMA), the adapters of the pieces have the same A. In both
-cases, the product is exact.
+One matrix of the transformers class may contain several of our parts, for example `query_key_value` of GPT-NeoX. Then
+the adapters of these parts become one adapter. Its rank is the sum of their ranks, and its B has zeros in the rows that
+an adapter does not change. The class may also divide one of our matrices, as LLaMA's class divides `mlp.linear1`. Then
+the adapters of the pieces have the same A. In both cases, the product is exact.
 """
 
 import math
@@ -208,13 +208,16 @@ class _Adapters:
                 yield f"{module}.{NORMS}", split[2][place][:, 0]
 
     def _norms(self, name: str) -> Tensor:
-        """Return the norms of the rows of a weight, [rows, 1]. DoRA leaves rows without adapters at their norm."""
+        """Return the norms of the rows of a weight, [rows, 1].
+
+        With these norms, DoRA does not change rows without adapters.
+        """
         weight = self.weights.base.read(name)
         return weight.to(torch.promote_types(weight.dtype, torch.float32)).norm(dim=1, keepdim=True)
 
     def _split(self, row: Row, rows: Tensor, heads: Heads) -> list[Tensor]:
         parts = row.packing.split(rows, heads, len(row.theirs))
-        if row.packing in (TURNED, FUSED_TURNED):  # only the weight itself is transposed, not B
+        if row.packing in (TURNED, FUSED_TURNED):  # these packings transpose only the weight, not B
             self.turned = True
             return [part.t() for part in parts]
         return list(parts)

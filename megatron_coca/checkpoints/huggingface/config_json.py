@@ -1,7 +1,7 @@
 """Read the configuration of a model from a Hugging Face config.json.
 
 `READERS` contains GPT-NeoX, LLaMA and the architecture of exports with our modelling file (model_source.py). Every
-other architecture is a row of `families.FAMILIES`. The code of both kinds is in `families/`.
+other architecture is a row of `families.FAMILIES`. The code for LLaMA, GPT-NeoX and all rows is in `families/`.
 """
 
 import logging
@@ -118,7 +118,7 @@ HARMLESS = frozenset(
         quantized.KEY,
     }
 )
-"""Keys in config.json that do not change a causal language model, and RoPE keys, which not all classes read."""
+"""Keys in config.json that may stay unread: keys that do not change a causal language model, and all RoPE keys."""
 UNSUPPORTED = {
     "rope_interleaved": "weights for interleaved rotary features are not supported",
 }
@@ -161,9 +161,9 @@ def read_config(
     weights: Callable[[], Collection[str]] = tuple,
     warn: bool = True,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return our keys of the model that a config.json describes, without validation, and their names in config.json.
+    """Return our keys for the model that a config.json describes, and the names of some of these keys in config.json.
 
-    The arguments and errors are those of `parse_config`.
+    The values are not validated. `parse_config` describes the arguments and errors.
     """
     family = families.FAMILIES.get(str(values.get("model_type")))
     first = family.first if family is not None else {}
@@ -212,7 +212,9 @@ def read_config(
 
 
 def _ignored(kind: str, unread: Collection[str], source: Path, row: str) -> str:
-    """Return the keys without effect on the model, with the reason. Raises CheckpointError if there are others."""
+    """Return the keys in `unread`, which have no effect on the model, with the reason. Raises CheckpointError if a key
+    may have one.
+    """
     ignored, reason = ignored_keys(kind, unread)
     if others := [name for name in unread if name not in ignored]:
         options, them = " ".join(f"--ignore-key {name}" for name in others), "it" if len(others) == 1 else "them"
@@ -321,7 +323,7 @@ def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{source}: network.{name}: {network[name]!r} is not supported; use one of {', '.join(known)}"
             )
-    for name in ("hidden_act", "rms_norm_eps"):  # LLaMA's values, saved by transformers; `network` has the model's
+    for name in ("hidden_act", "rms_norm_eps"):  # transformers saves LLaMA's values; `network` has the model's
         config.get(name)
     return (
         network

@@ -55,7 +55,7 @@ from megatron_coca.model.layers import (
 
 
 class CocaDenseConfig(LlamaConfig):
-    """LLaMA's configuration plus `position`, which describes the position method, and `network`, for the blocks."""
+    """LLaMA's configuration plus two mappings: `position` describes the position method, and `network` the blocks."""
 
     model_type = "coca_dense"
     position: dict | None = None
@@ -311,7 +311,7 @@ def token_places(
     `position_ids` may differ from 0, 1, ... The cache does not store positions, so the positions of cached tokens are
     then counted backwards from the first query.
 
-    A mask [batch, keys] is 0 for padding. Of a mask [batch, 1, queries, keys], the row of the last query is used.
+    A mask [batch, keys] is 0 for padding. In a mask [batch, 1, queries, keys], only the last query counts.
     """
     if mask is not None and mask.dim() == 4:
         last = mask[:, 0, -1]
@@ -425,7 +425,7 @@ class CocaDenseAttention(LlamaAttention):
         """Return the function that must replace the configured attention function, or None."""
         if shared.inside is not None or self.positions.softcap is not None:
             return own_attention
-        # Fused kernels need a mask in the operands' dtype, but half precision has too few values for far distances.
+        # Fused kernels need a mask in the operands' dtype, but half precision is too coarse for far distances.
         eager = self.config._attn_implementation == "eager" or (self.positions.biased and mask.dtype != dtype)
         return eager_attention_forward if eager else None
 
@@ -548,8 +548,9 @@ def check_mixtures(network: Options, layers: int) -> None:
 
 
 def build_mixture(network: Options) -> ExpertMixture:
-    """Return a mixture of experts whose correction is a buffer: transformers makes all parameters trainable when it
-    loads them, but no gradient trains the correction.
+    """Return a mixture of experts with the correction as a buffer.
+
+    transformers makes all parameters trainable when it loads them, but the correction is not trained by gradients.
     """
     mixture = ExpertMixture(network)
     if (correction := mixture.router.correction_bias) is not None:
@@ -660,7 +661,7 @@ class OutputTransform(nn.Module):
 def attention_error(method: Positions, name: str, kept_elsewhere: bool) -> str | None:
     """Return why the attention function `name` would compute wrong results for `method`, or None.
 
-    `kept_elsewhere` means that the function itself keeps the keys of earlier tokens, as they were passed to it.
+    `kept_elsewhere` means that the function itself keeps the keys that it received for earlier tokens.
     """
     if method.masked and name not in WITH_MASK:
         return (
@@ -840,8 +841,9 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
         )
 
     def _outgrown(self, cache: Any, input_ids: Tensor, mask: Any) -> bool:
-        """Return whether a row, without padding, has grown past a length at which LongRoPE switches since the last
-        step.
+        """Return whether a row has become longer, since the last step, than a length at which LongRoPE switches.
+
+        The length of a row does not include padding.
         """
         switches = {positions.switch for positions in self.model.positions.values()} - {None}
         past = int(cache.get_seq_length()) if switches else 0

@@ -1,4 +1,4 @@
-"""Folders as other trainers save them: weights with the names of wrappers, and saves that transformers cannot load."""
+"""Recognize folders of other trainers: weight names that contain wrappers, and saves that transformers cannot load."""
 
 import re
 import shlex
@@ -9,13 +9,13 @@ from typing import NamedTuple
 from megatron_coca.checkpoints.weights import WeightEntry
 
 _WRAPPERS = re.compile(r"^(?:module\.)+|(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Parts of names that come from wrappers of modules: DistributedDataParallel (only at the start), torch.compile, FSDP
-and activation checkpointing.
+"""Parts that wrappers of modules add to weight names. DistributedDataParallel adds its part only at the start. The
+other wrappers are torch.compile, FSDP and activation checkpointing.
 """
 
 
 def without_wrappers(names: Collection[str]) -> dict[str, str]:
-    """Map the names of the modules that were wrapped to the names in the files.
+    """Map the name of each weight without wrappers to its name in the files.
 
     If two names would become equal without their wrappers, the names do not belong to one model, and none is shortened.
     """
@@ -24,7 +24,7 @@ def without_wrappers(names: Collection[str]) -> dict[str, str]:
 
 
 def empty_weights(entries: Mapping[str, WeightEntry]) -> str | None:
-    """Return a problem and its remedy if matrices have no elements, or None."""
+    """Return the problem and its remedy if some weights have no elements, or None."""
     empty = [name for name, entry in entries.items() if 0 in entry.shape]
     if not empty:
         return None
@@ -36,7 +36,7 @@ def empty_weights(entries: Mapping[str, WeightEntry]) -> str | None:
 
 
 class _Save(NamedTuple):
-    """Files that show how a folder was saved: a pattern, a description and a remedy for the folder."""
+    """A pattern of files that show how a folder was saved, a description of these files, and the remedy."""
 
     pattern: str
     what: str
@@ -85,7 +85,7 @@ _OTHER_SAVES = (
         for name, library in (("tf_model*.h5", "TensorFlow"), ("flax_model*.msgpack", "Flax"))
     ),
 )
-"""Saves without weights for transformers' PyTorch classes. The first one that matches decides."""
+"""Kinds of saves that transformers' PyTorch classes cannot load. The first pattern that matches decides."""
 
 
 def other_save(folder: Path) -> str | None:

@@ -4,9 +4,9 @@ In an FP8 folder, a weight of 8-bit floating-point numbers has a second tensor w
 of the matrix, one for each row, or one for the whole matrix. The blocks at the ends of rows and columns may be smaller
 than the others. A weight is its numbers times their scales, in float32.
 
-In an MXFP4 folder, the matrices of all experts are two tensors: `NAME_blocks` has two 4-bit numbers in each byte, the
-first one in the lower bits, uint8 [experts, rows, groups, 16], and `NAME_scales` has the exponent of each group of 32
-numbers, uint8 [experts, rows, groups]. A number is one of FP4 times 2^(exponent - 127), which bfloat16 represents
+In an MXFP4 folder, two tensors contain the matrices of all experts. `NAME_blocks`, uint8 [experts, rows, groups, 16],
+has two 4-bit numbers in each byte, the first one in the lower bits. `NAME_scales`, uint8 [experts, rows, groups], has
+the exponent of each group of 32 numbers. A value is a number of FP4 times 2^(exponent - 127), which bfloat16 represents
 exactly (Rouhani et al. 2023, "Microscaling Data Formats for Deep Learning"). A weight is [experts, columns, rows].
 """
 
@@ -29,13 +29,13 @@ FP8, FBGEMM, MXFP4 = "fp8", "fbgemm_fp8", "mxfp4"
 READ: dict[str, tuple[str, str]] = {FP8: ("FP8", "float32"), FBGEMM: ("FP8", "float32"), MXFP4: ("MXFP4", "bfloat16")}
 """The `quant_method` of folders that are read -> name of the format, and the dtype of dequantized weights."""
 SCALES = ("_scale_inv", "_scale")
-"""What follows a weight's name in the name of its scales. In both cases, the numbers are multiplied by the scales."""
+"""Endings that are added to a weight's name to name its scales. The weight is always its numbers times the scales."""
 UNNEEDED = (".activation_scale", ".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")
 """Ends of the names of scales of a layer's input and of cached keys and values. They only affect FP8 computation."""
 SIZE = "weight_block_size"
 STORED = {FP8: {"F8_E4M3": torch.float8_e4m3fn}, MXFP4: {"U8": torch.uint8}}
 STORED[FBGEMM] = STORED[FP8]
-"""`quant_method` -> code of safetensors for the numbers of a quantized weight -> dtype."""
+"""`quant_method` -> (code in safetensors files for the numbers of a quantized weight -> their dtype)."""
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 """Ends of the names of the two tensors of an MXFP4 weight."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -44,7 +44,7 @@ IN_BYTE, BIAS = 2, 127
 
 _MODEL = "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T"
 _SAVED = (
-    "save_pretrained({target}, save_original_format=False)"  # the default saves quantized weights again
+    "save_pretrained({target}, save_original_format=False)"  # by default, quantized weights are saved again
     "; T.from_pretrained({source}).save_pretrained({target})"
 )
 _DEQUANTIZED = f"{_MODEL}; M.from_pretrained({{source}}).dequantize().{_SAVED}"
@@ -97,8 +97,9 @@ def block_size(config: Json, source: Path) -> tuple[int, int] | None:
 
 
 def weights_in(kind: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of the weights in a quantized folder, each with the name in the files of its tensor of numbers.
-    `names` maps the names of all tensors to those in the files.
+    """Map each weight in a quantized folder to the name of its tensor of numbers in the files.
+
+    `names` maps the names of all tensors to their names in the files.
     """
     if kind == MXFP4:
         kept = {name: file for name, file in names.items() if not _scales_blocks(name, names)}
@@ -163,7 +164,7 @@ def _open_scaled(
 def _blocks(shape: tuple[int, ...], scales: tuple[int, ...], size: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return rows and columns of the blocks of a matrix, or None if its scales do not fit.
 
-    `size` is the size of blocks in config.json; None if all blocks have the same size, which the shapes show.
+    `size` is the size of blocks that config.json states. If it is None, all blocks have the size that the shapes imply.
     """
     if len(shape) != 2:
         return None

@@ -102,7 +102,7 @@ def find_weights(folder: Path) -> tuple[WeightFormat, dict[str, Path]]:
 def _check_same(folder: Path, kind: WeightFormat) -> None:
     """Raise CheckpointError if the files that an index lists contain other weights than the single file beside it.
 
-    A save into a folder may leave the files of an earlier one. Large tensors are compared by samples (`identity.py`),
+    A save may leave files of an earlier save in the folder. Large tensors are compared by samples (`identity.py`),
     which is enough for trained weights, because training changes nearly all values.
     """
     if not (folder / kind.index_file).is_file():
@@ -367,13 +367,13 @@ def _open_weights(folder: Folder) -> Weights:
 
 
 def _is_behind(name: str, layers: int) -> bool:
-    """Return whether a weight belongs to a layer behind the last of `layers` layers, which predicts further tokens."""
+    """Return whether a weight belongs to a layer after the first `layers`. These layers predict further tokens."""
     found = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
     return int(found[1]) >= layers if found is not None else "mtp" in name.removeprefix("model.")[:4]
 
 
 def rows_of(folder: Folder) -> list[weight_map.Row]:
-    """Return the table with a row for each of our weights of the text network. Raises CheckpointError."""
+    """Return the table with one row for each weight of ours in the text network. Raises CheckpointError."""
     model, config, files = folder.config.model, folder.network.settings, folder.files
     kind = str(config["model_type"])
     family = families.FAMILIES.get(kind)
@@ -392,7 +392,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _of_base_class(rows: list[weight_map.Row], folder: Folder, tied: bool) -> list[weight_map.Row]:
-    """Return the rows with the names in a folder that was saved from the class without an output head.
+    """Return the rows with the names that weights have in a folder saved from the class without an output head.
 
     Raises CheckpointError if the folder does not have these names either, or if the model needs a head of its own.
     """

@@ -58,8 +58,8 @@ def check_consistent(source: Path, given: Mapping[str, Any]) -> None:
 def check_spellings(config: Json, source: Path, base: tuple[str, float], share: tuple[str, float]) -> None:
     """Raise CheckpointError if the keys of transformers 4 and 5 are both present and describe different rotations.
 
-    `base` is the top-level key of the rotary base and its default in the class. `share` is the same for the fraction of
-    rotated features.
+    `base` is the top-level key of the rotary base and its default in the class. `share` is the top-level key of the
+    fraction of rotated features and its default.
     """
     older, newer = (config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
     for (top, default), name in ((base, "rope_theta"), (share, "partial_rotary_factor")):
@@ -103,7 +103,7 @@ def rope_keys(config: Json, source: Path, base_name: str, of_all_logits: bool = 
         raise CheckpointError(f"{source}: rope_type: {kind!r} is not supported; supported values: {', '.join(known)}")
     extension = methods.find("rope_scaling", kind)
     if kind == "yarn":
-        options.pop("finetuned", None)  # in the models of YaRN's authors; no class of transformers reads it
+        options.pop("finetuned", None)  # from YaRN's authors; no class of transformers reads it
         # DeepSeek and Mistral have these two options. Transformers uses them only if both are given without
         # attention_factor.
         scales = [options.pop(name, None) for name in ("mscale", "mscale_all_dim")]

@@ -1,7 +1,7 @@
-"""Which programs serve a Hugging Face folder, with which command, or why they would compute wrong numbers.
+"""Find the commands with which programs serve a Hugging Face folder, or why a program would compute wrong numbers.
 
-docs/serving.md says which of these programs were run. For folders with our modelling file, the file
-itself decides: it refuses a program that keeps rotated keys if rotations change with the length.
+docs/serving.md lists the programs that were run. In a folder with our modelling file, that file itself raises an error
+if a program keeps rotated keys although rotations change with the length.
 """
 
 import re
@@ -20,12 +20,12 @@ from megatron_coca.config import Config
 
 TRANSFORMERS, VLLM, SGLANG = "transformers", "vLLM", "SGLang"
 NAME = re.compile(r"[\w./~][\w./~-]*")
-"""Pattern of a model name or folder that is safe in a command. A stranger's file could contain an option instead."""
+"""Pattern of a model name or folder that is safe in a command. Untrusted files may contain an option instead."""
 NEEDS_CODE = "--trust-remote-code runs modeling_coca.py of {}: read the file, unless you exported it."
 RUN = ("llama", "gpt_neox")
-"""Values of `model_type` of transformers' own classes whose exports were run in vLLM."""
+"""The `model_type` of each class of transformers with exports that were run in vLLM."""
 LENGTHENED = ("linear", "yarn")
-"""Extensions for which vLLM's own models build a table of rotations that is longer by the extension's factor."""
+"""Extensions with a factor by which vLLM's own models lengthen their table of rotations."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Serving:
 
     Attributes:
         program: name of the program.
-        commands: lines for a shell; empty if it cannot serve the folder.
-        notes: sentences about the commands, or the reason why there are none.
+        commands: shell commands; empty if the program cannot serve the folder.
+        notes: sentences about the commands, or the reason why there are no commands.
     """
 
     program: str
@@ -44,10 +44,11 @@ class Serving:
 
 
 def servings(folder: Path, length: int | None = None) -> list[Serving]:
-    """Return how each program serves `folder`, with inputs of up to `length` tokens (default: what config.json says).
+    """Return how each program serves `folder` with inputs of up to `length` tokens.
 
-    `folder` is a Hugging Face folder, whose weights are not read, or a folder with PEFT adapters alone. Raises
-    CheckpointError for other folders, and for models that this package cannot read.
+    The default of `length` is the length in config.json. `folder` is a Hugging Face folder or a folder with only PEFT
+    adapters. Its weights are not read. Raises CheckpointError for other folders, and for models that this package
+    cannot read.
     """
     if has_adapters(folder) and not (folder / CONFIG).is_file():
         return _of_adapters(folder)
@@ -93,8 +94,8 @@ class Program(NamedTuple):
 
     Attributes:
         words: the program's command, to which the folder is added.
-        lacks: values of `model_type` for which the program has no model of its own, and needs `THROUGH` to use that of
-            transformers.
+        lacks: values of `model_type` for which the program has no model of its own. With `THROUGH`, it uses the model
+            of transformers.
         length: the option for the longest input.
         longer: an environment variable that allows inputs beyond max_position_embeddings.
     """
@@ -187,7 +188,7 @@ def _too_long(config: Config, settings: Mapping[str, Any], length: int | None) -
 
 
 def _of_adapters(folder: Path) -> list[Serving]:
-    """Return how programs apply PEFT adapters without merging them. vLLM refuses some kinds."""
+    """Return how programs apply PEFT adapters without merging them. vLLM does not support some kinds."""
     settings, name = read_json(folder / SETTINGS), folder.resolve().name
     given = str(settings.get("base_model_name_or_path"))
     base = given if NAME.fullmatch(given) else "BASE"

@@ -19,7 +19,7 @@ from megatron_coca.data.tokenizers.text_rules import token_ids
 
 SETTINGS = (GENERATION, "tokenizer_config.json", "special_tokens_map.json")
 CODE = "auto_map"
-"""Files with settings, and the key in them that names Python code, in the folder or in another repository."""
+"""`SETTINGS` are files with settings. In these files, the key `CODE` names Python code in any folder or repository."""
 
 
 class TokenIds(NamedTuple):
@@ -41,8 +41,8 @@ class TokenizerFiles(NamedTuple):
 def own_files(folder: Path) -> TokenizerFiles:
     """Return the tokenizer and generation files of a Hugging Face folder, for an export of this folder.
 
-    Names of Python code are left out, because an export contains no code from elsewhere. Raises CheckpointError for a
-    symbolic link that leads out of the folder, because uploading the export would then publish a copy of a private
+    Keys that name Python code are left out, because an export contains no code from elsewhere. Raises CheckpointError
+    for a symbolic link that leads out of the folder, because uploading the export would publish a copy of a private
     file.
     """
     check_links(folder, CheckpointError)
@@ -59,7 +59,10 @@ def own_files(folder: Path) -> TokenizerFiles:
 
 
 def _without_code(content: dict[str, Any], files: Mapping[str, bytes]) -> bytes:
-    """Return a JSON file without the key that names code. A class of transformers reads any tokenizer.json."""
+    """Return a JSON file without the key that names code.
+
+    If `files` has a tokenizer.json, the key `tokenizer_class` is set to a class that reads any tokenizer.json.
+    """
     left = {key: value for key, value in content.items() if key != CODE}
     if "tokenizer_class" in left and "tokenizer.json" in files:
         left["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -76,8 +79,8 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
         known: number of token ids of the model, without padding.
 
     Raises:
-        CheckpointError: `folder` has no tokenizer, its tokenizer produces other ids, or the model lacks some of its
-            ids. Special tokens around or within texts are not compared.
+        CheckpointError: `folder` has no tokenizer, its tokenizer produces other ids, or it has ids that the model
+            lacks. Special tokens around or within texts are not compared.
     """
     theirs, note = read_tokenizer(folder, known)
     if theirs is None:
@@ -164,7 +167,7 @@ def tokenizer_files(tokenizer: Tokenizer, begun: bool = False) -> tuple[dict[str
     if tokenizer.chat is not None:
         symbols = tokenizer.chat.symbols.items()
         settings |= {name: symbol for name, symbol in symbols if model.token_to_id(symbol) is not None}
-        named = isinstance(tokenizer, HFTokenizer)  # a rendered chat contains special tokens
+        named = isinstance(tokenizer, HFTokenizer)  # its chats contain special tokens
         settings |= {"chat_template": tokenizer.chat.source, "split_special_tokens": not named}
     return {
         "tokenizer.json": _readable_by_older(json.loads(model.to_str())),

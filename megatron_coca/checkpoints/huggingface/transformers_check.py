@@ -101,12 +101,12 @@ def _first_settings(settings: Mapping[str, Any], keys: tuple[str, str], part: Ex
         name: value[:layers] if isinstance(value, list) and len(value) == count and "layer" in name else value
         for name, value in settings.items()
     }
-    if "attention_types" in settings:  # of GPT-Neo
+    if "attention_types" in settings:  # a key of GPT-Neo
         kept["attention_types"] = [[kept["attention_layers"], 1]]
-    if "per_layer_config" in settings:  # of Gemma 4
+    if "per_layer_config" in settings:  # a key of Gemma 4
         changes = settings["per_layer_config"].items()
         kept["per_layer_config"] = {number: change for number, change in changes if int(number) < layers}
-    if "scale_depth" in settings:  # of MiniCPM 3, which divides it by the root of the number of layers
+    if "scale_depth" in settings:  # MiniCPM 3 divides this key by the root of the number of layers
         kept["scale_depth"] = settings["scale_depth"] * sqrt(layers / count)
     kept |= {keys[0]: layers, keys[1]: part.config.model.padded_vocab_size, "dtype": "float32"}
     # Some classes raise an error for ids beyond the kept rows. Not every class accepts a missing id.

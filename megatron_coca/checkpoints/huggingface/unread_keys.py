@@ -46,7 +46,7 @@ class KnownKeys(NamedTuple):
 
 
 def ignored_keys(kind: str, unread: Iterable[str]) -> tuple[list[str], str]:
-    """Return those of the keys `unread` that have no effect on a model of `model_type` `kind`, and the reason.
+    """Return the keys in `unread` that have no effect on models with the `model_type` `kind`, and the reason.
 
     A key with a leading underscore never has an effect.
     """
@@ -87,7 +87,7 @@ def keys_of_class(kind: str) -> KnownKeys | None:
 
 
 def _literals(path: Path) -> Iterator[str]:
-    """Yield every string in a source file that is a name."""
+    """Yield every string in a source file that could be the name of a key."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             yield node.value

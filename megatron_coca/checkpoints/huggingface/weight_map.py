@@ -55,7 +55,7 @@ class WeightPacking:
 
 
 def join_heads(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """Pack q, k and v as SelfAttention does: [q | k | v] for each head, or all q, all k, all v with fewer key heads."""
+    """Pack q, k and v as SelfAttention does: [q | k | v] for each head. With fewer key heads: all q, all k, all v."""
     if heads.query != heads.key:
         return torch.cat(list(parts), dim=0)
     per_head = [part.view(heads.query, -1, *part.shape[1:]) for part in parts]
@@ -135,7 +135,7 @@ def _split_neighbours(packed: Tensor, heads: Heads, count: int) -> Sequence[Tens
 
 
 NEIGHBOURS = WeightPacking(_join_neighbours, _split_neighbours, shapes_by_head)
-"""As BY_HEAD, but for a model that rotates pairs of neighbouring features."""
+"""Like BY_HEAD, but for a model that rotates pairs of neighbouring features."""
 FUSED = WeightPacking(_join_fused, _split_fused, shape_fused)
 TURNED = WeightPacking(lambda parts, heads: _turned(parts[0]), lambda packed, heads, count: [_turned(packed)])
 FUSED_TURNED = WeightPacking(
@@ -220,7 +220,7 @@ DENSE_NORMS: dict[str, tuple[str, ...]] = {
 
 
 def dense(norm: str, gated: bool, places: Iterable[str], qk_norms: Iterable[str]) -> tuple[Row, ...]:
-    """Return a table with LLaMA's names for other networks.
+    """Return a table with LLaMA's names for a network that differs from LLaMA.
 
     The network may have any norm, a gated or plain MLP, block norms in the given `places`, and the query and key norms
     in `qk_norms`.
@@ -242,7 +242,7 @@ POST = {"attention_output_layernorm": "post_attention_layernorm", "mlp_output_la
 SANDWICH = POST | {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_feedforward_layernorm"}
 QK_HEAD = {"attention.query_layernorm": "self_attn.q_norm", "attention.key_layernorm": "self_attn.k_norm"}
 QK_PROJECTION = {f"{ours}.norm": theirs for ours, theirs in QK_HEAD.items()}
-"""Norms in a block: our names -> their names."""
+"""Our names of norms in a block -> their names in Hugging Face folders."""
 
 
 def like_llama(norms: Mapping[str, str], packing: WeightPacking = BY_HEAD) -> tuple[Row, ...]:
@@ -305,7 +305,7 @@ def expand(rows: Sequence[Row], num_layers: int) -> list[Row]:
 
 
 class _PartsOnUse(Sequence[Tensor]):
-    """The weights with these names. Each is read when it is used, so that a packing need not hold all in memory."""
+    """A sequence of weights. Each weight is read when it is used, so a packing need not hold all of them in memory."""
 
     def __init__(self, weights: Weights, names: Sequence[str]) -> None:
         self._weights, self._names = weights, names
@@ -344,7 +344,7 @@ def our_weights(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
                 raise CheckpointError(_misfit(theirs, row, shapes, problem))
         try:
             whole = row.packing.join([part.stand_in() for part in parts], heads)
-        except (RuntimeError, ValueError, IndexError) as error:  # a packing that does not know the shapes it needs
+        except (RuntimeError, ValueError, IndexError) as error:  # not all packings check shapes in `wanted`
             raise CheckpointError(_misfit(theirs, row, shapes, "do not fit config.json")) from error
         entries[row.ours] = WeightEntry(whole.dtype, tuple(whole.shape))
     return Weights(entries, read, theirs.source, {row.ours: " with ".join(row.theirs) for row in rows})

@@ -22,8 +22,8 @@ class TextType(NamedTuple):
 
     Attributes:
         kind: the `model_type` of a whole model that consists of the same network.
-        defaults: the class's defaults of keys that the config.json of a wrapper may omit: keys that the config.json of
-            a whole model must have, and keys whose default differs from that of `kind`.
+        defaults: key that a wrapper's config.json may omit -> the class's default. Keys are listed if the config.json
+            of a whole model must have them, or if their default differs from that of `kind`.
         rope: the default of the rotary base, if it differs from that of `kind`.
     """
 
@@ -87,7 +87,7 @@ TEXT_TYPES: dict[str, TextType] = {
 """`model_type` of a text network inside a wrapper. Types that are not listed keep their name and have no defaults."""
 
 FLAT = re.compile(r".*(vision|image|video|audio|speech).*|text_config|patch_size|num_channels|embd_layer|img_processor")
-"""Keys of the wrapper itself, if a config.json has the keys of the text network at its top level, too."""
+"""Pattern of the wrapper's own keys. It is used if the text network's keys are at the top level of config.json, too."""
 WRAPPERS: dict[str, str] = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
@@ -146,7 +146,7 @@ class Network:
     Attributes:
         settings: the content of a config.json for this network.
         wrapper: the `model_type` of the wrapper, or None if the network is the whole model.
-        skipped: layers that have no effect on text. The others are numbered without gaps.
+        skipped: layers that have no effect on text. The remaining layers are numbered without gaps.
         rows: the number of embedding rows to read, or None for all rows.
         applied: keys in `settings` that the wrapper's class ignores and the class of the text network applies.
     """
@@ -198,7 +198,7 @@ def find_network(values: Json, source: Path, weights: Callable[[], Collection[st
     applied = tuple(name for name in (LEFT_OUT.get(wrapper),) if name is not None and settings.get(name) is not None)
     network = Network(settings, wrapper, applied=applied)
     tied = values.get(TIED) if values.get(TIED) is not None else inner.get(TIED)
-    if tied is None:  # the class ties the head unless the folder has one
+    if tied is None:  # the class ties the head unless the folder has a head
         tied = HEAD not in {network.rename(name) for name in weights()}
     settings[TIED] = tied
     return _without_images(network, source) if named == "mllama_text_model" else network

@@ -196,7 +196,7 @@ def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
     position, length = config.position, config.model.seq_length
     if [*config.layer_types] != [GLOBAL]:
         section[LAYERS] = list(config.model.layer_names)
-        # Missing keys of a type get the model's values, so a limit that does not apply to the type is written as null.
+        # A type has the model's values for missing keys, so a limit that does not apply to it is written as null.
         kinds = {
             name: dict.fromkeys(LIMITS) | _position_section(config, own) for name, own in config.layer_types.items()
         }
@@ -342,8 +342,8 @@ def export(
 
 
 def _compare_again(folder: Path, kind: str, config: Config, ours: Weights) -> str:
-    """Compare a folder of an earlier process as `_read_back` does. Raises CheckpointError if it does not match."""
-    with scratch_dir(folder, CheckpointError) as scratch:  # a kill must not leave files in the complete folder
+    """Compare an export by an earlier process with the source. Raises CheckpointError if they differ."""
+    with scratch_dir(folder, CheckpointError) as scratch:  # a killed process leaves no files in the folder
         try:
             return _read_back(folder, kind, config, ours, scratch)
         except CheckpointError as error:
@@ -371,7 +371,7 @@ def _read_back(folder: Path, kind: str, config: Config, ours: Weights, scratch: 
         (layers, rows),
         family.attention if family is not None else "eager",
     )
-    # Stock classes without rotation may have tables that end at the training length.
+    # Stock classes without rotation may have position tables that end at the training length.
     rotates = family is None or family.rope is not None
     part = excerpt(config, ours, LONG if rotates else config.model.seq_length)
     return check_transformers(
@@ -380,8 +380,8 @@ def _read_back(folder: Path, kind: str, config: Config, ours: Weights, scratch: 
 
 
 def kind_of(opened: OpenedCheckpoint, config: Config) -> str:
-    """Return the `model_type` to export: that of the imported folder if it can represent the model, else the first that
-    can.
+    """Return the `model_type` to export: the type of the imported folder if it can represent the model, else the first
+    type that can.
     """
     kinds = config.layer_types.values()
     choices = dict.fromkeys(choice for kind in kinds for choice, _ in kind.choices())

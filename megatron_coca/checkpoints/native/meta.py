@@ -134,6 +134,6 @@ def checked_meta(content: dict[str, Any], source: str | Path, resumable: bool = 
 
 
 def adapted_model(meta: dict[str, Any]) -> AdaptedModel | None:
-    """Return the model that the adapters of a checkpoint change, from its valid meta.json; None without adapters."""
+    """Return the model that a checkpoint's adapters change, or None if it has none. `meta` is its valid meta.json."""
     entry = meta.get("adapts")
     return None if entry is None else AdaptedModel.model_validate(entry)

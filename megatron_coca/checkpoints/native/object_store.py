@@ -80,7 +80,7 @@ class RemoteFolder(RemoteFiles):
         return parse_json(self.read(name), f"{self.url}/{name}")
 
     def has(self, folder: Path) -> bool:
-        """Return whether the store and the local `folder` have the same checkpoint, by comparing manifests."""
+        """Compare manifests and return whether the store and the local `folder` have the same checkpoint."""
         step, manifest = native.step_of(folder), folder / native.MANIFEST
         if not manifest.is_file() or step not in self.steps():
             return False
@@ -121,8 +121,9 @@ class RemoteFolder(RemoteFiles):
         return folder
 
     def download_base(self, step: int, save: Path) -> None:
-        """Download the checkpoint that the adapters in the checkpoint of `step` change, if it is in this run and not in
-        the local folder `save`. Raises CheckpointError.
+        """Download the checkpoint that the adapters of `step` change, unless it is already in the local folder `save`.
+
+        Nothing is downloaded if the adapters change a model outside this run. Raises CheckpointError.
         """
         base = base_step(checked_meta(self.read_json(step, native.META), f"{self.url}/{_folder(step)}/{native.META}"))
         if base is not None and not self.has(native.step_folder(save, base)):
@@ -163,7 +164,7 @@ class RemoteFolder(RemoteFiles):
 def base_step(meta: dict[str, Any]) -> int | None:
     """Return the step of the checkpoint that adapters change. `meta` is the valid meta.json beside the adapters.
 
-    Return None if they change a model elsewhere, or if there are no adapters.
+    Return None if the adapters change a model outside the run, or if there are no adapters.
     """
     adapts = native.adapted_model(meta)
     return native.step_of(Path(adapts.place)) if adapts is not None and adapts.is_beside else None

@@ -33,15 +33,16 @@ CONFIG, MANIFEST, WEIGHTS = "config.yml", "manifest.json", "model.safetensors"
 TOKENIZER, STATE, RNG = "tokenizer", "state", "rng"
 LATEST, LOCK, QUARANTINE = "latest", ".lock", "quarantine"
 FORMAT = 2
-EVERYTHING, WEIGHTS_ONLY = "run", "weights"  # everything that resuming needs, or weights only
+EVERYTHING, WEIGHTS_ONLY = "run", "weights"
+"""Values of `holds` in a manifest: all files that a resumed run needs, or weights only."""
 REQUIRED = {
     EVERYTHING: (CONFIG, META, WEIGHTS, f"{STATE}/", f"{RNG}/rank_0.pt"),
     WEIGHTS_ONLY: (CONFIG, META, WEIGHTS),
 }
-"""Files that a manifest must list, by what it `holds`. A folder means at least one file in the folder."""
+"""Value of `holds` in a manifest -> the files that it must list. A folder stands for at least one file in it."""
 _STEP = re.compile(r"global_step(0|[1-9][0-9]{0,17})")
 _LONGEST_NAME = 255  # in bytes, the limit of common file systems
-QUICK_SECONDS = 1.0  # a verification shows its progress after this time
+QUICK_SECONDS = 1.0  # a verification that takes longer shows its progress
 
 
 def step_folder(save: Path, step: int) -> Path:
@@ -113,7 +114,7 @@ def read_latest(save: Path) -> str | None:
 
 
 def locate(path: str | Path, step: int | None = None) -> Path:
-    """Return the step folder for `path`: the path itself, or the folder of `step` or the latest step in a save folder.
+    """Return the step folder at `path`. In a save folder, this is the folder of `step`, by default of the latest step.
 
     Raises CheckpointError if there is no such checkpoint.
     """
@@ -250,8 +251,8 @@ def _is_inside(name: str) -> bool:
 
 
 def _require(names: Iterable[str], listed: Collection[str], source: str | Path) -> None:
-    """Raise CheckpointError if one of `names` is not in `listed`. A name with a final slash means at least one file
-    below it.
+    """Raise CheckpointError if one of `names` is not in `listed`. A name with a final slash stands for at
+    least one file below it.
     """
     for name in names:
         if name not in listed and not (name.endswith("/") and any(file.startswith(name) for file in listed)):

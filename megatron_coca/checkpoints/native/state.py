@@ -37,8 +37,8 @@ SLICES = "places"
 class TensorShard(NamedTuple):
     """Shard `rank` of a tensor that is split into `ranks` shards along `dim`.
 
-    Each block of a packed projection is split separately; `blocks` are their sizes along `dim`. A plain matrix is one
-    block.
+    Each block of a packed projection is split separately. `blocks` are the sizes of the blocks along `dim`. A plain
+    matrix has one block.
     """
 
     dim: int
@@ -128,7 +128,7 @@ class _Range(NamedTuple):
 
 
 class PieceReader:
-    """Reads the pieces of all ranks on demand. Subclasses provide the sources."""
+    """Reads the pieces of all ranks on demand. Subclasses define where the pieces are read from."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` appears in error messages."""
@@ -163,7 +163,7 @@ class PieceReader:
                 values = part.read(first - part.start, last - part.start)
                 piece.tensor[first - piece.start : last - piece.start].copy_(values)
             return
-        # The last parameter is cached: if only some of its rows are trained, it has many consecutive pieces.
+        # The last parameter is cached, because a parameter with few trained rows has many consecutive pieces.
         key = (piece.name, piece.kind, parameter.shard)
         if self._recent is None or self._recent[0] != key:
             whole, present = self._gathered(piece.name, piece.kind)
@@ -197,7 +197,7 @@ class PieceReader:
             self._covering(ranges, 0, prod(parameter.shape), WEIGHT, name)
 
     def _gathered(self, name: str, kind: str) -> tuple[Tensor, Tensor]:
-        """Gather a parameter or state from all files: its float32 values, and a bool tensor of the elements found."""
+        """Return the float32 values of a parameter or state in all files, and a bool tensor of found elements."""
         parameter = self._slice(name)
         values, present = torch.zeros(parameter.full_shape), torch.zeros(parameter.full_shape, dtype=torch.bool)
         for shard, ranges in self._by_shard(name, kind).items():
@@ -384,7 +384,7 @@ def layer_shards(model: ModelConfig) -> tuple[LayerShards, ...]:
 def shapes_by_prefix(model: ModelConfig) -> Iterator[tuple[str, ModelConfig]]:
     """Yield pairs of a prefix and the shape of the heads in layers with this prefix.
 
-    If the heads of layers differ, the prefix is blocks.N. for block N. Otherwise, an empty prefix stands for all.
+    If the heads of layers differ, the prefix is blocks.N. for block N. Otherwise, an empty prefix covers all blocks.
     """
     if not model.head_shapes:
         yield "", model

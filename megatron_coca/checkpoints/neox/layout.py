@@ -49,7 +49,7 @@ RUN_KEYS = frozenset(
 )
 """Keys and sections that do not change the network."""
 DATA_KEYS = frozenset({"data_path", "train_data_paths", "valid_data_paths", "test_data_paths"})
-"""Keys that select the training data, which are also the default data for evaluation."""
+"""Keys that select the training data. Evaluation uses the same data by default."""
 NEOX_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "intermediate_size", "seq_length"),
     *("max_position_embeddings", "no_weight_tying", "activation", "bias_gelu_fusion", "use_bias_in_attn_linear"),
@@ -59,7 +59,7 @@ NEOX_KEYS = (
 )
 """Network keys that GPT-NeoX has too."""
 ABSENT = {"use_qk_layernorm": False, "opt_pos_emb_offset": 0}
-"""Key -> the value at which the key is not written."""
+"""Key -> the value that is not written, because the key can then be left out."""
 
 
 def read_config(
@@ -327,7 +327,7 @@ def layers(model: ModelConfig) -> tuple[int, ...]:
 
 
 def table(config: Config) -> dict[NeoxLocation, NeoxWeight]:
-    """Return every location that a checkpoint of this model may have, including those of biases the model lacks."""
+    """Return the tensor at every location that a checkpoint of this model may have, including biases it lacks."""
     model, position = config.model, config.position
     norm, words = model.num_layers + 3, NeoxSharding("cut", 0, (model.padded_vocab_size,))
     entries = {NeoxLocation(EMBEDDING, WORDS): NeoxWeight(f"embedding.{WORDS}", words)}

@@ -1,8 +1,9 @@
 """Read the optimizer state in GPT-NeoX checkpoints, written by DeepSpeed's ZeRO 1 or 2 or its BF16 optimizer.
 
-Each pair of data rank and model rank (pipeline stage x tensor rank) has a file `..._optim_states.pt`. The file contains
-the data rank's partition of some flat float32 vectors, the moments of this partition, and the ranges of parameters in
-it. Concatenating the partitions of a parameter in the order of data ranks gives the parameter on that model rank.
+A model rank is a pair of pipeline stage and tensor rank. Each pair of data rank and model rank has a file
+`..._optim_states.pt`. The file contains the data rank's partition of some flat float32 vectors, the moments of this
+partition, and the ranges of the parameters in this partition. Concatenating the partitions of a parameter in the order
+of data ranks gives the parameter on that model rank.
 """
 
 import re
@@ -114,7 +115,7 @@ class NeoxOptimizer:
 
 
 class _Record:
-    """Replaces DeepSpeed's types in the state files, so that no DeepSpeed code runs. Only the attributes are read."""
+    """Replaces DeepSpeed's types in the state files, so that no DeepSpeed code runs. Only their attributes are read."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values

@@ -39,7 +39,7 @@ from megatron_coca.support.errors import InputError
 from megatron_coca.work.folders import atomic_dir, is_complete
 
 WITH_REASONS = ("use_bias_in_norms", "attention_output_gate")
-"""Keys that GPT-NeoX does not have, for which `cannot_hold` returns a more precise reason."""
+"""Keys that GPT-NeoX lacks and for which `cannot_hold` returns a more precise reason."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def export(
 
 
 def _compare_again(step: Path, config: Config, weights: Weights, tokenizer: Tokenizer | None) -> None:
-    """Compare a folder of an earlier process as `_read_back` does. Raises CheckpointError if it does not match."""
+    """Compare an export by an earlier process with the source. Raises CheckpointError if they differ."""
     try:
         saved = step / native.TOKENIZER
         found = load_saved_tokenizer(saved).fingerprint if saved.is_dir() else None

@@ -1,9 +1,11 @@
-"""Architectures of transformers, one file for each maker. Each is a row of `FAMILIES` (see `parts.keys.Family`).
+"""Architectures of transformers, one file for each maker.
+
+Each architecture is a row of `FAMILIES` (see `parts.keys.Family`).
 
 Folders of GPT-NeoX and LLaMA can also hold CoCA models. `gpt_neox.py` and `llama.py` read and write these two
 architectures without a row; the only row in `llama.py` is that of Llama 4.
 
-These helpers are for rows:
+A row can use these helpers:
 
 | part of a row | helpers | file |
 |---|---|---|
@@ -61,7 +63,7 @@ MAKERS = (
     *(bigcode, bloom, cohere, deepseek, fairseq, gemma, glm, gpt, granite, llama, llama_like, mistral, mixtures),
     *(olmo, openai, phi, qwen, published_code),
 )
-"""The modules with families."""
+"""The modules that define families."""
 ORDER = (
     *("qwen2", "mistral", "ministral3", "qwen3", "smollm3", "olmo2", "olmo3", "phi3", "gemma2", "gemma3_text"),
     *("cohere2", "gpt2", "mpt", "bloom", "falcon", "gemma4_text", "gemma4_unified_text", "gemma", "vaultgemma"),

@@ -1,4 +1,4 @@
-"""Families of BigCode. Each is a row (see `keys.Family`)."""
+"""Families of BigCode. Each family is a row of `FAMILIES` (see `keys.Family`)."""
 
 from typing import Any
 

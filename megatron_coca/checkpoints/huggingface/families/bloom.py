@@ -1,4 +1,4 @@
-"""Families of BLOOM, Falcon and MPT. Each is a row (see `keys.Family`)."""
+"""Families of BLOOM, Falcon and MPT. Each family is a row of `FAMILIES` (see `keys.Family`)."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Families of Cohere. Each is a row (see `keys.Family`)."""
+"""Families of Cohere. Each family is a row of `FAMILIES` (see `keys.Family`)."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ COHERE = (
 
 
 def _compass_sections(sections: Json) -> Json:
-    """Return the sections without the axes of images. Keys beside the sections are ignored, as in the class."""
+    """Return the sections without the axes of images. Keys beside them, which the class ignores, are dropped."""
     kept = {name: part for name, part in sections.items() if name not in ("rope_type", "rope_theta")}
     return {name: without_axes(part) for name, part in kept.items()}
 

@@ -1,4 +1,7 @@
-"""Families with latent attention: DeepSeek, and makers who followed it. Each is a row (see `keys.Family`)."""
+"""Families with latent attention: DeepSeek, and makers who followed it.
+
+Each family is a row of `FAMILIES` (see `keys.Family`).
+"""
 
 from collections.abc import Callable, Mapping
 from math import sqrt
@@ -82,7 +85,7 @@ def latent_rows(model: ModelConfig, neighbours: bool) -> Rows:
 
 
 def with_latents(table: WeightTable, neighbours: bool = True) -> WeightTable:
-    """Return the table of a family with latent attention. `table` is its table with ordinary attention."""
+    """Return the table of a family with latent attention. `table` is the family's table with ordinary attention."""
 
     def rows(model: ModelConfig) -> Rows:
         others = [row for row in table(model) if ".attention.query_key_value." not in row.ours]
@@ -103,7 +106,7 @@ def latent_keys(rank: int, of_queries: int | None, plain: int, rotated: int, val
 
 
 WIDTHS_OF_HEADS = frozenset({"head_dim", "qk_head_dim"})
-"""Keys that the classes compute from others."""
+"""Keys that the classes compute from other keys."""
 FURTHER = frozenset({"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers", "pretraining_tp"})
 NEIGHBOURS_ONLY = {"rope_interleave": True}
 MIXED = with_latents(with_experts(like_llama(PRE), ExpertNames(shared="shared_experts")))
@@ -162,7 +165,7 @@ def _written_glm4_moe_lite(config: Config) -> dict[str, Any]:
 
 
 def group_keys(count: int, chosen: int, factor: float) -> dict[str, tuple[str, Any]]:
-    """Return the keys of groups and of the factor on the experts' weights, with the defaults of a class."""
+    """Return the keys for groups of experts and for the factor on their weights. The arguments are class defaults."""
     return {
         "n_group": ("moe_num_groups", count),
         "topk_group": ("moe_top_k_groups", chosen),

@@ -1,4 +1,4 @@
-"""Families that name their layers as fairseq does. Each is a row (see `keys.Family`)."""
+"""Families that name their layers as fairseq does. Each family is a row of `FAMILIES` (see `keys.Family`)."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def fairseq(prefix: str, norm: str, head: str = "lm_head") -> Rows:
 
 
 def opt(model: ModelConfig) -> Rows:
-    """Return the table of OPT, which has other norms and a narrow embedding in OPT 350M."""
+    """Return the table of OPT. The model OPT 350M has other norms and a narrow embedding."""
     rows = fairseq("model.decoder", "final_layer_norm")
     rows = norms_of_sums(rows) if model.norm_position == "residual" else rows
     if model.embedding_width is None:
@@ -75,7 +75,7 @@ def _biogpt(config: Json, keys: Json) -> dict[str, Any]:
 
 
 def _xglm(config: Json, keys: Json) -> dict[str, Any]:
-    # The last frequency is 1 / 10000, one step later than with the base 10000.
+    # The class reaches the frequency 1 / 10000 one step earlier than our formula does with the base 10000.
     pairs, pad = config["hidden_size"] // 2, config.get("pad_token_id")
     if pad is not None and pad not in range(OFFSET):
         raise NotSupported(
@@ -96,7 +96,7 @@ def _to_biogpt(config: Config) -> dict[str, Any]:
 
 
 def _to_xglm(config: Config) -> dict[str, Any]:
-    # The id of another token would replace the vector of a position by zeros; generation_config.json has the id.
+    # With the id here, the class could replace the vector of a position by zeros. generation_config.json has the id.
     return _to_biogpt(config) | {"pad_token_id": None}
 
 

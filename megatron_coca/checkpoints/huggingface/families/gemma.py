@@ -1,4 +1,7 @@
-"""Families of Gemma. Each is a row (see `keys.Family`). Of Gemma 4, only the dense text networks are read."""
+"""Families of Gemma.
+
+Each family is a row of `FAMILIES` (see `keys.Family`). Of Gemma 4, only the dense text networks are read.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -43,7 +46,7 @@ CAPPED = (
 
 
 def _gemma(config: Json, keys: Json) -> dict[str, Any]:
-    # As in the class, the name gelu means the tanh approximation.
+    # In this class, the name gelu means the tanh approximation.
     named = {"activation": "geglu_tanh"} if config.get("hidden_act") == "gelu" else {}
     return named | {"embedding_scale": float(config["hidden_size"]) ** 0.5}
 
@@ -117,7 +120,7 @@ def _last_full(config: Json, count: int) -> list[bool]:
 
 
 LAST_FULL = Windows(_last_full)
-"""Every sixth layer and always the last layer have no window. The class changes a list that says otherwise."""
+"""Every sixth layer and always the last layer have no window. The class removes a listed window of the last layer."""
 
 
 def _sections(sections: Json) -> Json:

@@ -1,4 +1,4 @@
-"""Families of GLM. Each is a row (see `keys.Family`)."""
+"""Families of GLM. Each family is a row of `FAMILIES` (see `keys.Family`)."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_coca.config import Config
 
 
 def packed_gate(rows: Rows) -> Rows:
-    """Return LLaMA's table for an MLP with gate and up projection in one matrix, the gate first."""
+    """Return LLaMA's table for an MLP with one matrix for the gate and, after it, the up projection."""
     others = tuple(row for row in rows if ".linear1." not in row.ours)
     return (*others, *layer_rows("model.layers.{i}", {"mlp.linear1": ("mlp.gate_up_proj", GATE_FIRST)}))
 

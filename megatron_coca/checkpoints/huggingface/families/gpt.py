@@ -1,4 +1,7 @@
-"""Families that name their layers as GPT-2 does (`transformer.h`). Each is a row (see `keys.Family`)."""
+"""Families that name their layers `transformer.h`, as GPT-2 does.
+
+Each family is a row of `FAMILIES` (see `keys.Family`).
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -102,7 +102,7 @@ def _keys(config: Config, shared: dict[str, Any]) -> dict[str, Any]:
         "rope_parameters": rope,
         "rotary_pct": position.rotary_pct,
         **older_keys(rope, "rotary_emb_base"),
-        "pos_emb": "rotary",  # ignored by transformers; shows the import that this is no folder by CoCA's authors
+        "pos_emb": "rotary",  # transformers ignores it; our import sees that CoCA's authors did not save this folder
     }
 
 

@@ -1,4 +1,7 @@
-"""Families of IBM's Granite and HyperCLOVA X, which has Granite's scales. Each is a row (see `keys.Family`)."""
+"""Families of IBM's Granite and of HyperCLOVA X, which has the same scales as Granite.
+
+Each family is a row of `FAMILIES` (see `keys.Family`).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +66,7 @@ GATES_FIRST = WeightPacking(
 def _with_mixtures(
     experts: tuple[str, str], router: str, sinks: tuple[Row, ...] = ()
 ) -> Callable[[ModelConfig], tuple[Row, ...]]:
-    """Return the table of a family in which all layers have experts. The arguments are names in `block_sparse_moe`."""
+    """Return the table of a family with experts in all layers. The arguments are names within `block_sparse_moe`."""
 
     def rows(model: ModelConfig) -> tuple[Row, ...]:
         mixture, shared = "model.layers.{i}.block_sparse_moe", model.moe_shared_intermediate_size is not None

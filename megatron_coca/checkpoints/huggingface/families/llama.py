@@ -110,7 +110,7 @@ GATES_FIRST = WeightPacking(
     lambda parts, heads: torch.cat(parts[0].mT.chunk(2, dim=1)[::-1], dim=1),
     lambda packed, heads, count: [torch.cat(packed.chunk(2, dim=1)[::-1], dim=1).mT.contiguous()],
 )
-"""As COLUMNS, with the columns of the gate before those of the up projection."""
+"""Like COLUMNS, but the columns of the gate precede those of the up projection."""
 LLAMA4 = with_experts(
     renamed(like_llama(PRE, NEIGHBOURS), {".mlp.": ".feed_forward."}),
     ExpertNames(

@@ -1,5 +1,5 @@
-"""Dense families of other makers that name their layers as LLaMA does (`model.layers`). Each is a row (see
-`keys.Family`).
+"""Dense families of other makers that name their layers `model.layers`, as LLaMA does. Each family is a row of
+`FAMILIES` (see `keys.Family`).
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ EACH_HEAD = WeightPacking(
     lambda packed, heads, count: packed.unbind(),
     lambda shapes, heads: [shapes[0] or (0,)] * len(shapes),
 )
-"""A weight for each head, in a list."""
+"""Packing of a list with one weight for each head."""
 
 
 def _swapped(rows: Tensor, heads: int) -> Tensor:
@@ -86,7 +86,7 @@ SWAPPED = WeightPacking(
     _split_swapped,
     shapes_by_head,
 )
-"""Queries and keys of a model that rotates by the negative angle: with swapped halves, the angle is positive."""
+"""Like BY_HEAD, but for a model that rotates by the negative angle. Swapped halves of heads make the angle positive."""
 
 XIELU = WeightPacking(
     lambda parts, heads: torch.cat([part.view(-1) for part in parts]),
@@ -152,7 +152,7 @@ def _seed_oss(config: Json, keys: Json) -> dict[str, Any]:
 
 
 def hunyuan_base(config: Json, keys: Json) -> dict[str, Any]:
-    """Read `alpha`, with which Hunyuan's class raises the rotary base instead of extending dynamically."""
+    """Read `alpha`, by which Hunyuan's class raises the rotary base, in place of a dynamic extension."""
     section = config.get("rope_scaling") or config.get("rope_parameters") or {}
     alpha = section.get("alpha")
     if not alpha:
@@ -198,7 +198,7 @@ MODERNBERT = (
 
 
 def _modernbert(config: Json, keys: Json) -> dict[str, Any]:
-    """Read the older name of the rotary base of layers without a window. The head must be built like the MLP."""
+    """Read the older name of the rotary base of layers without a window. Raises NotSupported for unsupported values."""
     for head, block, default in (("bias", "mlp_bias", False), ("activation", "hidden_activation", "gelu")):
         if config.get(f"classifier_{head}", default) != config.get(block, default):
             raise NotSupported(f"classifier_{head}: differs from {block}, which is not supported")
@@ -208,11 +208,11 @@ def _modernbert(config: Json, keys: Json) -> dict[str, Any]:
         raise NotSupported(
             "local_attention: null is not supported; set the window, and list full layers in layer_types"
         )
-    raw = dict(config)  # under the names in the file; the class also reads the file's sliding_window
+    raw = dict(config)  # with the names in the file; the class also reads the file's sliding_window
     if raw.get("sliding_window") not in (None, raw.get("local_attention", 128) // 2):
         raise NotSupported("sliding_window: differs from half of local_attention; correct one of the two")
     section = (config.get("rope_parameters") or {}).get(FULL) or {}
-    base, slides = config.get("global_rope_theta"), "sliding_window_width" in keys  # every layer has a window
+    base, slides = config.get("global_rope_theta"), "sliding_window_width" in keys  # whether every layer has a window
     return {} if slides or base is None or "rope_theta" in section else {"rotary_emb_base": float(base)}
 
 

@@ -1,4 +1,4 @@
-"""Families of Mistral AI. Each is a row (see `keys.Family`)."""
+"""Families of Mistral AI. Each family is a row of `FAMILIES` (see `keys.Family`)."""
 
 from megatron_coca.checkpoints.huggingface.families.parts.defaults import MODERN, RMS, RMS_5, rows_of
 from megatron_coca.checkpoints.huggingface.families.parts.experts import (

@@ -1,4 +1,7 @@
-"""Families with mixtures of experts that no other module describes. Each is a row (see `keys.Family`)."""
+"""Families with mixtures of experts that no other module describes.
+
+Each family is a row of `FAMILIES` (see `keys.Family`).
+"""
 
 from typing import Any
 
@@ -61,7 +64,7 @@ from megatron_coca.config import Config
 from megatron_coca.config.model import EXPERTS
 
 NORMALIZED: dict[str, Any] = {**DEEPSEEK_3, "moe_norm_topk_prob": True}
-"""The router of DeepSeek 3, for classes that always normalize its weights and have no key for that."""
+"""Our keys for the router of DeepSeek 3 in classes that always normalize its weights and have no key for this."""
 FURTHER = frozenset({"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"})
 
 
@@ -125,7 +128,7 @@ def _written_aria(config: Config) -> dict[str, Any]:
 # ERNIE 4.5 ------------------------------------------------------------------------------------------------------------
 
 ONE_ROW = WeightPacking(lambda parts, heads: parts[0].flatten(), lambda packed, heads, count: [packed[None]])
-"""A vector of ours, which the class stores as a matrix with one row."""
+"""Packing of a vector that the class stores as a matrix with one row."""
 
 
 def _ernie(config: Json, keys: Json) -> dict[str, Any]:
@@ -171,7 +174,7 @@ FLINT = with_experts(
 
 
 def _flint_windows(config: Json, count: int) -> list[bool]:
-    """Read which layers have the window: by default not the first two, every fourth layer, and the last."""
+    """Read which layers have the window. By default, the first two, every fourth and the last layer do not have it."""
     if config.get("layer_types") is not None:
         return NO_LAYERS.read(config, count)
     return [i >= 2 and i % 4 != 1 and i != count - 1 for i in range(count)]
@@ -249,7 +252,7 @@ def _written_solar(config: Config) -> dict[str, Any]:
 def _counted(
     experts: int, top_k: int, width: int | None = None, name: str = "num_experts"
 ) -> dict[str, tuple[str, Any]]:
-    """Return the keys of the numbers of experts, and of the experts' width if it has a key of its own."""
+    """Return the keys for the number of experts, their number per token, and their width if it has its own key."""
     keys = {name: ("moe_num_experts", experts), "num_experts_per_tok": ("moe_top_k", top_k)}
     return keys if width is None else keys | {"moe_intermediate_size": ("moe_intermediate_size", width)}
 
@@ -277,7 +280,7 @@ FAMILIES: dict[str, Family] = {
         ARIA,
         MODERN,
         RMS | BIASES | {"moe_num_experts": ("moe_num_experts", 8), "moe_topk": ("moe_top_k", 2)},
-        {"mlp_bias": False, "hidden_act": "silu"},  # its experts have this function whatever the key says
+        {"mlp_bias": False, "hidden_act": "silu"},  # its experts always use this activation
         activation=(None, "silu"),
         read=_aria,
         write=_written_aria,

@@ -1,4 +1,4 @@
-"""Families of OLMo. Each is a row (see `keys.Family`)."""
+"""Families of OLMo. Each family is a row of `FAMILIES` (see `keys.Family`)."""
 
 from megatron_coca.checkpoints.huggingface.families.parts.defaults import BIASES, MODERN, RMS, RMS_5, Json, rows_of
 from megatron_coca.checkpoints.huggingface.families.parts.experts import (
@@ -54,7 +54,7 @@ FAMILIES: dict[str, Family] = {
         with_experts(like_llama(PRE | QK_PROJECTION)),
         MODERN | {"qk_norm": "projection"},
         OLMO | dict(TOP_K) | {"num_experts": ("moe_num_experts", 64), "num_experts_per_tok": ("moe_top_k", 8)},
-        {"clip_qkv": None},  # the class limits queries and keys after their norms, our layers limit them before
+        {"clip_qkv": None},  # the class limits queries and keys after their norms, but our layers before
         {"head_dim": None},
         read=counted_experts("num_experts", 64),
         write=experts_only,

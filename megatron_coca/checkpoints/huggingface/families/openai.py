@@ -1,4 +1,4 @@
-"""The family of gpt-oss. It is a row (see `keys.Family`)."""
+"""The family of gpt-oss. It is a row of `FAMILIES` (see `keys.Family`)."""
 
 from collections.abc import Sequence
 from typing import Any

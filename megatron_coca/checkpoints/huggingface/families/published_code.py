@@ -1,5 +1,7 @@
-"""Families that transformers has no class for: their published folders contain the code. Each is a row (see
-`keys.Family`). An export of such a model has the class of another family that computes the same, or our modelling file.
+"""Families without a class in transformers. Their published folders contain the code.
+
+Each family is a row of `FAMILIES` (see `keys.Family`). An export of such a model uses the class of another family that
+computes the same function, or our modelling file.
 """
 
 from collections.abc import Sequence
@@ -31,7 +33,7 @@ from megatron_coca.config import ModelConfig
 
 
 def _up_and_gate(prefix: str, up: str, gate: str) -> Rows:
-    """Return the rows of a gated MLP's first layer, of which `up` and `gate` are the names below `prefix`."""
+    """Return the rows of a gated MLP's first layer. `up` and `gate` are the names of its two parts below `prefix`."""
     kinds = ("weight", "bias")
     names = {kind: tuple(f"{prefix}.{name}.{kind}" for name in (up, gate)) for kind in kinds}
     return tuple(Row(f"blocks.{{i}}.mlp.linear1.{kind}", names[kind], STACKED) for kind in kinds)
@@ -100,7 +102,7 @@ def _qwen(config: Json, keys: Json) -> dict[str, Any]:
             "ignore it with --ignore-key use_dynamic_ntk, which changes only longer texts"
         )
     logn = {"logit_scaling": "log_n"} if config.get("use_logn_attn", False) else {}
-    # The key counts value and gate together.
+    # The key intermediate_size counts value and gate together.
     return logn | {
         "rotary_emb_base": float(config.get("rotary_emb_base", 10000.0)),
         "intermediate_size": 3 * (config["intermediate_size"] // 2),
@@ -122,7 +124,7 @@ def _join_fused_neighbours(parts: Sequence[Tensor], heads: Heads) -> Tensor:
 FUSED_NEIGHBOURS = WeightPacking(
     _join_fused_neighbours, lambda packed, heads, count: [*NEIGHBOURS.split(packed, heads, 3)], shape_fused
 )
-"""As FUSED, but for a model that rotates pairs of neighbouring features. Exports do not use it."""
+"""Like FUSED, but for a model that rotates pairs of neighbouring features. Exports do not use it."""
 
 _LAYERS = "encoder.layers"
 CHATGLM = renamed(
@@ -157,9 +159,9 @@ def _chatglm(config: Json, keys: Json) -> dict[str, Any]:
 # Baichuan -------------------------------------------------------------------------------------------------------------
 
 SECOND = 125696
-"""Number of embedding rows of Baichuan 2. Unlike Baichuan 1, it has an output head with rows of length 1."""
+"""Number of embedding rows of Baichuan 2. Its output head has rows of length 1, unlike the head of Baichuan 1."""
 UNIT_ROWS = WeightPacking(lambda parts, heads: F.normalize(parts[0]), lambda packed, heads, count: [packed])
-"""A matrix whose rows the model divides by their lengths."""
+"""Packing of a matrix in which the model divides each row by its length."""
 BAICHUAN = (
     *(row for row in like_llama(PRE) if ".query_key_value." not in row.ours and row.ours != "final_linear.weight"),
     *layer_rows("model.layers.{i}", {"attention.query_key_value": ("self_attn.W_pack", FUSED)}),
@@ -172,7 +174,7 @@ def _baichuan_rows(model: ModelConfig) -> Rows:
 
 
 def _baichuan(config: Json, keys: Json) -> dict[str, Any]:
-    """Read the positions: only the models of size 7B rotate, and only they have `max_position_embeddings`."""
+    """Read the position method. Only the 7B models rotate, and only they have the key `max_position_embeddings`."""
     if config.get("max_position_embeddings") is not None:
         return {}
     return {"pos_emb": "alibi", "rope_scaling": None, "seq_length": config["model_max_length"]}

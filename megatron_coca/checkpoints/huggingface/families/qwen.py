@@ -1,4 +1,4 @@
-"""Families of Qwen. Each is a row (see `keys.Family`)."""
+"""Families of Qwen. Each family is a row of `FAMILIES` (see `keys.Family`)."""
 
 from megatron_coca.checkpoints.huggingface.families.parts.defaults import BIASES, MODERN, RMS, rows_of
 from megatron_coca.checkpoints.huggingface.families.parts.experts import (

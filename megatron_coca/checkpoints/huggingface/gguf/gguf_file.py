@@ -30,17 +30,19 @@ RENAMED = {
     "attention.sliding_window_pattern": "sliding_window_pattern",
     "rope.freq_base_swa": "rope_local_base_freq",
 } | {name: name for name in SAME_NAMES}
-"""Keys that transformers does not read in a GGUF file, without the name of the architecture -> keys of config.json."""
+"""Keys of a GGUF file that transformers does not read -> keys of config.json. The keys of the file are listed without
+their prefix, the name of the architecture.
+"""
 BASE, ROTATED, NORM = "rope.freq_base", "rope.dimension_count", "attention.layer_norm_epsilon"
 RMS_NORM, WINDOW = "attention.layer_norm_rms_epsilon", "attention.sliding_window"
 DEFAULT_BASE = 10000.0
 """The value of BASE in a file without this key, for every architecture. Classes of transformers have other defaults."""
 REQUIRED = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
-"""Keys without a default. If one is missing, transformers takes the value of some model of the architecture."""
+"""Keys without a default. If one is missing, transformers uses the value of some model of the architecture."""
 EPSILONS = {"falcon": "layer_norm_epsilon", "nemotron": "norm_eps"}
-"""Architectures for which transformers does not read NORM -> the key of config.json that gets the value of NORM."""
+"""Architectures for which transformers does not read NORM -> the key of config.json for its value."""
 PARTLY_ROTATED = ("stablelm", "nemotron", "phi3")
-"""Values of `model_type` with the key partial_rotary_factor."""
+"""Values of `model_type` for which config.json has the key partial_rotary_factor."""
 LARGEST = {"gemma2": 46, "gemma3": 62}
 """Numbers of layers of the models with 27 billion parameters. Only these models scale queries by the square root of
 hidden_size / heads, which no key of the file records. All others scale queries by the square root of head_dim.
@@ -51,10 +53,10 @@ NO_EFFECT = frozenset(
         *("attention.head_count_kv", "pooling_type", "use_parallel_residual"),
     }
 )
-"""Keys that follow from others, or that the weights' names and shapes show."""
+"""Keys that need not be read, because other keys or the names and shapes of the weights determine them."""
 CAUSAL, KEY_HEADS = "attention.causal", "attention.head_count_kv"
 BIASES = {"attn_q.bias": "attention_bias", "ffn_down.bias": "mlp_bias"}
-"""Bias in the first layer -> the key of config.json that announces such biases, in the classes that have the key."""
+"""A bias in the first layer -> the key of config.json that announces such biases. Only some classes have this key."""
 EXTENSION = "rope.scaling."
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that contain a frequency extension."""
@@ -139,7 +141,7 @@ class GgufFile:
 
     @cached_property
     def _values(self) -> dict[str, Any]:
-        """The values of the header by their keys. A vocabulary and other lists of texts are None."""
+        """The values of the header by their keys. A vocabulary and other lists of strings are None."""
         texts = _libraries(self.path).gguf.GGUFValueType.STRING
         with _as_checkpoint_error(self.path):
             return {
@@ -287,7 +289,7 @@ class GgufFile:
         entries = {}
         for name, origin in origins.items():
             stored, wanted = _shape(self.tensors[origin]), shapes.get(name, ())
-            # Some classes have the transposed matrix.
+            # Some classes store the matrix transposed.
             entries[name] = WeightEntry(torch.float32, wanted if sorted(wanted) == sorted(stored) else stored)
 
         def read(name: str) -> Tensor:
@@ -300,12 +302,12 @@ class GgufFile:
         return Weights(entries, read, self.path, origins)
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer in the file to a folder, under transformers' names.
+        """Write the tokenizer in the file to a folder, under transformers' file names.
 
         Raises CheckpointError, also if the tokenizer would encode texts differently than the model expects.
         """
         with _as_checkpoint_error(self.path), library_errors_as_data_errors():
-            self._reader  # noqa: B018 - its counts are checked before transformers reads the file
+            self._reader  # noqa: B018 - check the counts in the header before transformers reads it
             if (problem := tokenizer.problem(self._values)) is not None:
                 raise CheckpointError(f"{self.path}: {problem}; {_TOKENIZER_REMEDY}")
             from transformers import PreTrainedTokenizerFast  # unlike AutoTokenizer, reads no other file of the folder

@@ -13,15 +13,17 @@ object for each value.
 
 
 def read_header(path: Path) -> Any:
-    """Return the `GGUFReader` of a file. Raises ValueError if a count exceeds the file or `MOST_VALUES`, and any error
-    of the package gguf for other damage.
+    """Return the `GGUFReader` of a file.
+
+    Raises ValueError if the header announces more values than the file has or `MOST_VALUES` allows. For other damage,
+    raises any error of the package gguf.
     """
     import gguf
 
     class HeaderReader(gguf.GGUFReader):
-        """A reader that stops with an error if values end beyond the file or number more than `MOST_VALUES`.
+        """A reader that stops with an error if values lie beyond the end of the file or exceed `MOST_VALUES` in number.
 
-        The package's own reader returns empty values beyond the end of the file, as often as the header asks for.
+        The package's own reader returns empty values beyond the end of the file, as many as the header asks for.
         """
 
         _values = 0

@@ -1,7 +1,7 @@
-"""Read what transformers does not read of the tokenizer in a GGUF file.
+"""Read the settings of the tokenizer in a GGUF file that transformers does not read.
 
-transformers converts the vocabulary. It ignores whether a space begins a text, and which further tokens end an answer.
-If it does not know the name in `tokenizer.ggml.pre`, it also ignores how a text is divided before merges.
+transformers converts the vocabulary. It ignores the key for a space before each text, and some tokens that end an
+answer. If it does not know the name in `tokenizer.ggml.pre`, it also ignores how a text is divided before merges.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ READ = frozenset(
         *("ggml.unknown_token_id", "ggml.padding_token_id"),
     )
 )
-"""Keys that transformers or this module reads, after `PREFIX`."""
+"""Keys that transformers or this module reads. They are listed without `PREFIX`."""
 NO_EFFECT = frozenset(
     (
         *("ggml.token_type_count", "ggml.seperator_token_id", "ggml.separator_token_id", "ggml.mask_token_id"),
@@ -26,7 +26,7 @@ NO_EFFECT = frozenset(
         *(f"ggml.{name}_token_id" for name in ("prefix", "suffix", "middle")),
     )
 )
-"""Keys that do not change how a text is encoded by the tokenizers that are supported."""
+"""Keys that do not change how supported tokenizers encode a text."""
 ENDS = ("ggml.eos_token_id", "ggml.eot_token_id", "ggml.eom_token_id")
 """Keys with ids that end a generated text."""
 
@@ -51,8 +51,9 @@ transformers knows are not in this table.
 
 
 def problem(fields: Json) -> str | None:
-    """Return what the conversion of a tokenizer would ignore although it changes tokens, or None. `fields` are the
-    values in the header of the file.
+    """Return the reason why the conversion of a tokenizer could change tokens, or None.
+
+    `fields` are the values in the header of the file.
     """
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -70,7 +71,7 @@ def problem(fields: Json) -> str | None:
 
 
 def adapt(model: Any, fields: Json) -> None:
-    """Set the parts of a `tokenizers.Tokenizer` that transformers does not take from the file."""
+    """Set the parts of a `tokenizers.Tokenizer` that transformers does not read from the file."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
     split = fields.get(f"{PREFIX}ggml.pre")

@@ -1,1 +1,1 @@
-"""What rows of families consist of: keys, weight tables, and the check of a row."""
+"""Keys and weight tables for the rows of families, and the check of a row."""

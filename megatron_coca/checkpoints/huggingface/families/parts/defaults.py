@@ -20,16 +20,16 @@ MODERN = {
     "use_bias_in_attn_linear": False,
     "use_bias_in_mlp": False,
 }
-"""LLaMA's block."""
+"""Our keys for LLaMA's block."""
 PLAIN_MLP = {name: value for name, value in MODERN.items() if name != "activation"}
-"""LLaMA's block with an MLP without a gate."""
+"""Our keys for LLaMA's block with an MLP that has no gate."""
 LAYERNORM = {
     "norm": "layernorm",
     "use_bias_in_attn_linear": True,
     "use_bias_in_mlp": True,
     "use_bias_in_norms": True,
 }
-"""GPT-2's block."""
+"""Our keys for GPT-2's block."""
 RMS = {"rms_norm_eps": ("rms_norm_epsilon", 1e-6)}
 RMS_5 = {"rms_norm_eps": ("rms_norm_epsilon", 1e-5)}
 BIASES = {"attention_bias": ("use_bias_in_attn_linear", False)}
@@ -40,7 +40,7 @@ EPS = {"layer_norm_eps": ("layernorm_epsilon", 1e-5)}
 
 
 def rows_of(rows: tuple[Row, ...]) -> Callable[[ModelConfig], tuple[Row, ...]]:
-    """Return a family's table without the rows of norms and activations that a model does not have."""
+    """Return a function from a model to `rows` without the norms, activations and head biases that the model lacks."""
     return lambda model: tuple(row for row in rows if _has(model, row.ours))
 
 

@@ -1,4 +1,4 @@
-"""Weights and keys of families with mixtures of experts, which their rows share."""
+"""Weight tables and keys that the rows of families with mixtures of experts share."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ from megatron_coca.config import Config, ModelConfig
 from megatron_coca.config.model import DENSE, EXPERTS
 
 ReadKeys = Callable[[Json, Json], dict[str, Any]]
-"""A function (config.json, our keys so far) -> additional keys of ours, as `Family.read`."""
+"""Type of `Family.read`: (config.json, our keys so far) -> additional keys of ours."""
 
 
 def _join_experts(parts: Sequence[Tensor], heads: Heads, each: int) -> Tensor:
-    """Stack the matrices of experts. Every `each` parts form one of ours. At most two parts are in memory."""
+    """Stack the matrices of experts. Every `each` parts form one matrix of ours. At most two parts are in memory."""
     first = parts[0]
     rows, *others = first.shape
     stacked = first.new_empty((len(parts) // each, each * rows, *others))
@@ -30,7 +30,7 @@ def _join_experts(parts: Sequence[Tensor], heads: Heads, each: int) -> Tensor:
 
 
 def of_experts(each: int) -> WeightPacking:
-    """Return the packing of the experts' matrices, in the order of experts. Every `each` parts form one of ours."""
+    """Return the packing of experts' matrices, in the order of experts. Every `each` parts form one matrix of ours."""
     return WeightPacking(
         lambda parts, heads: _join_experts(parts, heads, each),
         lambda packed, heads, count: [part for expert in packed for part in expert.chunk(each)],
@@ -46,8 +46,8 @@ class ExpertNames:
         mlp: name of the MLP in layers with a mixture. `{i}` is the number of the layer.
         router: the router's linear map.
         parts: the up, gate and down projections of an expert.
-        whole: (name, packing) of each of two tensors: the first layers of all experts, and their second layers. These
-            tensors replace the parts; None if every expert has its own tensors.
+        whole: (name, packing) of two tensors that replace the parts. One contains the first layers of all experts, and
+            the other contains the second layers. None if every expert has its own tensors.
         shared: the shared MLP, or None.
         shared_gate: the gate of the shared MLP.
         correction: the router's correction, which changes only the choice of the experts.
@@ -78,7 +78,7 @@ def with_experts(rows: Rows, names: ExpertNames = ExpertNames()) -> Callable[[Mo
 
 
 def each_mlp(rows: Sequence[Row], mlp_names: Sequence[str]) -> list[Row]:
-    """Return the rows of a table without those of MLPs, which follow for each layer with a dense MLP."""
+    """Return a table with the rows of MLPs at its end, and only for the layers with a dense MLP."""
     found = [row for row in rows if ".mlp." not in row.ours]
     for row in (row for row in rows if ".mlp." in row.ours):
         found += [_of_layer(row, number) for number, kind in enumerate(mlp_names) if kind == DENSE]
@@ -133,8 +133,9 @@ def at_least_two(config: Json, name: str, default: int | None) -> int:
 def counted_experts(
     name: str, default: int, fixed: Mapping[str, Any] = MappingProxyType({}), layers: ReadKeys = lambda config, keys: {}
 ) -> ReadKeys:
-    """Return the function `read` of a family whose key `name` is the number of experts. All of its models have our keys
-    `fixed`, and `layers` reads the layers with a mixture.
+    """Return the function `read` of a family. Its key `name` is the number of experts.
+
+    All models of the family have our keys in `fixed`. The function `layers` reads which layers have a mixture.
     """
 
     def read(config: Json, keys: Json) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def counted_experts(
 
 
 def sparse_steps(config: Json, keys: Json) -> dict[str, Any]:
-    """Read the layers with a mixture as Qwen's classes choose them."""
+    """Read which layers have a mixture, by the rule of Qwen's classes."""
     listed, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
     mixed = [i not in listed and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])]
     if not any(mixed):
@@ -171,13 +172,13 @@ TOP_K: Mapping[str, tuple[str, Any]] = {"norm_topk_prob": ("moe_norm_topk_prob",
 
 
 DEEPSEEK_3: Mapping[str, Any] = {"moe_router_scores": "sigmoid", "moe_correction_bias": True}
-"""The router of DeepSeek 3."""
+"""Our keys for the router of DeepSeek 3."""
 
 
 def deepseek_keys(
     experts: int | None, top_k: int | None, normalizes: bool, width: int = 1408
 ) -> dict[str, tuple[str, Any]]:
-    """Return the keys of the experts in classes like that of DeepSeek 3. The arguments are defaults of the class."""
+    """Return the keys of experts in classes similar to DeepSeek 3's class. The arguments are defaults of the class."""
     return {
         "n_routed_experts": ("moe_num_experts", experts),
         "num_experts_per_tok": ("moe_top_k", top_k),
@@ -197,8 +198,10 @@ def deepseek_experts(
     width: int = 1408,
     router: Mapping[str, Any] = DEEPSEEK_3,
 ) -> dict[str, Any]:
-    """Read the shared MLP, whose width config.json counts in experts, and the dense layers, which are the first ones.
-    `experts`, `shared`, `dense` and `width` are defaults of the class. `router` are our keys of its router.
+    """Read the shared MLP and which layers are dense. The first layers are dense.
+
+    config.json gives the width of the shared MLP as a multiple of an expert's width. `experts`, `shared`, `dense` and
+    `width` are defaults of the class. `router` contains our keys of the router.
     """
     at_least_two(config, "n_routed_experts", experts)
     first, layers = config.get("first_k_dense_replace", dense), config["num_hidden_layers"]
@@ -209,8 +212,10 @@ def deepseek_experts(
 
 
 def shared_experts(config: Json, shared: int | None, width: int, name: str = "n_shared_experts") -> dict[str, Any]:
-    """Return our key of the shared MLP's width. `shared` and `width` are as in `deepseek_experts`, and `name` is the
-    key that counts the shared MLP in experts.
+    """Return our key of the shared MLP's width.
+
+    `shared` is the default of the key `name`, which gives this width as a multiple of an expert's width. `width` is the
+    default of an expert's width.
     """
     beside = config.get(name, shared)
     if not beside:
@@ -235,8 +240,9 @@ def shared_count(model: ModelConfig) -> int:
 
 
 def written_listed_experts(config: Config, shared: str | None = None) -> dict[str, Any]:
-    """Return the list that `listed_experts` reads, and the inner width of the experts. `shared` is the key that counts
-    the shared MLP in experts.
+    """Return the list that `listed_experts` reads, and the inner width of the experts.
+
+    `shared` is the key for the width of the shared MLP as a multiple of an expert's width.
     """
     model = config.model
     beside = {} if shared is None else {shared: shared_count(model)}
@@ -247,8 +253,10 @@ def written_listed_experts(config: Config, shared: str | None = None) -> dict[st
 def written_deepseek_experts(
     config: Config, shared: str = "n_shared_experts", dense: str = "first_k_dense_replace"
 ) -> dict[str, Any]:
-    """Return the keys that `deepseek_experts` reads, and the inner width of the experts. `shared` is the key that
-    counts the shared MLP in experts, and `dense` the key of the number of dense layers, which are the first ones.
+    """Return the keys that `deepseek_experts` reads, and the inner width of the experts.
+
+    `shared` is the key for the width of the shared MLP as a multiple of an expert's width. `dense` is the key for the
+    number of dense layers. The first layers are dense.
     """
     model = config.model
     return {

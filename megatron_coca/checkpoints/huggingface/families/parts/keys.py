@@ -35,7 +35,7 @@ PLAIN |= dict.fromkeys(TANH_GELU, "gelu")
 name if possible, else the first name.
 """
 TEMPERATURE = "llama_4_scaling_beta"
-"""Option of rope_parameters with the strength of our logit scaling `temperature`, whose period is ORIGINAL."""
+"""Option of rope_parameters: the strength of our logit scaling `temperature`. The period of the scaling is ORIGINAL."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -78,8 +78,8 @@ class Rotating:
 
     Attributes:
         read: (config.json, whether each layer has a window) -> whether each layer rotates.
-        written: the key of config.json that lists a 1 for each layer that rotates, else a 0; None if the windows
-            determine which layers rotate.
+        written: the key of config.json that lists 1 for each layer that rotates and 0 for each other layer; None if
+            the windows determine which layers rotate.
     """
 
     read: Callable[[Json, list[bool]], list[bool]]
@@ -94,8 +94,8 @@ class Family:
         architecture: name of the transformers class. If it is empty, the code of published folders computes the model,
             and the family is not exported.
         rows: our model keys -> the table of weight names.
-        fixed: our keys that have the same value in all models of the architecture. The activation "gated" means a gated
-            MLP with the activation that config.json selects.
+        fixed: our keys that have the same value in all models of the architecture. The activation "gated" means that
+            the MLP is gated and config.json selects its activation.
         keys: key of config.json -> our key, and the default of the class.
         only: keys of config.json -> the only supported value.
         names: common key -> the architecture's own name of the key, or None if it has no such key.
@@ -106,14 +106,14 @@ class Family:
         head_dim: default of head_dim; None for hidden_size / num_attention_heads.
         rope: default of the rotary base; None if the architecture does not rotate.
         share: default of partial_rotary_factor; None if the class always rotates all features.
-        rope_section: rope_parameters or rope_scaling in config.json -> the section that describes the extension, or
-            with `by_type` the sections.
+        rope_section: rope_parameters or rope_scaling in config.json -> the section that describes the extension. With
+            `by_type`, the result is one section for each type of layer.
         rope_types: the architecture's names of extensions -> our names, if they differ.
         windows: how layers with a sliding window are selected; None if no layer can have a window.
         window: default of sliding_window.
         rotating: how layers that rotate are selected; None if all layers rotate.
-        by_type: the top-level key (or None) and the default of the rotary base of layers with a window, for an
-            architecture with separate rope_parameters for each type of layer; else None.
+        by_type: None unless the architecture has separate rope_parameters for each type of layer. Then, the top-level
+            key of the rotary base of layers with a window, if there is one, and the default of this base.
         temperature: whether rope_parameters has TEMPERATURE.
         original: default of ORIGINAL at the top level, which takes precedence over ORIGINAL in rope_parameters.
         in_older: whether transformers 4 has the class.
@@ -123,7 +123,7 @@ class Family:
         read: (config.json, our keys so far) -> additional keys of ours.
         write: our configuration -> additional keys of config.json.
         harmless: keys in published folders that the class ignores.
-        later_layers: whether published folders have layers behind the last one, which predict further tokens. The
+        later_layers: whether published folders have layers after the last one that predict further tokens. The
             class ignores their weights.
         of_all_logits: whether YaRN's mscale_all_dim multiplies all logits.
     """
@@ -247,13 +247,13 @@ FROM_LAYER = Windows(_from_layer, switched=True)
 FROM_LAST = Windows(
     lambda config, count: _listed(config, (i >= config.get("max_window_layers", 62) for i in range(count)))
 )
-"""Layers from number `max_window_layers` on have the window unless `layer_types` lists others, as in dots.llm1."""
+"""Layers from number `max_window_layers` on have the window unless `layer_types` is given, as in dots.llm1."""
 FIRST_OF_TWO = Windows(lambda config, count: _listed(config, (i % 2 == 0 for i in range(count))))
 """Every other layer, from the first on, has the window, as in gpt-oss."""
 LISTED = Windows(lambda config, count: _listed(config, [True] * count))
-"""All layers have the window unless `layer_types` says otherwise, as in Ministral."""
+"""All layers have the window unless `layer_types` gives other types, as in Ministral."""
 NO_LAYERS = Windows(lambda config, count: _listed(config, [False] * count))
-"""No layer has the window unless `layer_types` says so, as in Cohere Compass."""
+"""Only layers that `layer_types` marks as sliding have the window, as in Cohere Compass."""
 FIRST_WITHOUT = Windows(lambda config, count: _listed(config, (bool(i % 4) for i in range(count))))
 """Every fourth layer, from the first on, has no window, as in CWM."""
 FIRST_OF_PERIOD = Windows(
@@ -263,7 +263,7 @@ FIRST_OF_PERIOD = Windows(
     multiple=2,
 )
 """Every third layer, from the first on, has no window, as in ModernBERT. A key may set another period. The window is
-half of its key, which counts the tokens on both sides in the encoder.
+half of the value in config.json, because the encoder's value counts the tokens on both sides.
 """
 PERIOD_OR_NONE = replace(every(4, "sliding_window_pattern"), nullable=True)
 """Every fourth layer has no window, or no layer has one, as in EXAONE 4."""

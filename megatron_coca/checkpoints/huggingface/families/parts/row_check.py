@@ -1,4 +1,4 @@
-"""Check the rows of `families.FAMILIES` when they are loaded, so that a mistake in a row does not look like a fault of
+"""Check the rows of `families.FAMILIES` when they are loaded. Otherwise, a mistake in a row would look like an error in
 a folder.
 
 `tests/unit/checkpoints/huggingface/test_family_rows.py` compares the rows with the classes of transformers.
@@ -22,7 +22,7 @@ COMMON = (
     ),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "sliding_window"),
 )
-"""Keys of config.json that most architectures have, so a row can give them another name or say that they are absent."""
+"""Keys of config.json that most architectures have. A row can give them other names, or None if they are absent."""
 
 
 def check_row(name: str, family: Family) -> None:
