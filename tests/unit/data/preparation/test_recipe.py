@@ -75,7 +75,7 @@ def test_another_root_moves_every_path(tmp_path: Path) -> None:
         (BASE + "    documents: page\n", r"sources\.a\.documents: .*'file' or 'line'"),
         (BASE + "test_fracton: 1\n", "test_fracton: unknown key.*`test_fraction`"),
         ("sources: {a: {paths: [x]}}\n", "set either tokenizer_type .*or train_tokenizer"),
-        (BASE + "train_tokenizer: {vocab_size: 9}\n", "set either tokenizer_type .*or train_tokenizer"),
+        (BASE + "train_tokenizer: {vocab_size: 9}\n", "two tokenizers; remove one"),
         ("tokenizer_type: CharLevelTokenizer\n", "sources: Field required"),
         (
             "tokenizer_type: CharLevelTokenizer\nsources: {a: {paths: ['*.no']}}\n",
