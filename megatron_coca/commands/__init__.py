@@ -1,6 +1,6 @@
 """Subcommands of `megatron-coca`. Each module has `main(arguments)`, which returns the exit status.
 
-`cli` catches the InputError of a command and prints it.
+`cli` catches an InputError that a command raises, and prints it.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter

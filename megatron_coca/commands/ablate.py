@@ -92,7 +92,7 @@ def parser() -> ArgumentParser:
 
 
 def run_on(engine: EngineSettings, options: Namespace, given: Sequence[str]) -> int:
-    """Run each unfinished cell in a task of an engine. Then rerun the failed cells, and write the report.
+    """Run each unfinished cell in a separate task of an engine. Then rerun failed cells, and write the report.
 
     Return the exit status.
     """
@@ -120,7 +120,7 @@ def _absent_data(absent: Sequence[str]) -> list[str]:
 
 def _file_of(options: Namespace) -> "tuple[AblationFile, list[str]]":
     """Return the ablation to run, and notes for its plan. With --rates, the ablation is the file's sweep of learning
-    rates. Otherwise it is the file itself, with the rates that its sweep has found. Raises EvaluationError.
+    rates. Otherwise it is the ablation in the file, with the rates that the sweep has found. Raises EvaluationError.
     """
     from megatron_coca.ablation import rates
     from megatron_coca.ablation.file import read_ablation

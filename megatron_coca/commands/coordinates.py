@@ -10,7 +10,7 @@ from megatron_coca.training.coordinate_check import KINDS, Coordinate, check_coo
 
 PARAMETRIZATIONS = {True: "muP", False: "standard"}
 PICTURES: dict[str, Callable[[Figure], bytes]] = {".svg": svg, ".png": png}
-"""The function that draws a picture, by the end of its file's name."""
+"""The functions that draw a picture, by the extension of its file."""
 
 
 def measure(config: Config, widths: Sequence[int], steps: int) -> list[Coordinate]:
@@ -22,13 +22,13 @@ def measure(config: Config, widths: Sequence[int], steps: int) -> list[Coordinat
 
 
 def changes(found: Sequence[Coordinate], kind: str, mup: bool) -> list[tuple[int, float]]:
-    """Return the widths and the changes of a part after the last step; empty if the model has no such part."""
+    """Return pairs of a width and a part's change after the last step; empty if the model has no such part."""
     last = max(each.step for each in found)
     return [(each.width, each.change) for each in found if (each.kind, each.mup, each.step) == (kind, mup, last)]
 
 
 def table(found: Sequence[Coordinate]) -> str:
-    """Return a table of the changes after the last step, with the exponent of the width that fits them best."""
+    """Return a table of the changes after the last step, with the best-fitting exponent of the width."""
     widths, steps = sorted({each.width for each in found}), max(each.step for each in found)
     rows = []
     for kind in KINDS:
@@ -57,5 +57,5 @@ def figure(found: Sequence[Coordinate]) -> Figure:
 
 
 def picture(found: Sequence[Coordinate], kind: str) -> bytes:
-    """Return the plot as a file whose name ends with `kind`, one of PICTURES."""
+    """Return the plot as the content of a file with the extension `kind`, a key of PICTURES."""
     return PICTURES[kind](figure(found))

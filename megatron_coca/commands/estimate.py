@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
 DEFAULT_MFU = 0.264
-"""The utilisation if --mfu is not set: 100.0B tokens in 96 hours on 8 A100 in the CoCA paper (docs/training.md)."""
+"""The utilisation if --mfu is not set: in the CoCA paper, 100.0B tokens took 96 hours on 8 A100 (docs/training.md)."""
 SOURCE = "the CoCA paper's run on one host with 8 A100"
 GPUS_OF_SOURCE = 8
 
 OPERANDS = {False: "are wider than V", True: "are computed from magnitudes"}
-"""What a note says of the operands of polar forms; the key says whether the attention backend receives magnitudes."""
+"""The end of a note on the operands of polar forms. The key is whether the attention backend receives magnitudes."""
 
 
 class Gpu(NamedTuple):
@@ -113,7 +113,7 @@ def parser() -> ArgumentParser:
 
 
 def _read(options: Namespace) -> Config:
-    """Return the configuration of the run, which may start from a model's folder as in `megatron-coca train`."""
+    """Return the configuration of the run. As in `megatron-coca train`, the run may start from a model's folder."""
     model, rest = model_of(options.inputs, options.conf_dir)
     files, keys = split_inputs(rest, options.conf_dir)
     if model is None:
@@ -202,7 +202,7 @@ def _utilisation(options: Namespace) -> str:
 
 
 def _communication(options: Namespace, gpus: int) -> str:
-    """Return which communication the time does not contain."""
+    """Return a note on the communication that the time contains or lacks. It may be empty."""
     if options.mfu is not None:
         return "with the communication that --mfu contains"
     return "without communication between hosts" if gpus > GPUS_OF_SOURCE else ""
@@ -224,7 +224,7 @@ def _verdict(result: "RunEstimate", gib: float, fitting: bool) -> Iterator[str]:
 
 
 def _advice(sizes: BatchSizes, memory: "Memory") -> str:
-    """Return the advice to divide a step into fewer micro-batches."""
+    """Return the advice to use fewer and larger micro-batches in a step."""
     return (
         f"  train_micro_batch_size_per_gpu={sizes.micro} gradient_accumulation_steps={sizes.accumulation} also fits: "
         f"{_gib(memory.total)}; larger micro-batches use more of a GPU"

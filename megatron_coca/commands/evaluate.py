@@ -120,7 +120,7 @@ OTHERS = {
         run_suite,
     ),
 }
-"""The subcommands that measure nothing themselves."""
+"""Subcommands that are not tasks."""
 
 
 def subcommands() -> dict[str, Subcommand]:
@@ -175,9 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_task(args: Namespace, divided: bool = False) -> int:
     """Run the task selected by the parsed options, report errors, and return the exit status.
 
-    If `divided` is set, `args.jobs` processes share the work, or only the part `args.part` of it is done.
+    With `divided`, the work is shared by `args.jobs` processes, or only its part `args.part` is done.
     """
-    if getattr(args, "output", None) is not None:  # the results are in files, too
+    if getattr(args, "output", None) is not None:  # the results are also in files
         survive("stdout")
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars would write carriage returns into logs
     try:

@@ -64,7 +64,7 @@ def sample_count(text: str) -> int:
 
 
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
-"""Escapes in `--stop`, because a shell passes them on unchanged."""
+"""Escapes in `--stop`. The command replaces them, because a shell does not."""
 
 
 def stop_text(text: str) -> str:
@@ -80,7 +80,7 @@ UPSTREAM: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "num_samples": ("num_samples", lambda value: sample_count(str(value))),
     "sample_output_file": ("output", lambda value: local_path(str(value))),
 }
-"""GPT-NeoX's generation keys: the option with the same meaning, and a function that converts the value."""
+"""GPT-NeoX's generation keys, each with the option of the same meaning and a function that converts the value."""
 
 
 def parser() -> ArgumentParser:
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def upstream_defaults(args: Namespace, layer: Layer) -> dict[str, Any]:
-    """Return the defaults of options that GPT-NeoX's generation keys in the configuration set. Raises InputError."""
+    """Return the options that GPT-NeoX's generation keys in the configuration set, as defaults. Raises InputError."""
     given = layer.values
     defaults: dict[str, Any] = {}
     for key, (option, kind) in UPSTREAM.items():
@@ -226,7 +226,7 @@ def check_checkpoint(args: Namespace) -> None:
 
 
 def read_prompts(args: Namespace) -> dict[str, str]:
-    """Return the prompts of the options or of standard input, by their places. Raises DataError."""
+    """Return the prompts from the options or from standard input, each by its place. Raises DataError."""
     if args.prompt is not None:
         return {f"--prompt {number}": text for number, text in enumerate(args.prompt, start=1)}
     place = "standard input" if args.file is None else args.file
@@ -279,9 +279,9 @@ def sampling_of(args: Namespace) -> "Sampling":
 
 
 def run(args: Namespace, prompts: Mapping[str, str] | None) -> int:
-    """Load the checkpoint, continue `prompts`, given by their places, and print or write the continuations.
+    """Load the checkpoint, continue the prompts, and print or write the continuations.
 
-    If `prompts` is None, they are typed at the terminal. Raises InputError.
+    `prompts` has the prompts by their places. If it is None, the user types them at the terminal. Raises InputError.
     """
     from megatron_coca.attention.positions import PositionRangeError
     from megatron_coca.checkpoints.weights import DTYPES
@@ -346,9 +346,9 @@ def continue_all(
 def check_prompts(
     generator: "TextGenerator", args: Namespace, prompts: Mapping[str, str], opening: Sequence[Mapping[str, str]]
 ) -> None:
-    """Raise DataError with all prompts that cannot be encoded, or that are too long for the model.
+    """Raise DataError if prompts cannot be encoded or are too long for the model. The error lists these prompts.
 
-    `opening` are the messages before each prompt in a chat.
+    `opening` contains the messages before each prompt in a chat.
     """
     from megatron_coca.attention.positions import PositionRangeError
 

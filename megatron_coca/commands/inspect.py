@@ -51,12 +51,12 @@ from megatron_coca.training.opened_stages import OpenedStage, open_stages
 from megatron_coca.training.topology import Topology
 
 GREEN = ("\x1b[32m", "\x1b[0m")
-"""What a terminal gets before and after the text of an answer."""
+"""Terminal codes that are printed before and after the text of an answer."""
 
 
 class Inspection(NamedTuple):
-    """The text to print, the values for --json, and whether the data are faulty. `coloured`: the text is safe for a
-    terminal and has colours.
+    """The text to print, the values for --json, and whether the data are faulty. If `coloured` is set, the text has
+    colours and is already safe for a terminal.
     """
 
     text: str
@@ -246,8 +246,8 @@ def _mup(options: argparse.Namespace) -> Inspection:
 def _models(files: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
     """Return the files of each model. A file that describes a complete model begins a new model; others are overlays.
 
-    Only the first file is tested with the overrides. If the overrides set a complete shape, every overlay would
-    otherwise count as a model.
+    Only the first file is tested together with the overrides. Otherwise, if the overrides set a complete shape, every
+    overlay would count as a model.
     """
     models: list[list[str]] = []
     for file in files:
@@ -336,7 +336,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. key=value may also follow options, which argparse does not support."""
+    """Parse the command line. Pairs key=value may also follow options, although argparse does not support this."""
     options, rest = parser().parse_known_args(arguments)
     if rest and not (hasattr(options, "inputs") and all("=" in text and not text.startswith("-") for text in rest)):
         parser().error(f"unrecognized arguments: {' '.join(rest)}")

@@ -7,7 +7,7 @@
     megatron-coca prepare RECIPE.yml --engine slurm --tasks 400 --cpus 4
     megatron-coca prepare RECIPE.yml --part 3/16        # host 3 of 16; run every part twice, then once without --part
 
-After a kill or an error, the same command resumes.
+If the command is killed or fails, the same command resumes.
 """
 
 import argparse
@@ -51,13 +51,13 @@ from megatron_coca.work.tasks import CommandTask
 
 MOST_WORKERS = 1024
 MOST_TASKS = 1000
-"""The most tasks that an engine gets by default. Slurm's default limit for an array is 1001."""
+"""Maximum number of tasks on an engine by default. Slurm's default limit for an array is 1001."""
 
 MODELS = (
     (1_000_000_000, "configs/350M/roformer_coca.yml"),
     (0, "configs/quickstart/roformer_coca.yml"),
 )
-"""Configurations that the summary suggests, each with the number of training tokens from which on it is suggested."""
+"""Configurations that the summary suggests, each with the smallest number of training tokens for which it does so."""
 BY_LINE = "if every line of a text file is a document, use --documents line (`documents: line` in a recipe)"
 
 _TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "start_token", "end_token", "accept_tokenizer")
@@ -206,7 +206,7 @@ def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
 
 
 def _run(arguments: argparse.Namespace) -> str:
-    """Run the preparation of the command line, and return the text to print."""
+    """Run the preparation that the command line describes, and return the text to print."""
     if sum(map(bool, (arguments.builtin, arguments.input, arguments.recipe))) != 1:
         raise DataError("input: give exactly one of a recipe, --input and --builtin; see --help")
     workers = _cores() if arguments.workers is None else arguments.workers

@@ -40,13 +40,12 @@ TITLE = "Quickstart: beyond the training length of 64, with facts among random t
 """The figure in README has another task and longer training, so methods may rank differently there."""
 WINDOWS, STRIDE = "64,128,256,512,1024", "64"
 CASES, STEPS, DOCUMENTS = 192, 300, 58
-"""Number of questions for each length, of steps of the run on text, and of documents for its perplexity, if nothing is
-shortened.
+"""If nothing is shortened: the number of questions for each length, the number of steps of the run on text, and the
+number of documents for its perplexity.
 """
 GOAL, AFTER, LEAST = 300.0, 2.5, 0.1
-"""GOAL is the number of seconds that the whole should take. AFTER is the time of everything after the training on
-recall, as a multiple of the time of that training. LEAST is the smallest share of this later work that is worth
-running.
+"""GOAL is the number of seconds that the whole should take. AFTER is the time of all work after the training on recall,
+as a multiple of the time of that training. LEAST is the smallest share of this later work that is worth running.
 """
 
 
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def share_of_rest(training: float) -> float:
-    """Return the share of the remaining work that fits into GOAL, after training on recall took this many seconds."""
+    """Return the share of the remaining work that fits into GOAL. Training on recall has taken `training` seconds."""
     return min(1.0, max(LEAST, (GOAL - training) / (AFTER * training))) if training > 0 else 1.0
 
 

@@ -28,16 +28,14 @@ from megatron_coca.work.statuses import DONE
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18
-"""Bytes at the end of the metrics file that are read. A line has a few hundred bytes."""
+"""Number of bytes that are read at the end of the metrics file. A line has a few hundred bytes."""
 WIDEST = 60
-"""Characters of a state in the table; a longer state is printed in full below the table."""
+"""Maximum number of characters of a state in the table. A longer state is printed in full below the table."""
 HEADER = ("run", "state", "step", "ETA", "last checkpoint", "restarts")
 
 
 class StatusRow(NamedTuple):
-    """One line of the table, the number of restarts for each reason, and the whole state if the table shows only a part
-    of it.
-    """
+    """One line of the table, the number of restarts for each reason, and the whole state if the table shortens it."""
 
     texts: tuple[str, ...]
     reasons: dict[str, int]
@@ -139,7 +137,7 @@ def row(folder: Path) -> StatusRow:
 def state_of(folder: Path, save: Path, launches: Sequence[Mapping[str, Any]], steps_of_run: object) -> str:
     """Return the state in a few words: running, finished, or why the last launch ended.
 
-    A run that was killed after its last checkpoint is finished too, because the next start has nothing to do.
+    A run that was killed after its last step's checkpoint is finished too, because the next start has nothing to do.
     """
     if is_locked(folder / LOCK):
         return "running"
@@ -155,7 +153,7 @@ def state_of(folder: Path, save: Path, launches: Sequence[Mapping[str, Any]], st
 
 
 def last_metrics(folder: Path) -> dict[str, Any]:
-    """Return the newest values of the metrics file. A report of a validation has no ETA, so lines are merged."""
+    """Return the newest value of each metric in the file. Lines are merged, because validation lines have no ETA."""
     try:
         with open_regular(folder / METRICS) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
@@ -172,7 +170,7 @@ def last_metrics(folder: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(save: Path) -> str:
-    """Return the step of the newest complete checkpoint and its age."""
+    """Return the step and the age of the newest complete checkpoint."""
     try:
         complete = steps(save)
         if not complete:

@@ -125,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from megatron_coca.evaluation.stretch.finetuning import check
 
         trials = trial_methods(args.finetune_method)
-        args.methods = (*args.methods, *(name for name in trials if name in CHOICES))  # without training, to compare
+        # The methods to train are also measured without training, for comparison.
+        args.methods = (*args.methods, *(name for name in trials if name in CHOICES))
         check(args, trials)
     from megatron_coca.evaluation.stretch.command import stretch
 
@@ -146,8 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(args: Namespace, trials: Sequence[str], before: "Done") -> tuple[int, "Done"]:
-    """Train each method, measure it at the same lengths, and write the page on all models. Return the exit status of
-    the first training that failed, or 0, and the choice among all models.
+    """Train a model with each method, measure it at the same lengths, and write the page on all models. Return the exit
+    status of the first training that failed, or 0, and the choice among all models.
     """
     from megatron_coca.evaluation.stretch.command import compare_trials, stretch
     from megatron_coca.evaluation.stretch.finetuning import finetune, is_outdated, read_trial, trained_folder

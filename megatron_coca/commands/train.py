@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 after training, otherwise a status from docs/faults.md."""
-    error_report.install()  # before other imports, because a user's file may shadow a module that they import
+    error_report.install()  # before other imports, because a user's file may have the name of a module that they import
     from megatron_coca.work.statuses import INTERRUPTED, Stopped
 
     given = sys.argv[1:] if arguments is None else arguments

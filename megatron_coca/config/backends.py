@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class DeclaredBackend(NamedTuple):
-    """What other code knows about an attention backend.
+    """The properties of an attention backend that other code reads.
 
     Attributes:
         place: its module in `attention/backends` and its class, as `module.Class`.
@@ -12,7 +12,7 @@ class DeclaredBackend(NamedTuple):
         caps: whether it supports soft-capping of scores.
         sinks: whether it supports sink logits.
         rings: whether ranks that divide a sequence can use it.
-        uncompiled: why blocks with this backend are not compiled, or None if they are.
+        uncompiled: the reason why blocks with this backend are not compiled; None if they are compiled.
     """
 
     place: str

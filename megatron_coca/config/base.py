@@ -27,8 +27,8 @@ class ConfigError(InputError, ValueError):
 
 
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return the hint ``; did you mean `x`?`` for the known word that is closest to `word`, or an empty string. The
-    hint shows `prefix` before the word.
+    """Return the hint ``; did you mean `x`?`` for the known word that is closest to `word`, or an empty string. In
+    the hint, `prefix` is before this word.
     """
     lowered = {candidate.lower(): candidate for candidate in known}
     match = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
@@ -59,7 +59,7 @@ Size = Annotated[int, Field(ge=1, le=2**20)]
 Positive = Annotated[float, Field(gt=0.0, le=1.0e30)]
 NotNegative = Annotated[float, Field(ge=0.0, le=1.0e30)]
 Seconds = Annotated[float, Field(gt=0.0, le=1.0e9)]
-"""A time in seconds. Timers of the operating system and of collectives accept twice this maximum."""
+"""A time in seconds. Timers of the operating system and of collectives also accept twice the maximum."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -75,8 +75,8 @@ def required(description: str) -> Any:
 
 
 def derived(default: Any, compute: Callable[[Mapping[str, Any]], Any], switch: str, description: str) -> Any:
-    """Declare a key whose value, if it is not set, is what `compute` returns for the earlier fields of its group.
-    `compute` returns `default` unless the key `switch` is set.
+    """Declare a key with a computed default. If the key is not set, `compute` returns its value, from the earlier
+    fields of its group. This value is `default` unless the key `switch` is set.
     """
     extra = {"default": default, "switch": switch}
     return Field(default_factory=compute, description=description, json_schema_extra=extra)

@@ -45,7 +45,7 @@ class SyntheticConfig(ConfigGroup):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Leave `updates` and `back` out if not set: archived studies record their data without them."""
+        """Leave out `updates` and `back` if not set, because archived studies record their data without them."""
         optional = ("updates", "back")
         return {name: value for name, value in handler(self).items() if name not in optional or value is not None}
 
@@ -80,8 +80,8 @@ class DataConfig(ConfigGroup):
     train_label_data_paths: Labels | None = key(
         None, "Prefixes of the labels, one for each training shard; null for a shard without labels."
     )
-    valid_label_data_paths: Labels | None = key(None, "As train_label_data_paths, for the validation shards.")
-    test_label_data_paths: Labels | None = key(None, "As train_label_data_paths, for the test shards.")
+    valid_label_data_paths: Labels | None = key(None, "Like train_label_data_paths, but for the validation shards.")
+    test_label_data_paths: Labels | None = key(None, "Like train_label_data_paths, but for the test shards.")
     pack_impl: Literal["packed", "pack_until_overflow", "unpacked"] = key(
         "packed",
         "Contents of a sample. packed: a slice of the concatenated documents; pack_until_overflow: as many whole"

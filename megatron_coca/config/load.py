@@ -76,7 +76,7 @@ class Problems:
 
     Attributes:
         source: the merged layers.
-        found: the location of every error, by the pair of its key, which may be empty, and its message.
+        found: the location of every error, by the pair of its key and its message. The key may be empty.
         keys: the keys of the schema with errors.
     """
 
@@ -97,7 +97,7 @@ class Problems:
     def blame(self, layers: Sequence[Layer], faults_of: Callable[[Layer], Collection[tuple[str, str]]]) -> None:
         """If a layer other than the first causes an error, report this layer as the location of the error.
 
-        Without this, if a key of the command line contradicts a file, the error would be reported for the file.
+        Without this, an error would be reported for a file even if a key of the command line causes it.
         `source` must be the result of merging `layers`. `faults_of` returns the key and message of every error in a
         given layer.
         """
@@ -112,8 +112,8 @@ class Problems:
                 self.found[key, message] = _cause(layer, key, rest.pop((key, message)), self.source.label)
 
     def _location(self, path: str) -> str:
-        """Return the location of `path`. If it has none, return that of a key inside it, or of the innermost mapping
-        around it.
+        """Return the location of `path`. If `path` has no location, return the location of a key inside it, or of the
+        innermost mapping around it.
         """
         path = path.partition("[")[0]
         where = self.source.where
@@ -159,8 +159,8 @@ def _within(location: str, layer: Layer) -> bool:
 
 
 def _cause(layer: Layer, key: str, location: str, everywhere: str) -> str:
-    """Return the location of an error that `layer` causes. `location` is where the error has been reported so far: the
-    place of `key` in an earlier layer, or `everywhere` if no layer has the key.
+    """Return the location of an error that `layer` causes. `location` is the location so far. It is the place of `key`
+    in an earlier layer, or `everywhere` if no layer has the key.
     """
     inside = (where for path, where in layer.where.items() if path.startswith(f"{key}."))
     return next(inside, layer.label if location == everywhere else f"{layer.label}, with {location}")
@@ -173,8 +173,8 @@ def _expectation(message: str) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Return the message about an unknown key. If the key is a Hugging Face name, the hint is our key with the same
-    meaning, and otherwise the closest known key. If no known name of a mapping is close, the hint lists all of them.
+    """Return the message about an unknown key. The hint is our key with the same meaning if the key is a Hugging Face
+    name, otherwise the closest known key. If no known name of a mapping is close, the hint lists all of them.
     """
     if key in MISPLACED:
         return MISPLACED[key]
@@ -246,7 +246,7 @@ def validate(source: Layer) -> tuple[dict[str, ConfigGroup], Problems]:
     known = _known_values(flat, problems)
     _run_imports(known, problems)
     absent = {key: value for key, value in _PLACEHOLDERS.items() if key not in known}
-    if len(absent) > 2:  # an overlay: most checks would compare keys with those of a missing model
+    if len(absent) > 2:  # an overlay: most checks would compare its keys with keys of a missing model
         problems.found["", f"describes no model ({', '.join(absent)} missing); {NO_MODEL}"] = source.label
         return {name: _group(name, kind, absent | known, problems) for name, kind in GROUPS.items()}, problems
     groups = {name: _group(name, kind, known, problems) for name, kind in GROUPS.items()}
@@ -347,8 +347,8 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
 
 
 def _unquoted_word(key: str, value: bool) -> Any:
-    """Return the choice of the key, such as `off`, that YAML reads as this boolean unless it is quoted. Without such a
-    choice, return the boolean.
+    """Return the choice of the key that YAML reads as the boolean `value`, such as an unquoted `off`. If the key has no
+    such choice, return `value`.
     """
     choices = () if key in MAPPINGS else _choices_of(key)
     words = [choice for choice in choices if isinstance(choice, str) and yaml_value(choice) is value]
@@ -432,7 +432,7 @@ class Config(Settings):
         that key.
 
         Args:
-            overrides: as for `load_config`.
+            overrides: see `load_config`.
             files: YAML files that are merged before the overrides.
 
         Raises:
@@ -452,8 +452,8 @@ class Config(Settings):
         return dump(self._nested(only_set=False))
 
     def record(self) -> str:
-        """Return the text for the folder of a checkpoint: as `to_yaml`, without passwords, and without `metric_sinks`
-        and the files that declare only sinks, because other people may read a checkpoint.
+        """Return the text of `to_yaml` for the folder of a checkpoint. It has no passwords, no `metric_sinks` and no
+        files that declare only sinks, because other people may read a checkpoint.
         """
         values = self._nested(only_set=False)
         del values[METRIC_SINKS]
@@ -485,7 +485,7 @@ class Config(Settings):
     def from_layers(cls, layers: Sequence[Layer], problems: list[str], used: bool = True) -> Self:
         """Merge layers and validate the result. Raises ConfigError with `problems` and all further errors.
 
-        `used` is false for the record of a checkpoint, in which addresses and folders of another computer are valid.
+        `used` is false for the configuration of a checkpoint, which may name addresses and folders of another computer.
         """
         config, found = cls._resolve(merge(layers), used)
         found.blame(layers, lambda source: cls._resolve(source, used, staged=config is not None)[1].found)

@@ -14,7 +14,7 @@ KINDS: dict[str, Any] = {"text": Annotated[str, Field(min_length=1)], "flag": bo
 
 
 def selectable() -> dict[str, type[MetricSink]]:
-    """Return the sinks that `metric_sinks` can name. The other sinks are set with keys of GPT-NeoX."""
+    """Return the sinks that `metric_sinks` can name. All other sinks have GPT-NeoX's own keys."""
     return {name: sink for name, sink in SINKS.items() if sink.key is None}
 
 
@@ -27,8 +27,7 @@ def names_within(path: str) -> tuple[str, ...]:
 
 
 def read_sinks(value: Any) -> dict[str, dict[str, Any]]:
-    """Validate the mapping, and return the options of every selected sink. Options that are not set have their
-    defaults.
+    """Validate the mapping, and return the options of every selected sink. An option that is not set has its default.
 
     Raises:
         ValidationError: a sink or an option is unknown, missing or of the wrong type.

@@ -58,22 +58,22 @@ GAU = "gau"
 """The layer type of gated attention units."""
 
 ASSUMED_VOCABULARY = 50304
-"""The vocabulary size for costs if no tokenizer is known: the rows of the embedding with the tokenizer of GPT-2 or of
-GPT-NeoX-20B.
+"""The vocabulary size in estimates of costs if no tokenizer is known. It is the number of embedding rows with the
+tokenizer of GPT-2 or of GPT-NeoX-20B.
 """
 
 LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30
-"""Chunk size with `loss_chunk_size: auto`: in tokens, or in logit bytes for the Triton kernel. With larger chunks, the
-weight of the output head and its gradient are read less often.
+"""Chunk size with `loss_chunk_size: auto`, in tokens, and for the Triton kernel in bytes of logits. With larger chunks,
+the weight of the output head and its gradient are read less often.
 """
 
 
 class HeadShape(ConfigGroup):
     """Keys of the attention heads in one layer type. A key that is not set has the model's value."""
 
-    num_kv_heads: Size | None = key(None, "As the model's key.")
-    kv_channels: Size | None = key(None, "As the model's key.")
-    values_from_keys: bool | None = key(None, "As the model's key.")
+    num_kv_heads: Size | None = key(None, "Replaces the model's key.")
+    kv_channels: Size | None = key(None, "Replaces the model's key.")
+    values_from_keys: bool | None = key(None, "Replaces the model's key.")
 
     @model_serializer(mode="wrap")
     def _only_set(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -389,7 +389,7 @@ class ModelConfig(ConfigGroup):
 
     @property
     def width_ratio(self) -> float:
-        """hidden_size as a multiple of that of the base model of `use_mup`; otherwise 1."""
+        """With `use_mup`, hidden_size divided by the hidden_size of the base model; otherwise 1."""
         return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
 
     @property
@@ -438,7 +438,7 @@ class ModelConfig(ConfigGroup):
 
     @property
     def gau_features(self) -> int:
-        """Number of gate features, and of value features, in a gated attention unit."""
+        """Number of features of the gate in a gated attention unit. The values have the same number."""
         return self.gau_width or 2 * self.hidden_size
 
     def of_type(self, name: str) -> "ModelConfig":
@@ -453,8 +453,8 @@ class ModelConfig(ConfigGroup):
 
     @property
     def head_dim(self) -> int:
-        """Features per attention head on which the position method acts. With latent attention, queries and keys have
-        `unrotated_dim` further features.
+        """Number of features of an attention head on which the position method acts. With latent attention, queries and
+        keys have `unrotated_dim` features in addition.
         """
         if self.kv_lora_rank is not None:
             return self.qk_rope_head_dim or self.unrotated_dim // 2
@@ -528,7 +528,7 @@ class ModelConfig(ConfigGroup):
 
     @property
     def narrow_mlp(self) -> str | None:
-        """A warning if a gated activation has the width that follows from GPT-NeoX's default, else None."""
+        """A warning if a gated activation has the width that GPT-NeoX's rule gives it by default, else None."""
         if self.activation not in GATED_ACTIVATIONS or self.intermediate_size or self.expansion_factor:
             return None
         return (

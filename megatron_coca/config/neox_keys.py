@@ -8,7 +8,7 @@ from megatron_coca.support.safe_yaml import read_yaml
 _TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 INERT: dict[str, str] = {key: row["reason"] for row in _TABLES["inert"] for key in row["keys"].split()}
-"""Keys that are accepted and have no effect, with the reason."""
+"""Keys that are accepted and have no effect, each with the reason."""
 
 SAME: frozenset[str] = frozenset(_TABLES["meanings"]["same"].split())
 """Schema keys and aliases with the same meaning as in GPT-NeoX."""
@@ -34,7 +34,7 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
 """Keys of unsupported features, each with GPT-NeoX's default, which is accepted, and the name of the feature."""
 
 UNSUPPORTED_CHOICES: dict[str, dict[Any, str]] = _TABLES["unsupported_choices"]
-"""Unsupported values of supported keys, in lower case, with the feature."""
+"""For each supported key, its unsupported values in lower case, each with the name of the unsupported feature."""
 
 
 def is_inert(value: Any, default: Any) -> bool:

@@ -48,7 +48,7 @@ def _normalise_optimizer(name: Any) -> Any:
 
 
 def _sort_parts(parts: Any, known: tuple[str, ...] = get_args(TrainablePart)) -> Any:
-    """Sort a valid list and drop repetitions, so that equal selections compare equal."""
+    """Sort a valid list and drop repetitions, so that lists with the same parts are equal."""
     return (
         sorted(set(parts), key=known.index)
         if isinstance(parts, list) and all(part in known for part in parts)
@@ -75,16 +75,16 @@ class LoraConfig(ConfigGroup):
     )
     also: Annotated[list[TrainablePart], BeforeValidator(_sort_parts)] = Field(
         default=[],
-        description="Parts that are trained as a whole, by their names in `trainable`; LongLoRA has `[norms,"
+        description="Parts that are trained as a whole, by their names in `trainable`; LongLoRA trains `[norms,"
         " embedding]`.",
     )
     dropout: Probability = Field(default=0.0, description="Dropout of the adapters' inputs.")
-    rslora: bool = Field(default=False, description="Multiply by alpha / sqrt(rank) instead (rsLoRA).")
+    rslora: bool = Field(default=False, description="Multiply the product by alpha / sqrt(rank) instead (rsLoRA).")
     dora: bool = Field(default=False, description="Also train the norm of every row of the adapted matrices (DoRA).")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that change what adapters with given weights compute, under their names in PEFT."""
+        """The settings that, besides the weights, determine what the adapters compute, by their names in PEFT."""
         alpha = int(self.alpha) if self.alpha.is_integer() else self.alpha
         return {"r": self.rank, "lora_alpha": alpha, "use_rslora": self.rslora, "use_dora": self.dora}
 

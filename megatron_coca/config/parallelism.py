@@ -17,7 +17,7 @@ def _with_valid_stage(section: dict[str, Any]) -> dict[str, Any]:
 
 
 class ParallelConfig(ConfigGroup):
-    """The engine; data, tensor, pipeline and sequence parallelism."""
+    """The engine, and data, tensor, pipeline and sequence parallelism."""
 
     engine: Literal["auto", "deepspeed", "native"] = key(
         "auto",

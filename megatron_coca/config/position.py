@@ -34,7 +34,7 @@ KINDS: dict[str, Any] = {
 }
 """Type of a declared option, by its kind."""
 DEFAULTS = {"rope_scaling": "default"}
-"""The choice of a key if its mapping does not name one."""
+"""For each key, the choice if its mapping names none."""
 
 
 class Selected(ConfigGroup):
@@ -57,7 +57,7 @@ class Selected(ConfigGroup):
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
     def settings(self, training_length: int) -> dict[str, Any]:
-        """Return the options; options that are not set have their defaults for the training length."""
+        """Return all options. An option that is not set has its default for the training length."""
         return self.declaration.resolved(self.given, training_length)
 
 
@@ -117,7 +117,7 @@ def read_choice(key: str, value: Any) -> Any:
             place = key if key == "pos_emb" else selector
             message = f"{option} has no effect with {place} {name}; it is an option of {listed}"
             faults.append(_fault("option", message, given))
-    if faults and not (unknown and selector not in values):  # the unknown name may mean the selector, as `type` does
+    if faults and not (unknown and selector not in values):  # the unknown name may mean the selector, like `type`
         raise _error(*faults)
     return _model_of(choice).model_validate(kept)
 
@@ -129,7 +129,7 @@ def _name(key: str, value: Any) -> Any:
 
 
 def _scaling(value: Any) -> Any:
-    """Validate a logit scaling, and return it, or only its name if it has no options."""
+    """Validate a logit scaling. Return the choice or, if it has no options, only its name."""
     chosen = read_choice("logit_scaling", "none" if value is None else value)
     return chosen if chosen.declaration.options else chosen.type
 
@@ -264,8 +264,8 @@ class PositionConfig(PositionKeys):
         return {name: self.of_type(name) for name in dict.fromkeys(layer_names)}
 
     def original_length(self, seq_length: int) -> int:
-        """Return L of rotary_frequencies and of the extension: rope_scaling.original_max_position_embeddings if it is
-        set, else seq_length.
+        """Return L, the length to which rotary_frequencies and the extension refer. It is
+        rope_scaling.original_max_position_embeddings if that is set, else seq_length.
 
         Distance maps, logit scaling and evaluation always use seq_length, the length of the latest training.
         """
@@ -278,7 +278,7 @@ class PositionConfig(PositionKeys):
 
     @property
     def frequencies(self) -> methods.TrainingFrequencies | None:
-        """The declaration of the frequencies of training; None for the powers of rotary_emb_base."""
+        """The declaration of `rotary_frequencies`; None for the powers of rotary_emb_base."""
         given = self.rotary_frequencies
         return methods.find("rotary_frequencies", given.type) if given is not None else None
 
@@ -304,8 +304,8 @@ class PositionConfig(PositionKeys):
 
     @property
     def embedding_options(self) -> dict[str, Any]:
-        """Options of the position embedding. The options that GPT-NeoX has are keys of this group; others come from
-        `pos_emb_options`.
+        """Options of the position embedding. Options that GPT-NeoX has are keys of this group. All other options come
+        from `pos_emb_options`.
         """
         given = self.pos_emb_options.given if self.pos_emb_options is not None else {}
         names = ("rpe_num_buckets", "rpe_max_distance", "alibi_slope_scale")
@@ -345,7 +345,7 @@ class PositionConfig(PositionKeys):
                 yield choice, selected.given if isinstance(selected, Selected) else {}
 
     def reason_against(self, key: str, seq_length: int, head_dim: int) -> str | None:
-        """Return the reason why the choice of a key does not work with the others in a model of this shape, or None."""
+        """Return why the choice of a key does not work with the other choices in a model of this shape, or None."""
         chosen = {choice.key: (choice, given) for choice, given in self.choices()}
         if key not in chosen:
             return None

@@ -1,4 +1,4 @@
-"""Training stages of a run: they can differ in length, data, batch size, learning rate or position method.
+"""Training stages of a run. Stages can differ in length, data, batch size, learning rate or position method.
 
 A stage lists the keys that differ from the rest of the configuration. Learning rate and data order depend only on the
 step and the list of stages.
@@ -28,7 +28,7 @@ STAGE_KEYS = (
 )
 """Key groups and single keys that a stage may change, because weights and optimizer states remain valid."""
 FIXED = frozenset({"train_iters", "train_epochs", "stages", "tokenizer_type", "vocab_file", "merge_file"})
-"""Keys in these groups that a stage may not change."""
+"""Keys in `STAGE_GROUPS` that a stage may not change."""
 OWN_KEYS = ("until", "restart_schedule", "reset_optimizer")
 """Keys that only stages have."""
 MOST_STAGES = 500
@@ -86,7 +86,7 @@ def stage_at(stages: Sequence[RunStage[C]], step: int) -> int:
 def resolve_stages(config: C, override: Override[C], known: Sequence[C] = ()) -> list[RunStage[C]]:
     """Return the stages of a valid configuration; without `stages`, one stage with the configuration itself.
 
-    `known` contains the stages' configurations if the caller has already built them, which takes milliseconds each.
+    `known` contains the configurations of the stages if the caller has already built them. Each takes milliseconds.
     """
     train_iters, schedule = config.schedule.train_iters or 0, config.schedule
     if schedule.stages is None:
@@ -109,7 +109,7 @@ def _changes(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _border(until: Any, train_iters: int) -> int:
-    """Return the step at which a stage ends, from a number of steps or a share of `train_iters` such as `80%`.
+    """Return the step at which a stage ends. `until` is a number of steps or a share of `train_iters` such as `80%`.
 
     Raises:
         ValueError: `until` is neither a number of steps nor a share.
@@ -174,7 +174,7 @@ def _border_faults(given: Sequence[Mapping[str, Any]], train_iters: int) -> Iter
 
 
 def _differences(config: Settings, stages: Sequence[RunStage[Settings]]) -> Iterator[tuple[str, str]]:
-    """Yield the changes that no stage can make, because weights or optimizer states would become invalid."""
+    """Yield errors about changes that no stage can make, because weights or optimizer states would become invalid."""
     lengths = {stage.config.model.seq_length for stage in stages}
     for number, stage in enumerate(stages):
         fixed = [key for key in KEYS if _differs(key, config, stage.config)]

@@ -124,7 +124,7 @@ class LoggingConfig(ConfigGroup):
     metric_sinks: Annotated[dict[str, dict[str, Any]], BeforeValidator(read_sinks)] = key(
         {},
         "Further sinks of metrics, each with its options below: `{mlflow: {experiment: coca}}`. A file in `imports` can"
-        " declare others (docs/observability.md).",
+        " declare more sinks (docs/observability.md).",
     )
     peak_theoretical_tflops: Positive | None = key(
         None, "Peak TFLOP/s of one device, for MFU; null: the data sheet's value (bfloat16, dense) if known."

@@ -45,7 +45,7 @@ def load_saved_config(
 
     Args:
         source: the file of the configuration, or its keys and values.
-        overrides, files: the user's overrides and files, of which only the key `imports` is read. They must set it if
+        overrides, files: the user's overrides and files. Only their key `imports` is read. They must set this key if
             the checkpoint's configuration sets it.
         same: raise an error, instead of logging a warning, if an imported file differs from the one that the
             checkpoint records.
@@ -68,7 +68,7 @@ def load_saved_config(
         raise ConfigError(*problems)
     config = Config.from_layers(layers, problems, used=False)
     digests = {name.partition(MARK)[2] for name in recorded} - {""}
-    declared = (name for name in config.position.imports if MARK in name)  # the others declare only sinks
+    declared = (name for name in config.position.imports if MARK in name)  # files without a digest declare only sinks
     changed = tuple(name for name in declared if digests and name.partition(MARK)[2] not in digests)
     if changed:
         before = ", ".join(recorded)

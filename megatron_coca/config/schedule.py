@@ -62,8 +62,8 @@ DECAYS: dict[str, Callable[[float, float, float], float]] = {
     "cosine": lambda progress, peak, low: low + (peak - low) / 2.0 * (math.cos(math.pi * progress) + 1.0),
     "exponential": lambda progress, peak, low: peak * 0.5**progress,
 }
-"""Functions of the progress from 0 (end of the warm-up) to 1 (horizon), the peak rate and the minimum rate. They return
-the learning rate; a result below the minimum is raised to it.
+"""Functions of the progress, the peak rate and the minimum rate, which return the learning rate. The progress is 0 at
+the end of the warm-up and 1 at the horizon. A result below the minimum is raised to the minimum.
 """
 WSD_DECAYS: dict[str, Callable[[float, float, float], float]] = {
     "linear": DECAYS["linear_to_min_lr"],
@@ -71,7 +71,7 @@ WSD_DECAYS: dict[str, Callable[[float, float, float], float]] = {
     "exponential": lambda progress, peak, low: low + (peak - low) * (2.0 * 0.5**progress - 1.0),
     "minus_sqrt": lambda progress, peak, low: low + (peak - low) * (1.0 - math.sqrt(progress)),
 }
-"""Like DECAYS, but for the last steps of `wsd`, with Megatron-LM's shapes."""
+"""Like DECAYS, but for the decay of `wsd` in the last steps, with Megatron-LM's shapes."""
 
 
 def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:

@@ -69,7 +69,7 @@ def default_of(key: str, flat: Mapping[str, Any]) -> Any:
 
 
 def not_at_default(keys: Iterable[str], flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `keys` whose values in `flat` are not their defaults, with these values."""
+    """Return the values in `flat` of those `keys` that are not at their defaults, by key."""
     return {key: flat[key] for key in keys if flat[key] != default_of(key, flat)}
 
 
@@ -91,7 +91,7 @@ COMPUTE_KEYS = frozenset(
 )
 """Keys that change how a model is computed, but neither the model nor its training data."""
 SECTIONS = frozenset(key[:end] for key in KEYS for end, letter in enumerate(key) if letter == ".")
-"""Mappings in which the names are keys of the schema: `optimizer` and `optimizer.params`."""
+"""Mappings that contain keys of the schema: `optimizer` and `optimizer.params`."""
 
 SELECTORS: dict[str, str] = {
     "rotary_frequencies": "type",
@@ -108,7 +108,7 @@ MAPPINGS: dict[str, type[ConfigGroup]] = {
 """Keys with a mapping of fixed names, each with the model of the mapping."""
 
 CLOSED = SECTIONS | SELECTORS.keys() | MAPPINGS.keys() | {"pos_emb_options", METRIC_SINKS, "fp16", "bf16"}
-"""Mappings with only known names. All other mappings are passed through unchanged."""
+"""Mappings in which only known names are valid. All other mappings are passed through unchanged."""
 
 
 def nested_names(key: str) -> tuple[str, ...]:

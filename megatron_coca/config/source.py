@@ -108,7 +108,7 @@ class YamlReader:
         self._loader.flatten_mapping(node)
         entries = {normalise(_name(name_node), path): (name_node, value_node) for name_node, value_node in node.value}
         values: dict[str, Any] = {}
-        for name, (name_node, value_node) in entries.items():  # the mapping's own keys replace merged keys
+        for name, (name_node, value_node) in entries.items():  # the mapping's own keys replace keys from `<<`
             inner = _join(path, name)
             first = self._scalars.setdefault(inner, name_node) if isinstance(value_node, yaml.ScalarNode) else name_node
             if first is not name_node:  # `optimizer.params.lr` beside `optimizer: {params: {lr: ...}}`
@@ -145,13 +145,13 @@ def _name(node: yaml.Node) -> str:
 
 
 class Layer(NamedTuple):
-    """Values of a file or an override, or the merged values of several.
+    """Values of a file or an override, or the merged values of several files and overrides.
 
     Attributes:
         label: the name of the source.
         values: nested mappings.
         where: the `file:line` of every key, by dotted path.
-        dropped: options that a merge dropped because a later layer selects another choice.
+        dropped: options that were dropped in a merge, because a later layer selects another choice.
     """
 
     label: str
@@ -185,9 +185,9 @@ def read_file(path: str | Path, problems: list[str]) -> Layer | None:
 
 @lru_cache(maxsize=32)
 def _parsed(label: str, text: str) -> tuple[YamlReader, Any]:
-    """Return the reader of a document and its value, which the caller must not change. They are cached, because a
-    command reads some files many times, such as the recipe of every cell of an ablation, and parsing takes 50 times as
-    long as copying.
+    """Return the reader of a document and its value, which the caller must not change. The two are cached. A command
+    reads some files many times, such as the recipe of every cell of an ablation, and parsing a document takes 50 times
+    as long as copying it.
     """
     reader = YamlReader(label, text)
     return reader, reader.read()
@@ -196,7 +196,7 @@ def _parsed(label: str, text: str) -> tuple[YamlReader, Any]:
 def _resolve_data_paths(values: dict[str, Any], folder: Path) -> None:
     """Replace `./NAME` by the path of NAME in the folder of the file.
 
-    This way shards can be moved together with their data.yml.
+    With such paths, shards can be moved together with their data.yml.
     """
 
     def resolved(value: Any) -> Any:

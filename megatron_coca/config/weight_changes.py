@@ -13,13 +13,13 @@ from megatron_coca.config.position import PositionConfig
 from megatron_coca.config.schema import Settings
 
 FORM_KEYS = frozenset({"pos_emb", "pos_emb_options", "qk_norm", "qk_norm_after_rotation", "use_qk_layernorm"})
-"""Keys that a later stage, or a run that continues a loaded checkpoint, may change unless `weight_changes` yields the
-change.
+"""Keys that may change in a later stage, or in a run that continues a loaded checkpoint. Changes that `weight_changes`
+yields are not allowed.
 """
 ROTARY_KEYS = frozenset({"rotary_frequencies", "rope_scaling", "relative_positions", "training_positions"})
 """Keys that may change together with `pos_emb` if only one of the two methods rotates."""
 ANGLES = {"offset": ("zero", "uniform", "free"), "initial_angle": ("random",)}
-"""Options of `pos_emb`, each with the values for which angles are among the weights of every head."""
+"""Options of `pos_emb`, each with the values for which every head has angles as weights."""
 
 
 class WeightChange(NamedTuple):
@@ -41,7 +41,7 @@ def adds_norms(before: ModelConfig, after: ModelConfig) -> bool:
 
 
 def norm_changes(before: ModelConfig, after: ModelConfig) -> Iterator[WeightChange]:
-    """Yield the change of the norms of queries and keys, unless they are the same or are added."""
+    """Yield the change of the norms of queries and keys, unless they are the same or are only added."""
     if _norms(before) != _norms(after) and not adds_norms(before, after):
         key = "qk_norm" if before.qk_norm != after.qk_norm else "use_qk_layernorm"
         values = _norms(before), _norms(after) or "none"
@@ -91,7 +91,7 @@ def _type_changes(
 
 
 def _learner(kind: PositionConfig, seq_length: int) -> str | None:
-    """Return the position method as text if it adds weights to the model, with the option that adds them."""
+    """Return the position method and its option that adds weights to the model, as text; None if it adds no weights."""
     embedding, given = next(kind.choices())
     options = embedding.resolved(given, seq_length)
     angles = [name for name in ANGLES if embedding.option(name) is not None]

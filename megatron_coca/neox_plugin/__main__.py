@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{USAGE}\n{script or 'SCRIPT.py'}: no such file; correct the path", file=sys.stderr)
         return 2
     own = Path(__file__).parent
-    others = [path for path in sys.path if Path(path) != own]  # Python added the plugin's folder
+    others = [path for path in sys.path if Path(path) != own]  # without the plugin's folder, which Python added
     sys.path[:] = [str(Path(script).resolve().parent), *others]
     sys.argv = [script, *options, *rest[:-1]]
     try:

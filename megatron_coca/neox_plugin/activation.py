@@ -20,11 +20,11 @@ LAUNCHER = str(Path(__file__).with_name("__main__.py"))
 """The path of the file, not the name of the module, because DeepSpeed's Slurm launcher can only start scripts."""
 
 ACTIVE = "megatron_coca_neox_plugin"
-"""Attribute that is set on GPT-NeoX's NeoXArgs while the plugin is active."""
+"""Attribute of GPT-NeoX's NeoXArgs that is set while the plugin is active."""
 
 
 def activate() -> None:
-    """Add the plugin's keys and attention to GPT-NeoX, which must be importable as `megatron`. Idempotent.
+    """Add the plugin's keys and attention to GPT-NeoX, which must be importable as `megatron`. Later calls do nothing.
 
     Configurations without plugin keys run as before. Raises IncompatibleError if GPT-NeoX cannot be imported, or if it
     lacks a function that the plugin needs.
@@ -153,7 +153,7 @@ def _with_own_schedule(original: Function) -> Function:
             style = scheduler.decay_style.lower()
             if style != "linear_to_min_lr" and not start:
                 return original_lr()
-            schedule = ScheduleConfig(  # values of the scheduler, which loading a checkpoint may have changed
+            schedule = ScheduleConfig(  # the values that the scheduler has now, maybe from a checkpoint
                 lr_decay_style=style,
                 lr_decay_iters=scheduler.end_iter,
                 min_lr=scheduler.min_lr,

@@ -1,7 +1,7 @@
 """GPT-NeoX's self-attention with this package's position methods and backends.
 
 GPT-NeoX still runs the projections, tensor parallelism and the key-value cache. This module receives the unrotated
-heads of one rank; keys and values of cached tokens precede those of new tokens.
+heads of one rank. The keys and values of cached tokens come before those of new tokens.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def attention_factory(
 
     If the configuration selects the plugin's attention, the function builds an instance of a subclass that uses it;
     otherwise it builds an instance of `upstream`. `rng_tracker` returns GPT-NeoX's tracker of the random states of
-    tensor-parallel ranks, and `tensor_rank` the number of this rank among them.
+    tensor-parallel ranks. `tensor_rank` returns the number of this rank among these ranks.
     """
 
     class PluginSelfAttention(upstream):

@@ -24,7 +24,7 @@ def _rename_prefix(state: MutableMapping[str, Any], old: str, new: str) -> None:
 
 
 def rename_in_checkpoints(layer: Any) -> None:
-    """Save the projection of a plugin layer as PROJECTION, and load it from either PROJECTION or PLAIN."""
+    """Save the projection of a plugin layer with the name PROJECTION. Load it with the name PROJECTION or PLAIN."""
 
     def on_save(module: Any, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
         _rename_prefix(state, prefix + PLAIN, prefix + PROJECTION)
@@ -37,7 +37,7 @@ def rename_in_checkpoints(layer: Any) -> None:
 
 
 def check_in_checkpoints(layer: Any, neox_args: Any) -> None:
-    """Raise ConfigError when a plugin checkpoint is loaded into GPT-NeoX's own attention, except for fine-tuning."""
+    """Let loading a plugin checkpoint into GPT-NeoX's own attention raise ConfigError, except for fine-tuning."""
 
     def on_load(state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
         if not any(name.startswith(prefix + PROJECTION) for name in state):
@@ -53,7 +53,7 @@ def check_in_checkpoints(layer: Any, neox_args: Any) -> None:
 
 
 def _fine_tunes(neox_args: Any) -> bool:
-    """Return whether the run fine-tunes. Evaluation and generation do not count; they set no_load_optim."""
+    """Return whether the run fine-tunes. Evaluation and generation, which set no_load_optim, do not count."""
     return bool(neox_args.finetune) and not neox_args.no_load_optim
 
 

@@ -41,7 +41,7 @@ CONTRADICTING: dict[str, tuple[Any, str]] = {
     "te_mha": (False, "Transformer Engine's attention does not support the position method; remove the key"),
     "te_fp8_mha": (False, "Transformer Engine's attention does not support the position method; remove the key"),
 }
-"""GPT-NeoX keys that contradict the plugin's attention -> the default, and the error message for any other value."""
+"""GPT-NeoX keys that contradict the plugin's attention, each with its default and the error for other values."""
 
 NO_POSITIONS = "GPT-NeoX's batches contain only tokens, and its model counts positions from 0; use megatron-coca train"
 
@@ -74,13 +74,13 @@ EXPECTED: dict[Any, tuple[type, str]] = {
     float: (float, "a number"),
     int: (int, "an integer"),
 }
-"""Type of a new field -> the Python type to check, and its description in messages. `problems_of` checks choices."""
+"""For each type of a new field, the Python type to check and its name in messages. `problems_of` checks choices."""
 
 NEW_CHOICES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pos_emb": ("NeoXArgsModel", METHODS),
     "lr_decay_style": ("NeoXArgsLRScheduler", ("linear_to_min_lr",)),
 }
-"""Existing field -> the base class of NeoXArgs that has it, and the additional values."""
+"""Existing fields, each with the base class of NeoXArgs that has the field, and the additional values."""
 
 
 def extend_fields(arguments: type) -> None:
@@ -144,7 +144,7 @@ def resolve(neox_args: Any) -> Config:
     values = {name: getattr(neox_args, name) for name in (*SHAPE, *POSITION)}
     values |= {"pos_emb": neox_args.pos_emb.lower(), "make_vocab_size_divisible_by": 1}
     # GPT-NeoX's seq_length is the longest input of a run. In generation it may exceed the training length. Then only
-    # original_max_position_embeddings tells the training length.
+    # original_max_position_embeddings contains the training length.
     values["seq_length"] = scaling.get("original_max_position_embeddings") or values["seq_length"]
     return load_config([], {name: value for name, value in values.items() if value is not None})
 

@@ -21,12 +21,12 @@ NOT_COLLECTED: dict[str, Any] = {
     "auto_param_logging": False,
     "auto_metric_logging": False,
 }
-"""Settings that turn off what the library would print and send by itself."""
+"""Settings with which the library prints and sends nothing by itself."""
 
 
 @register_sink
 class Comet(MetricSink):
-    """Sends metrics, notes and the configuration to Comet, and nothing else that its library could collect.
+    """Sends only metrics, notes and the configuration to Comet. The library collects nothing else.
 
     A resumed run keeps its id, and does not send repeated steps again, because Comet keeps every value.
     """
@@ -80,5 +80,5 @@ class Comet(MetricSink):
 
 
 def _text(value: object) -> object:
-    """Return a mapping or a list as JSON, because the library would split it into a parameter for each value."""
+    """Return a mapping or a list as JSON text. The library would split it into one parameter for each value."""
     return json.dumps(value) if isinstance(value, dict | list) else value

@@ -16,11 +16,11 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "mfu": ("MFU", "{:.1%}".format),
     "peak_memory_gib": ("memory", "{:.2f}GiB".format),
 }
-"""Label and format of the metrics on the console, in this order. Files contain all metrics."""
+"""Metrics on the console in this order, each with its label and format. Files contain all metrics."""
 
 
 def shown(metrics: Metrics) -> dict[str, str]:
-    """Return the label and the text of each metric that the console shows."""
+    """Return the formatted value of each metric that the console shows, by its label."""
     values = {name: metrics.get(name) for name in COLUMNS}
     texts = {COLUMNS[name][0]: COLUMNS[name][1](value) for name, value in values.items() if value is not None}
     windows = {name: value for name, value in metrics.items() if name.startswith(PERPLEXITY) and value is not None}
@@ -35,7 +35,7 @@ BAR: dict[str, Callable[[float], str]] = {
     "lr": "lr {:.3g}".format,
     "grad_norm": "grad {:.3g}".format,
 }
-"""Metrics beside the progress bar. If there is not enough room, only the first ones are shown."""
+"""Metrics beside the progress bar, each with its format. If there is not enough room, only the first ones appear."""
 
 
 class Console(MetricSink):

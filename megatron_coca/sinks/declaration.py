@@ -1,5 +1,4 @@
-"""Sinks receive the metrics of a run. This file says what a sink is and how one is declared. It does not import
-PyTorch.
+"""Sinks receive the metrics of a run. This file defines sinks and their declarations. It does not import PyTorch.
 
 A sink is one class in one file: its attributes declare it, and its methods do the work. The sinks of this package are
 in the files beside this one. A user's sink is in a file that `imports` names, and is declared in the same way.
@@ -32,8 +31,8 @@ class SinkOption:
     Attributes:
         kind: "text", "flag" (true or false), or "folder" (a folder to write to, which only one run may use at a time).
         meaning: the description in docs/config.md.
-        key: the configuration key with the value, which has its own description. None: the option is in the mapping
-            `metric_sinks.NAME`.
+        key: the configuration key with the option's value; this key has its own description. If it is None, the option
+            is in the mapping `metric_sinks.NAME`.
     """
 
     name: str
@@ -51,8 +50,8 @@ class RunFacts:
     Attributes:
         folder: the folder for the metrics of the run.
         start: number of completed steps.
-        known: number of completed steps of which the folder has metrics: `start`, or 0 if it has no metrics of this
-            run.
+        known: number of completed steps that have metrics in the folder: `start`, or 0 if the folder has no metrics of
+            this run.
         id: the id of the run.
         config: every key of the configuration by its dotted name, without passwords in URLs.
     """
@@ -73,7 +72,7 @@ class MetricSink:
     Attributes:
         name: the name in `metric_sinks`.
         options: the options of the sink.
-        key: the configuration key that selects the sink. None: `metric_sinks` selects it.
+        key: the configuration key that selects the sink. If it is None, `metric_sinks` selects it.
         extra: the extra of this package with the sink's library.
         record: a file in the run's folder with the run's id in another service. A copy of a run deletes it.
     """
@@ -91,7 +90,7 @@ class MetricSink:
         raise NotImplementedError
 
     def note(self, step: int, message: str) -> None:
-        """Do nothing, because the console and most services show the log anyway."""
+        """Ignore the message, because the console and most services show the log anyway."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -103,7 +102,8 @@ SinkClass = TypeVar("SinkClass", bound=type[MetricSink])
 
 
 def register_sink(sink: SinkClass) -> SinkClass:
-    """Declare a sink; a decorator for its class. The sink replaces an earlier sink of a user that has the same name.
+    """Declare a sink. This is a decorator for its class. A sink that a user has declared earlier under the same name is
+    replaced.
 
     Raises:
         ValueError: a sink of this package has the name.
@@ -116,9 +116,9 @@ def register_sink(sink: SinkClass) -> SinkClass:
 
 
 class SentSteps:
-    """The file `record` of a sink: the run's id in another service, and the last step that the service has.
+    """The file `record` of a sink. It contains the run's id in another service, and the last step that was sent to it.
 
-    A resumed run keeps the id, and does not send repeated steps again, because such services keep every value.
+    A resumed run keeps the id, and does not send repeated steps again, because such a service keeps every value.
 
     Attributes:
         id: the id of the run in the service, or None if the run is new there.

@@ -23,7 +23,7 @@ _LARGEST = 1 << 32
 
 
 def continues(folder: Path, run: str | None) -> bool:
-    """Return whether the metrics in a folder belong to the run with this id: several runs may use the same `log_dir`
+    """Return whether the metrics in a folder belong to the run with this id. Several runs may use the same `log_dir`
     one after the other.
     """
     if folder.parent == UNSAVED.parent and folder.name.startswith(UNSAVED.name):
@@ -43,8 +43,8 @@ class JsonLines(MetricSink):
 
     A resumed run drops the lines of steps that it will repeat, but does not repeat the notes of the step from which it
     resumes (such as the start of a stage). A new run moves the lines of older runs to `OLDER`. NaN and infinity, which
-    JSON does not have, become null. If a line cannot be written, as on a full disk, it is kept in memory, and written
-    with the next one: a lost line must not end the run.
+    JSON does not have, become null. If a line cannot be written, for example on a full disk, the run continues. The
+    line is kept in memory and written together with the next line.
     """
 
     def __init__(self, run: RunFacts) -> None:
@@ -125,8 +125,8 @@ def _of_validation(name: str) -> bool:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the valid lines of a metrics file. Invalid lines are logged, except an incomplete last line (left by a
-    kill).
+    """Return the valid lines of a metrics file. Invalid lines are logged. An incomplete last line is not, because a
+    killed process leaves one.
     """
     lines = []
     texts = read_regular(path, _LARGEST).decode(errors="replace").split("\n") if path.is_file() else []
@@ -141,7 +141,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_older(path: Path) -> None:
-    """Append an older run's lines to `OLDER`; the last line may be incomplete if the run was killed."""
+    """Append an older run's lines to `OLDER`. If that run was killed, its last line may be incomplete."""
     text = path.read_bytes()
     if text:
         with open_to_append(path.with_name(OLDER)) as older:

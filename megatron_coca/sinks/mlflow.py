@@ -11,7 +11,7 @@ from megatron_coca.sinks.waiting import SECONDS, within
 logger = logging.getLogger(__name__)
 
 MOST_PARAMETERS, MOST_LETTERS = 100, 6000
-"""The largest number of parameters in a request, and of characters in a value."""
+"""Maximum number of parameters in a request, and of characters in a value."""
 
 
 @register_sink

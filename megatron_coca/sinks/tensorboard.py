@@ -5,7 +5,7 @@ from megatron_coca.sinks.declaration import Metrics, MetricSink, RunFacts, SinkO
 
 @register_sink
 class TensorBoard(MetricSink):
-    """Writes metrics as scalars and notes as text, and hides what an earlier process wrote for repeated steps."""
+    """Writes metrics as scalars and notes as text. In a resumed run, earlier values of repeated steps are hidden."""
 
     name = "tensorboard"
     key = "tensorboard_dir"

@@ -1,11 +1,11 @@
-"""Calls of a service's library that must not take long, because the whole run waits for them."""
+"""Limit the time of calls of a service's library, because the whole run waits for them."""
 
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 SECONDS = 30
-"""Seconds to wait for a service at the start of a run, and for the remaining data to be sent at the end."""
+"""Seconds to wait for a service at the start of a run, and until the remaining data are sent at its end."""
 Returned = TypeVar("Returned")
 
 

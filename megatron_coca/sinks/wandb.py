@@ -84,5 +84,5 @@ class WandB(MetricSink):
             logger.warning("use_wandb: some metrics are not sent yet; send them later with `%s`", self._sync())
 
     def _sync(self) -> str:
-        """Return the command that sends the metrics on disk."""
+        """Return the shell command that sends the metrics on disk to the server."""
         return f"wandb sync {self._run.settings.sync_dir}"

@@ -1,5 +1,5 @@
-"""Command-line arguments of several commands: paths, configurations, variables of chat templates, and keys of
-config.json to ignore.
+"""Command-line arguments that several commands share: paths, configurations, variables of chat templates, and options
+for the model to read.
 """
 
 import json
@@ -27,7 +27,7 @@ SUCCESSORS = {
     "ablate --slurm": "use --engine slurm",
     "export --without-padding": "leave it out; exported models keep the padding rows, but never generate their tokens",
 }
-"""Removed options, each after its command, with the replacement."""
+"""The replacement of each removed option. The key is the command and the option."""
 
 
 class HintingParser(ArgumentParser):
@@ -105,7 +105,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def add_chat_variables(add: Callable[..., Any], when: str = "") -> None:
-    """Declare `--chat-template-kwargs` with `add_argument`, by default None. The help text begins with `when`."""
+    """Declare `--chat-template-kwargs` with `add_argument`. It is None by default. The help text begins with `when`."""
     text = f"{when}variables that the chat template reads, such as '{{\"enable_thinking\": false}}'"
     add("--chat-template-kwargs", "--chat_template_kwargs", type=json_object, metavar="JSON", help=text)
 

@@ -1,4 +1,4 @@
-"""Files that are either complete or absent, even after a kill or a power loss.
+"""Write files that are either complete or absent, even if the process is killed or the power fails.
 
 Content is written under a hidden name in the same folder, flushed to disk, and renamed.
 """
@@ -17,8 +17,8 @@ from typing import BinaryIO
 def write_file(path: Path, content: str | bytes, durable: bool = True) -> None:
     """Write a file atomically. Raises OSError on failure; an existing file is then unchanged.
 
-    A FIFO or a device is never replaced. Without `durable` nothing is flushed to disk: the file is complete after a
-    kill, but maybe not after a power loss.
+    A FIFO or a device is never replaced. Without `durable` nothing is flushed to disk. The file is then complete if the
+    process is killed, but maybe not if the power fails.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -46,15 +46,15 @@ _swept = set[Path]()
 def _new_partial(path: Path) -> BinaryIO:
     """Open a new hidden file to write the content of `path`, and lock it, so that no other process removes it."""
     while True:
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # pods have equal process numbers
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # pods can have equal process ids
         file = partial.open("xb")  # "x" does not follow a planted symbolic link
         if _lock(file) is not False and os.fstat(file.fileno()).st_nlink:
             return file
-        file.close()  # another process takes it for a leftover
+        file.close()  # another process has locked or removed it as a leftover
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the partial files of `path` that killed processes have left: those that no process has locked."""
+    """Remove the partial files of `path` that killed processes have left. No process has locked such a file."""
     if (named := path.absolute()) in _swept:
         return
     _swept.add(named)

@@ -1,4 +1,4 @@
-"""Log lines and progress on standard error: progress is redrawn on a terminal, and written as timed lines elsewhere.
+"""Log lines and progress on standard error. A terminal shows progress in place. Other outputs get timed lines.
 
 Results are printed on standard output, without this module.
 """
@@ -32,9 +32,9 @@ SHORT = 1.0
 SHORTEST_BAR, LONGEST_BAR = 6, 30
 """Smallest and largest width of a progress bar, in columns."""
 BEFORE_BAR = 3
-"""Number of texts in a progress line that have priority over the bar."""
+"""Number of parts of a progress line that have priority over the bar."""
 SCALED = ("B", "characters")
-"""Units of amounts that are shown with three significant digits."""
+"""Units for which amounts are shown with three significant digits."""
 
 
 def on_terminal() -> bool:
@@ -74,7 +74,7 @@ def display(renderable: "RenderableType") -> "Live":
 
 
 def write(text: str) -> None:
-    """Write permanent lines: above the redrawn area on a terminal, and with a timestamp elsewhere."""
+    """Write permanent lines, on a terminal above the redrawn area, elsewhere with a timestamp."""
     text = plain(text)
     if on_terminal():
         terminal().print(text)
@@ -109,7 +109,7 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration as hours, minutes and seconds (1:02:03), or from one day as days and hours (2d 1h)."""
+    """Format a duration as hours, minutes and seconds (1:02:03), or from one day on as days and hours (2d 1h)."""
     days, rest = divmod(round(seconds), 86400)
     return f"{days}d {rest // 3600}h" if days else str(timedelta(seconds=rest))
 
@@ -117,15 +117,15 @@ def duration(seconds: float) -> str:
 class Progress:
     """Progress of one task, shown inside its `with` block.
 
-    On a terminal it is a line with a bar, which omits texts that do not fit. Elsewhere there is a line at the start,
-    lines at growing intervals, and a line at the end unless the task was short.
+    On a terminal, progress is one line with a bar. Text that does not fit is left out. Elsewhere, there is a line at
+    the start, lines at growing intervals, and a line at the end unless the task was short.
 
     Attributes:
         title: the name of the task.
         total: the amount of work; None if unknown.
         unit: the unit of the work, such as documents; B for bytes.
         done: the amount of finished work; a resumed task starts above 0.
-        details: further texts to show, the most important first.
+        details: further parts of the progress line, the most important first.
     """
 
     def __init__(self, title: str, total: float | None = None, unit: str = "", done: float = 0, show: bool = True):

@@ -1,4 +1,4 @@
-"""Notice that other processes need the cores on which this process's threads compute.
+"""Detect that other processes need the cores on which this process's threads compute.
 
 PyTorch's OpenMP threads spin while they wait for each other, which is slow on crowded cores (docs/speed.md).
 """
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 WINDOW, SLICE = 30.0, 5.0
-"""The window: seconds after which a process that was crowded in every slice prints a message. The slice: its minimum
-length in seconds.
+"""Lengths in seconds. If all slices of a window of at least WINDOW were crowded, the process prints a message. SLICE is
+the minimum length of a slice.
 """
 LOST = 0.25
 """In a crowded slice, at least this many threads had no core, on average. For two spinning threads on idle cores, the
@@ -22,11 +22,11 @@ INTERRUPTIONS = 30.0
 """In a crowded slice, at least this many involuntary context switches occurred per second. If the threads got less than
 one processor second per second, the switches are counted per processor second.
 
-Two threads had 5 per second on two idle cores, 230 to 300 beside a busy process, and 100 on a quarter of a core.
+Two threads had 5 switches per second on two idle cores, 230 to 300 beside a busy process, 100 on a quarter of a core.
 """
 INTERRUPTIONS_PER_THREAD = 5.0
-"""The same limit for each thread. The operating system itself interrupts every core a few times per second, which adds
-up on many cores.
+"""The limit is at least this number times the number of threads. The operating system itself interrupts every core a
+few times per second, which adds up on many cores.
 """
 SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Environment variables. A user who sets one of them knows about spinning, so no message is printed."""
@@ -54,11 +54,11 @@ def own_usage() -> tuple[float, int]:
 
 
 class CrowdedCores:
-    """Says once that the cores are crowded.
+    """Detects crowded cores. `look` returns a message once.
 
-    A slice is crowded if the threads got less processor time than they could use *and* were interrupted often. Neither
-    condition is enough alone: threads that wait for data or for the main thread also get less time, and a thread of
-    this process can interrupt another one.
+    A slice is crowded if the threads got less processor time than they could use *and* were interrupted often. One of
+    the two conditions is not enough: threads that wait for data or for the main thread also get less time, and a thread
+    of this process can interrupt another thread.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CrowdedCores:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave out the work of a `with` block: it waits for data, or computes with other threads."""
+        """Leave out the time of a `with` block that waits for data or computes with other threads."""
         before = self._now()
         try:
             yield

@@ -15,14 +15,14 @@ NO_SPACE = {
     errno.EDQUOT: "your quota is used up: remove files, or ask for a larger quota",
     errno.EFBIG: "the file is larger than the limit of this shell (`ulimit -f`) or of the file system: raise it",
 }
-"""Errors of a disk that accepts no more data, and what the user can do."""
+"""Errors of a disk that accepts no more data, each with the remedy."""
 
 
 def why_not_written(error: Exception, elsewhere: str) -> str:
     """Return the end of a message about a file that cannot be written: the reason, and a remedy.
 
-    `error` is an OSError, or a library's error that quotes one. `elsewhere` is the remedy that uses another place, such
-    as "name another folder".
+    `error` is an OSError, or a library's error that quotes an OSError. `elsewhere` is the remedy if another place would
+    help, such as "name another folder".
     """
     number = getattr(error, "errno", None)
     number = number or next((number for number in NO_SPACE if os.strerror(number) in str(error)), None)

@@ -1,4 +1,4 @@
-"""Format Markdown tables and the text in them, for the console and for documents."""
+"""Format Markdown tables and the text in their cells, for the console and for documents."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -41,8 +41,8 @@ def in_cell(text: str) -> str:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a Markdown table with aligned columns: the first to the left, the others to the right. A line end in a
-    cell becomes a space, because a name from a file must not look like lines of the program.
+    """Return a Markdown table with aligned columns, the first to the left and all others to the right. A line end in a
+    cell becomes a space, because a name from a file must not look like output of the program.
     """
     rows_of_text = [[number(value) for value in row] for row in rows]
     lines = [[_LINE_ENDS.sub(" ", text) for text in line] for line in (header, *rows_of_text)]

@@ -1,4 +1,4 @@
-"""The limit of open files."""
+"""Raise the limit of open files."""
 
 import resource
 

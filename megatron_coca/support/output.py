@@ -36,7 +36,7 @@ def put(descriptor: int, data: bytes | memoryview) -> OSError | None:
 
 
 class SurvivingStream(io.RawIOBase):
-    """A stream to a descriptor on which a write never fails. The first text after a loss begins with a note about it.
+    """A stream to a descriptor. Writes never fail. After a loss of text, the next text begins with a note.
 
     Attributes:
         failure: the error of the first write that failed, or None.
@@ -106,7 +106,7 @@ def _text(stream: Any, raw: SurvivingStream) -> TextIO:
     return io.TextIOWrapper(
         buffer,
         encoding=stream.encoding,
-        errors="backslashreplace",  # text that the encoding does not have must not end the work either
+        errors="backslashreplace",  # a character that the encoding lacks must not end the work either
         line_buffering=getattr(stream, "line_buffering", True),
         write_through=unbuffered,
     )
@@ -132,7 +132,7 @@ def open_missing_streams() -> None:
 
 
 def drop_closed_streams() -> bool:
-    """Return whether the reader of the output or of the messages has ended. If so, discard the rest of that stream."""
+    """Return whether the reader of standard output or standard error has ended. Discard the rest of such a stream."""
     closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
     for stream in closed:
         drop_output(stream)

@@ -1,4 +1,4 @@
-"""Text from other sources, made safe for a terminal, a log or a shared file: no control characters, no passwords."""
+"""Make text from other sources safe for a terminal, a log or a shared file: no control characters, no passwords."""
 
 import logging
 import re
@@ -8,10 +8,10 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 encode. Line ends and tabs are allowed.
 """
 _URL = re.compile(r"[A-Za-z][\w.+-]+:/[^\s'\"<>]+")
-"""A URL. It has only one slash if it has been converted to a path."""
+"""Pattern of a URL. A URL that has been converted to a path has only one slash."""
 _PASSWORD = re.compile(r"(:/{1,2}[^/?#\s:@]*):[^/?#\s@]+@")
 _TOKEN = re.compile(r"(https?://)[^/?#\s:@]+@")
-"""A token in a web address: a user name without a password."""
+"""Pattern of a token in a web address, which is a user name without a password."""
 _SIGNED = re.compile(r"([?&][^=&#]*(?:token|sig|secret|passw|credential|key)[^=&#]*=)[^&#\s]+", re.IGNORECASE)
 
 

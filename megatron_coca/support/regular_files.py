@@ -1,4 +1,4 @@
-"""Open only regular files: a FIFO, a device or a loop of links raises an error and cannot hang the program."""
+"""Open only regular files. A FIFO, a device or a loop of links raises an error, so it cannot hang the program."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ def inside(folder: str | Path, name: str, error: Callable[[str], Exception], rem
     path = Path(folder, name)
     own, found = (
         Path(os.path.realpath(each)) for each in (folder, path)
-    )  # unlike resolve, no error for a loop of links
+    )  # unlike resolve, realpath raises no error for a loop of links
     cached = (each.parents[1] for each in (own, *own.parents) if each.parent.name == "snapshots")
     blobs = [repository / "blobs" for repository in cached if "--" in repository.name]  # models--OWNER--NAME
     if not any(found.is_relative_to(allowed) for allowed in (own, *blobs)):

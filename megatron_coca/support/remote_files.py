@@ -26,9 +26,9 @@ TIMEOUT = 20.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before the first retry of a transfer, and the longest pause. The pause doubles with every retry."""
 PERMANENT_NUMBERS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-"""Error numbers of the store or the local disk that a retry cannot fix."""
+"""Numbers of errors of the store or the local disk that a retry cannot fix."""
 PERMANENT_CLASSES = {"FileNotFoundError", "PermissionError", "NotImplementedError", "NoCredentialsError"}
-"""Names of exception classes that a retry cannot fix, for libraries that set no error number."""
+"""Names of the classes of errors that a retry cannot fix, for libraries that set no error number."""
 TRANSFERS = 8
 """Number of concurrent transfers."""
 WITH_FOLDERS = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "webdav"})
@@ -82,7 +82,7 @@ def local_folder(url: str, cache: str | Path, error: type[InputError]) -> Path:
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if ".." in parts or not parts:
         raise error(f"{url}: not the URL of a folder; write, for example, s3://bucket/runs/coca")
-    parts[0] = re.sub(r":.*@", "@", parts[0])  # a password must not be part of a folder's name
+    parts[0] = re.sub(r":.*@", "@", parts[0])  # the folder's name must not contain a password
     return Path(cache, scheme, *parts)
 
 
@@ -95,9 +95,9 @@ class UnavailableError(InputError):
 class RemoteFiles:
     """The objects below a URL. Names are relative to the URL.
 
-    A failed transfer is retried until it succeeds, until `timeout` seconds have passed since its first failure, or
-    until `hurry` is set. In the last two cases, `unavailable` is raised. A permanent error, such as a missing
-    permission, is raised at once as `permanent`.
+    A failed transfer is retried until it succeeds. If `timeout` seconds have passed since its first failure, or if
+    `hurry` is set, `unavailable` is raised. A permanent error, such as a missing permission, is raised at once as
+    `permanent`.
 
     Attributes:
         hurry: an event that makes the next failure final.
@@ -175,7 +175,7 @@ class RemoteFiles:
         return content
 
     def read_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-        """Return several ranges of an object, which are requested at the same time."""
+        """Return several byte ranges of an object, which are requested at the same time."""
         paths = [self._path(name)] * len(starts)
 
         def ranges() -> list[bytes]:

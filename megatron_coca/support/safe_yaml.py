@@ -21,7 +21,7 @@ them.
 """
 
 DISPUTED = re.compile("[\t\ufeff!?]|[|>][-+0-9]*#")
-"""Characters that libyaml and PyYAML's own parser read differently, at least in some places."""
+"""Pattern of text that libyaml and PyYAML's own parser may read differently."""
 
 _STRING, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
@@ -44,7 +44,7 @@ class LimitedLoader(yaml.SafeLoader):
     """Loader of YAML 1.1 that enforces the limits. Raises ``yaml.YAMLError`` for every fault.
 
     libyaml parses ten times as fast as PyYAML's own parser. PyYAML's parser is used only for text that matches
-    `DISPUTED`, and for text in which libyaml finds a fault, because PyYAML's errors say more.
+    `DISPUTED`, and for text in which libyaml finds a fault, because PyYAML's error messages are more precise.
     """
 
     def __init__(self, text: str) -> None:
@@ -91,7 +91,7 @@ class LimitedLoader(yaml.SafeLoader):
             raise _error(f"{node.value!r:.40} cannot be read as {kind}", node.start_mark) from error
 
     def construct_yaml_int(self, node: Any) -> int:
-        """Read an integer. A leading zero would make it octal, so that 0123 would be 83."""
+        """Read an integer. A leading zero raises an error, because it would make the number octal: 0123 would be 83."""
         value = self.construct_scalar(node)
         digits = value.lstrip("+-0_")
         if _OCTAL.fullmatch(value) and digits:
@@ -142,7 +142,7 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file. Raises ``YamlFault``, also for duplicate keys, and the exceptions of ``read_text``."""
+    """Read a YAML file. Raises ``YamlFault`` and the exceptions of ``read_text``. A duplicate key is a fault, too."""
     text = read_text(path)
     try:
         loader = _UniqueKeys(text)
@@ -162,7 +162,7 @@ def fault(error: yaml.YAMLError, text: str) -> YamlFault:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
     context = getattr(error, "context", None)
-    if reason.startswith("but ") and context:  # the sentence begins in the context
+    if reason.startswith("but ") and context:  # PyYAML puts the first half of the sentence in `context`
         reason = f"{context}, {reason}"
     return YamlFault(None if mark is None else mark.line + 1, reason)
 
@@ -179,5 +179,5 @@ def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
 
 
 def as_list(value: Any) -> Any:
-    """Return a list with `value` if it is a text, else `value`: a YAML file may give one text instead of a list."""
+    """Return a list with `value` if it is a string, else `value`. A YAML file may have one string instead of a list."""
     return [value] if isinstance(value, str) else value

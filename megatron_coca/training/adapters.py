@@ -1,4 +1,4 @@
-"""Low-rank adapters: PEFT adds them to our modules, and all weights that `lora.also` does not name are frozen."""
+"""Low-rank adapters. PEFT adds them to our modules. All other weights are frozen, except the parts in `lora.also`."""
 
 import re
 
@@ -10,11 +10,11 @@ from megatron_coca.model import GPT
 from megatron_coca.training.optimizer import parts_of, split_projections
 
 LATENT = ("attention.key_value_down", "attention.key_value_up")
-"""The modules of latent attention that compute keys and values together."""
+"""The two modules with which latent attention computes keys and values together."""
 MODULES: dict[AdapterTarget, tuple[str, ...]] = {
     "query": (
         "attention.query_key_value.query",
-        *("attention.query", "attention.query_down", "attention.query_up"),  # of latent attention
+        *("attention.query", "attention.query_down", "attention.query_up"),  # in latent attention
     ),
     "key": ("attention.query_key_value.key", *LATENT),
     "value": ("attention.query_key_value.value", *LATENT),
@@ -66,5 +66,5 @@ def add_adapters(model: GPT, lora: LoraConfig, seed: int) -> None:
 
 
 def checkpoint_name(name: str) -> str:
-    """Return the name of a parameter in checkpoints, from its name in the model."""
+    """Convert the name of a parameter in the model to its name in checkpoints."""
     return PARAMETER.sub(r".\1", name)

@@ -32,7 +32,8 @@ Errors = type[Exception] | tuple[type[Exception], ...]
 def attempt(action: Callable[[], Any], errors: Errors, main_only: bool = False, group: Any = None) -> Exception | None:
     """Run `action` on every rank, or only on rank 0; return None if it succeeded on all of them.
 
-    If it failed on any rank, return this rank's error, or else a CheckpointError with the text of another rank's error.
+    If the action failed on this rank, return its error. If it failed only on other ranks, return a CheckpointError with
+    the text of the first of their errors.
     The ranks agree on the outcome in the process group `group`, by default the run's group.
     """
     failure: Exception | None = None
@@ -127,7 +128,7 @@ class FolderLock(ExitStack):
         return config if folder == str(UNSAVED) else config.override({"log_dir": folder})
 
     def take_metric_folders(self, config: Config) -> None:
-        """Lock the folders for metrics, because a second run would move or hide the first run's metrics.
+        """Lock the folders for metrics. Otherwise, a second run could move or hide the metrics of this run.
 
         Raises:
             CheckpointError: another run writes to one of the folders, or a folder cannot be locked.

@@ -23,7 +23,7 @@ from megatron_coca.training.optimizer import build_optimizer, set_rates, train_o
 from megatron_coca.training.starting_rate import NO_RATE
 
 KINDS = ("embedding", "scores", "attention", "mlp", "last block", "logits")
-"""What is measured: the outputs of these parts, and `scores`, the scaled attention scores before any bias."""
+"""Names of the measured outputs of a model's parts. `scores` are the scaled attention scores before any bias."""
 WIDTHS = (
     *("intermediate_size", "kv_channels", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
     *("v_head_dim", "moe_intermediate_size", "moe_shared_intermediate_size"),
@@ -78,8 +78,11 @@ def at_width(config: Config, width: int, mup: bool, base: int) -> Config:
 def check_coordinates(
     config: Config, widths: Sequence[int], steps: int, dtype: torch.dtype = torch.float32
 ) -> list[Coordinate]:
-    """Train models of all `widths`, with and without `use_mup`, for some steps on one batch of random tokens, at the
-    configured learning rate without a schedule, and measure their parts before each step and after the last one.
+    """Train models of all `widths`, with and without `use_mup`, and measure their parts before each step and after the
+    last one.
+
+    Each model is trained for `steps` steps on one batch of random tokens. The learning rate is the configured one,
+    without a schedule.
 
     Raises:
         ConfigError: the configuration has no learning rate, or the model cannot have one of the widths.
@@ -92,7 +95,7 @@ def check_coordinates(
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """Return the exponent of the power of x that fits y best, for points (x, y); NaN if a y is not positive."""
+    """Return the exponent of the power of x that fits y best at the points (x, y); NaN if any y is not positive."""
     if len(points) < 2 or min(y for _, y in points) <= 0:
         return math.nan
     xs, ys = zip(*((math.log(x), math.log(y)) for x, y in points), strict=True)
@@ -161,8 +164,8 @@ def _recorded(model: GPT) -> Iterator[dict[str, list[Tensor]]]:
 
 
 class _ScoreRecorder:
-    """A backend that passes the scaled scores of all visible pairs, without bias, to `keep`. `backend` computes the
-    output.
+    """A backend that records scores: it calls `keep` with the scaled scores of all visible pairs, without bias. The
+    attention output is that of `backend`.
     """
 
     def __init__(self, backend: Backend, keep: Callable[[Tensor], None]) -> None:
@@ -173,7 +176,7 @@ class _ScoreRecorder:
 
     @torch.no_grad()
     def _scores(self, inputs: AttentionInputs) -> Tensor:
-        """Return the scores of the first segment for the pairs whose key is not after the query, [..., pairs]."""
+        """Return the scores [..., pairs] of the first segment, for pairs in which the key is not after the query."""
         segment = expanded(inputs).segments[0]
         query, key = segment.query, segment.key
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)

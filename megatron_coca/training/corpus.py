@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 BUILTIN_WEIGHTS = {"text": 0.75, "code": 0.25}
 """Token shares of the paper's data mixture."""
 PACKING_KEYS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
-"""Keys that change how document ends within a sample are handled."""
+"""Keys that change how the ends of documents in a sample are handled."""
 CorpusLayout = tuple[int, int, int, int]
 """Global batch size, micro-batch size, data-parallel rank, number of data-parallel ranks."""
 
@@ -88,11 +88,11 @@ class Corpus:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Values that must not change when a run is resumed: size, weight and content of each source, tokenizer,
-        document handling.
+        """Values that must not change when a run is resumed: the size, weight and content of each source, the
+        tokenizer, the handling of documents, and the synthetic task.
         """
         identity = data_identity(self.train) | {"tokenizer": self.tokenizer.fingerprint if self.tokenizer else None}
-        # Keys that have their default value get no entry.
+        # Keys with their default values are left out.
         data = self.config.data
         changed = [name for name in PACKING_KEYS if getattr(data, name)]
         if data.pack_impl != "packed":
@@ -218,8 +218,7 @@ def with_task_vocabulary(config: Config) -> Config:
 
 
 def with_vocabulary(config: Config) -> tuple[Config, str | None]:
-    """Return the configuration with the vocabulary size that training would set, and a note on where this size comes
-    from.
+    """Return the configuration with the vocabulary size that training would set, and a note on the source of this size.
 
     Nothing is prepared or downloaded. If the data is not here, the size comes from the configured tokenizer. If the
     tokenizer's files are not here either, the size is `ASSUMED_VOCABULARY`. There is no note if the configuration or
@@ -340,8 +339,8 @@ def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
 
 
 def _held_out(config: Config, split: str, shards: Sequence[Shard]) -> tuple[Blend | None, tuple[str, ...]]:
-    """Return the samples of held-out shards (None if no shard has a sample) and why each omitted shard is left out. A
-    shard that is too short must not stop the run.
+    """Return the samples of held-out shards, and the reason for each shard that is left out. A shard that is too short
+    must not stop the run. If no shard has a sample, the samples are None.
     """
     weights, kept, reasons = _weights(config, split, shards), [], []
     for shard, weight in zip(shards, weights, strict=True):

@@ -47,8 +47,8 @@ class Memory:
 
     Attributes:
         weights: weights in the training dtype, including those of other ranks that ZeRO 3 gathers.
-        gradients: gradients of all trained weights or (ZeRO 2 and 3) of this rank's partition, in the training dtype
-            or, with `grad_accum_dtype: fp32`, in float32.
+        gradients: gradients of all trained weights or, with ZeRO 2 and 3, of this rank's partition. They are in the
+            training dtype or, with `grad_accum_dtype: fp32`, in float32.
         optimizer: moments and, with ZeRO, float32 copies of the weights.
         buffers: gradient buckets for communication.
         activations: activations saved for the backward pass.
@@ -134,7 +134,8 @@ def _native_states(config: Config, ranks: int, numbers: int, trained: int) -> Me
         count = trained_count(config)
         matrices = trained * (count.attention + count.mlp) / max(count.total, 1)
         moments += 4 * (trained - matrices) / ranks  # AdamW has two moments
-        step += 4 * matrices / ranks + (4 * min(bucket, matrices) if reduces else 0.0)  # of its part, and of a bucket
+        # A step also needs the weighted means of gradients and momenta, for this rank's part and for a whole bucket.
+        step += 4 * matrices / ranks + (4 * min(bucket, matrices) if reduces else 0.0)
     # The largest bucket is copied before its gradients are freed, and the reduced parts are kept until all buckets are
     # reduced.
     buffers = size * (min(bucket, trained) + own) if reduces else 0.0
@@ -186,7 +187,7 @@ def _stage_numbers(
     tensor ranks.
     """
     model = config.model
-    if GAU in model.layer_names or model.mixtures:  # one pipeline stage and one tensor rank: nothing is divided
+    if GAU in model.layer_names or model.mixtures:  # these models have one pipeline stage and one tensor rank
         return [count.total]
     norm = norm_parameters(model) if count.norms else 0
     divided = (count.attention + count.mlp) // model.num_layers - replicated
@@ -195,7 +196,7 @@ def _stage_numbers(
     norms = (count.norms - last - first) // model.num_layers  # including query and key norms
     block = divided // topology.tensor + replicated + norms
     numbers = [block * number for number in blocks]
-    numbers[0] += count.embedding + count.position + count.adapters + first  # adapters: there is one pipeline stage
+    numbers[0] += count.embedding + count.position + count.adapters + first  # with adapters, there is one stage
     numbers[-1] += last + count.head
     if topology.pipe > 1 and not model.no_weight_tying and count.embedding:
         numbers[-1] += model.padded_vocab_size * model.token_width

@@ -1,4 +1,4 @@
-"""The launches of a run: `launches.jsonl` in the run's folder has one line for each start, and for each recorded end.
+"""The launches of a run. `launches.jsonl` in its folder has one line for each start and one for each recorded end.
 
 The line of a start says how the previous launch ended. The main rank records an end that it survives. A batch script
 records any other end with `megatron-coca requeue`, because a killed process writes nothing. This module does not import
@@ -28,7 +28,7 @@ START, END, REQUEUED, GAVE_UP = "start", "end", "requeued", "gave up"
 """Events: a start of training, an end that the main rank recorded, and the two decisions of a batch script."""
 
 UNBLAMED = (UNAVAILABLE, PREEMPTED, HUNG, UNJOINED)
-"""Exit statuses that say nothing about the node of the process: the cause is elsewhere, or all processes end alike."""
+"""Exit statuses for which no node is blamed: the cause is elsewhere, or all processes end with this status."""
 NO_RECORD = "killed, or its host was lost"
 FAILURES_OF_A_NODE = 2
 """Number of failures after which a job no longer uses a node."""
@@ -67,7 +67,7 @@ def reason_of_start(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def append(folder: Path, line: Mapping[str, Any]) -> None:
-    """Append a line, on a line of its own even if a killed process left an incomplete line. Raises OSError."""
+    """Append a line. If a killed process left an incomplete line, end that line first. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     with open_to_append(folder / LAUNCHES) as file:
         broken = file.tell() and not read_regular(folder / LAUNCHES).endswith(b"\n")
@@ -159,7 +159,7 @@ def first_failure(errors: str) -> StepFailure | None:
 
 
 class RequeueDecision(NamedTuple):
-    """Whether a job is requeued, why, and the nodes that it must not use any more."""
+    """Whether a job is requeued, the reason, and the nodes that the job must not use any more."""
 
     requeue: bool
     why: str
@@ -169,8 +169,8 @@ class RequeueDecision(NamedTuple):
 def decide(
     lines: Sequence[Mapping[str, Any]], status: int, step: int, job: str, failure: StepFailure | None, limit: int
 ) -> RequeueDecision:
-    """Decide what happens after a Slurm step of `job` ended with `status`. The newest checkpoint is that of training
-    step `step` (0: none).
+    """Decide what happens after a Slurm step of `job` ended with `status`. `step` is the training step of the newest
+    checkpoint, or 0 if there is none.
     """
     why = meaning(status) + (f" ({failure.text})" if failure is not None else "")
     if status in FINAL:

@@ -28,11 +28,11 @@ class OpenedStage(NamedTuple):
 def open_stages(config: Config, topology: Topology) -> list[OpenedStage]:
     """Open the data of all stages, so that missing data of a later stage is reported at the start.
 
-    If a stage has the same sources, weights and sequence length as the previous stage, it continues in the same data
-    order. Any other stage starts, in each source, after the tokens that the run has already read.
+    A stage with the same sources, weights and sequence length as the previous stage continues in the same data order.
+    Any other stage starts, in each source, after the tokens that the run has already read.
 
     Raises:
-        ConfigError, DataError: see `open_corpus`; also if the stages have different tokenizers.
+        ConfigError, DataError: see `open_corpus`; or the stages have different tokenizers (DataError).
     """
     opened: list[OpenedStage] = []
     for number, stage in enumerate(config.run_stages()):
@@ -76,8 +76,8 @@ def _order(samples: Samples) -> tuple[Any, ...]:
 
 
 def differing_stages(saved: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how the finished stages in `wanted` differ from those in `saved`. Both lists end with the stage of the
-    saved step, which may change.
+    """Return how the finished stages in `wanted` differ from those in `saved`. The last stage of both lists contains
+    the saved step. It is not compared, because it may change.
     """
     if max(1, len(saved)) != max(1, len(wanted)):
         return [

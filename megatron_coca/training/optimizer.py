@@ -133,8 +133,8 @@ class Muon(torch.optim.AdamW):
 
     For a matrix [out, in] with the gradient g: m = mu m + (1 - mu) g, then w -= lr (O + decay w). O is the result of
     `orthogonalized` for (1 - mu) g + mu m. O is as large as an update of AdamW, so the same rate suits both optimizers
-    (Liu et al. 2025, arXiv:2502.16982). A weight [n, out, in] counts as n matrices; a weight in a group with `stacked`
-    counts as that number of matrices below one another. `torch.optim.Muon` computes the same updates, but needs whole
+    (Liu et al. 2025, arXiv:2502.16982). A weight [n, out, in] counts as n matrices. A weight in a group with `stacked`
+    consists of `stacked` matrices, one below the other. `torch.optim.Muon` computes the same updates, but needs whole
     matrices, and the engine divides matrices among ranks. m is `exp_avg` in the state.
     """
 
@@ -157,7 +157,7 @@ class Muon(torch.optim.AdamW):
             for weight in group["params"] if group["orthogonal"] else ():
                 if weight.grad is not None:
                     self.move(group, weight, orthogonalized(self.averaged(group, weight), group["stacked"]))
-                    weight.grad = None  # so that AdamW leaves it alone
+                    weight.grad = None  # so that AdamW does not update it
         super().step()
 
     def averaged(self, group: dict[str, Any], weight: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def orthogonalized(matrix: Tensor, stacked: int = 1) -> Tensor:
     """Return the orthogonal factor of a float32 matrix [..., out, in], times 0.2 sqrt(max(out, in)). Five Newton-Schulz
     iterations in bfloat16 map the singular values to about 0.7 to 1.2.
 
-    With `stacked`, the matrix consists of that number of matrices below one another, and each has its own factor.
+    The matrix consists of `stacked` matrices, one below the other. Each of them gets its own factor.
     """
     a, b, c = NEWTON_SCHULZ
     rows, columns = matrix.size(-2) // stacked, matrix.size(-1)
@@ -212,8 +212,8 @@ compiler on the CPU.
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, separate_norms: bool = False, width_ratio: float = 1.0
 ) -> torch.optim.Optimizer:
-    """Build the configured optimizer; the engine sets its learning rates before every step with `set_rates`.
-    `separate_norms` and `width_ratio` are as for `parameter_groups`.
+    """Build the configured optimizer. The engine sets its learning rates before every step with `set_rates`.
+    `parameter_groups` explains `separate_norms` and `width_ratio`.
     """
     assert config.lr is not None
     groups = parameter_groups(model, config.weight_decay, separate_norms, config.type == "Muon", width_ratio)
@@ -240,15 +240,15 @@ def parameter_groups(
     orthogonal: bool = False,
     width_ratio: float = 1.0,
 ) -> ParameterGroups:
-    """Group the parameters that require gradients: weight decay applies to matrices and embeddings but not to biases
-    and norms, as in GPT-NeoX, and not to angles.
+    """Group the parameters that require gradients. As in GPT-NeoX, weight decay applies to matrices and embeddings but
+    not to biases and norms. It does not apply to angles either.
 
-    With `separate_norms`, norms of queries and keys are a group of their own, because DeepSpeed keeps one step count
-    for each group and these norms were added after the other parameters. With `orthogonal`, the matrices of Muon are in
-    groups of their own, which come first. The value and the gate of a gated MLP count as one matrix each.
+    With `separate_norms`, norms of queries and keys are in a separate group, because DeepSpeed keeps one step count for
+    each group and these norms were added after the other parameters. With `orthogonal`, the matrices of Muon are in
+    separate groups, which come first. The value and the gate of a gated MLP count as one matrix each.
 
-    `width_ratio` is that of a model with `use_mup`. If it is not 1, each group has the factor `rate_factor` on its
-    learning rate, and its weight decay is divided by this factor, so that a step shrinks weights as at the base width.
+    `width_ratio` is `ModelConfig.width_ratio`. If it is not 1, each group has the factor `rate_factor` on its learning
+    rate. Its weight decay is divided by this factor, so that a step shrinks weights as much as at the base width.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     matrices = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and not UNDECAYED.search(name)}

@@ -21,7 +21,7 @@ def seed_everything(seed: int, stream: int) -> None:
 
 
 def compute_deterministically(wanted: bool) -> None:
-    """If `wanted`, make PyTorch operations bitwise reproducible; an operation that cannot be raises an error."""
+    """If `wanted`, make PyTorch operations bitwise reproducible. Operations without such a version raise errors."""
     if wanted and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise cuBLAS may change the order of sums
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

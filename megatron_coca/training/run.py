@@ -62,7 +62,7 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
 
     Raises:
         ConfigError, DataError, CheckpointError, BackendError: an input is invalid; nothing was overwritten.
-        Stopped: the run ended in an orderly way before its last step; `status` tells why.
+        Stopped: the run ended in an orderly way before its last step; the error's `status` is the exit status.
     """
     launch.complete_environment(os.environ)
     launch.check_devices(config, os.environ)
@@ -123,7 +123,7 @@ def _train_stages(config: Config, lock: FolderLock, context: RunContext, record:
     start = 0 if folder is None else int(native.read_meta(folder)["step"])
     last = config.logging.last_step(start, stages[-1].stage.last)
     nodes = dist.gather_texts(os.environ.get("SLURMD_NODENAME") or socket.gethostname())
-    if start < last:  # otherwise there is nothing to do, and the files stay as they are
+    if start < last:  # otherwise there is nothing to do, and no file is changed
         record.start(start, stages[-1].stage.last, nodes, config.checkpoint.save)
     for opened in stages:
         step = _train_stage(opened, folder, context)
@@ -141,7 +141,7 @@ def _open_run(config: Config, lock: FolderLock, context: RunContext) -> tuple[li
         config = with_train_iters(config, config.batch.resolve(data_ranks))
     for stage in config.run_stages():
         stage.config.batch.resolve(data_ranks)
-    lock.take()  # if the folder exists already: no other run may change it after it is read
+    lock.take()  # if the folder exists, no other run may change it after it is read
     context.remotes.prepare()
     folders = [Path(text) for text in from_main(lambda: [str(folder) for folder in candidates(keys)])]
     stages = open_stages(config, context.topology)
@@ -219,7 +219,7 @@ class _Built(NamedTuple):
 
 
 def _build_engine(opened: OpenedStage, how: StageStart | None, context: RunContext) -> _Built:
-    """Build the engine. `how` tells how a resumed run continues; it is None in a new run."""
+    """Build the engine. `how` is None in a new run; otherwise, it says how the stage continues."""
     config, pipe = opened.corpus.config, context.topology.coordinates(dist.rank()).pipe
     model, origin, adapts = _initial_weights(opened, how, context)
     if config.optimizer.lora is not None:
@@ -234,7 +234,7 @@ def _build_engine(opened: OpenedStage, how: StageStart | None, context: RunConte
 
 
 def _initial_weights(opened: OpenedStage, how: StageStart | None, context: RunContext) -> InitialModel:
-    """Build the model of a stage. In a resumed run, weights that are restored later are random until then."""
+    """Build the model of a stage. In a resumed run, weights that are restored later are random at first."""
     config, keys, device = opened.corpus.config, opened.corpus.config.checkpoint, dist.local_device()
 
     def verify(folder: Path) -> None:

@@ -41,7 +41,7 @@ class SelectedSink(NamedTuple):
 
     @property
     def folders(self) -> dict[str, str]:
-        """The configuration keys that name folders, with the folders. One run at a time may write to such a folder."""
+        """The folders that the sink writes to, by the key that names them. Only one run at a time may use them."""
         return {
             option.key or f"{self.key}.{option.name}": self.options[option.name]
             for option in self.kind.options
@@ -60,7 +60,7 @@ def selected_sinks(config: Config) -> Iterator[SelectedSink]:
 
 
 def metric_folders(config: Config) -> dict[str, str]:
-    """Return the folders that the keys of a configuration name for metrics, by key. Two runs cannot share them."""
+    """Return the folders for metrics, by the key that names them. Only one run at a time may use them."""
     folders = {} if config.logging.log_dir is None else {"log_dir": config.logging.log_dir}
     for sink in selected_sinks(config):
         folders |= sink.folders
@@ -68,9 +68,9 @@ def metric_folders(config: Config) -> dict[str, str]:
 
 
 def adopt_metrics(folder: Path, known: str, own: str) -> None:
-    """In a copied folder, make the metrics of the run `known` the beginning of the metrics of the run `own`. At the
-    services of its sinks, `own` starts new runs. If the new id cannot be written, the run begins new metrics, with a
-    warning.
+    """Let the run `own` continue the metrics of the run `known` in a copied folder. In external services, such as
+    Weights & Biases, `own` starts as a new run. If the id of `own` cannot be written to the folder, this is logged as a
+    warning, and `own` begins new metrics.
     """
     try:
         if (folder / OWNER).exists() and continues(folder, known):

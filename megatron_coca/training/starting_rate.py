@@ -26,7 +26,7 @@ def has_starting_rate(config: Config) -> bool:
 
 
 def with_starting_rate(config: Config) -> tuple[Config, str | None]:
-    """Return the configuration with a learning rate, and a line about the rate if it is the default, otherwise None.
+    """Return the configuration with a learning rate, and a log line about the default rate, or None if it is not used.
 
     Raises:
         ConfigError: the rate contradicts another key, such as a larger `min_lr`.

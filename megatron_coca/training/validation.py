@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 VALIDATION_LOSS = "validation_loss"
 VALIDATION_PERPLEXITY = "validation_perplexity"
 MeanLoss = Callable[[Sequence[Batch]], HeldOutLoss]
-"""Takes this rank's micro-batches. Returns the mean loss and the number of labels of all ranks' micro-batches."""
+"""A function of this rank's micro-batches. It returns the mean loss and the number of labels over all ranks."""
 
 
 def check_validation(corpus: Corpus) -> None:
     """Check that the data and the position method support `eval_windows`.
 
     Raises:
-        ConfigError, DataError: the data or the method does not support them; the message describes the problem.
+        ConfigError, DataError: the data or the position method does not support `eval_windows`.
     """
     config, windows = corpus.config, _windows(corpus.config)
     longest = max(windows.values(), default=0)
@@ -116,7 +116,7 @@ def _terms(name: str, measured: Sequence[HeldOutLoss]) -> list[float]:
 
 
 def _windows(config: Config) -> dict[str, int]:
-    """Return the number of tokens of each entry of `eval_windows`, by its name in metrics."""
+    """Return the number of tokens of each window W in `eval_windows`, by the W of `validation_perplexity_W`."""
     given, length = config.logging.eval_windows or (), config.model.seq_length
     return {str(window): tokens for window in given if (tokens := window_tokens(window, length)) is not None}
 

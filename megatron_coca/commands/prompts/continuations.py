@@ -1,4 +1,4 @@
-"""The continuations of `generate`: printed or written to a JSONL file one by one, and resumed from that file."""
+"""Print the continuations of `generate`, or write them to a JSONL file one by one and resume from that file."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ SHOWN = 60
 
 ContinuationRecord = dict[str, Any]
 ContinuationKey = tuple[str, int]
-"""A prompt, and the number of equal prompts before it."""
+"""A prompt, and the number of earlier prompts with the same text."""
 
 
 def keys_of(prompts: Sequence[str]) -> list[ContinuationKey]:
@@ -31,25 +31,25 @@ def keys_of(prompts: Sequence[str]) -> list[ContinuationKey]:
 
 
 class Continuations(Protocol):
-    """Where continuations go.
+    """A receiver of continuations.
 
     Attributes:
-        finished: the places of the prompts whose continuations exist already.
+        finished: the places of prompts that already have their continuations.
     """
 
     finished: set[int]
 
     def add(self, place: int, record: ContinuationRecord) -> None:
-        """Accept the continuation of the prompt at a place."""
+        """Receive the continuation of the prompt at `place`."""
 
 
 class Printed:
-    """Prints continuations in the order of the prompts, each as soon as those before it are complete."""
+    """Prints continuations in the order of the prompts, each as soon as all earlier continuations are complete."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self.finished: set[int] = set()
         self._prompts, self._waiting, self._next = prompts, dict[int, ContinuationRecord](), 0
-        self._show = plain if sys.stdout.isatty() else str  # a file or another program gets the unchanged text
+        self._show = plain if sys.stdout.isatty() else str  # a file or another program receives the unchanged text
 
     def add(self, place: int, record: ContinuationRecord) -> None:
         self._waiting[place] = record
@@ -58,7 +58,7 @@ class Printed:
             self._next += 1
 
     def end(self) -> None:
-        """Print the rest, if the command was interrupted."""
+        """If the command was interrupted, print the complete continuations that still wait for earlier ones."""
         for place in sorted(self._waiting):
             self._print(place)
 
@@ -73,8 +73,8 @@ class Printed:
 
 
 class ContinuationsFile:
-    """A JSONL file that gets every continuation as soon as it is complete. At the end it is in the order of the
-    prompts.
+    """A JSONL file. Each continuation is written to it when it is complete. At the end, the lines are sorted in the
+    order of the prompts.
     """
 
     def __init__(

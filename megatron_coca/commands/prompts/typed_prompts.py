@@ -1,4 +1,4 @@
-"""Prompts typed at a terminal. Every line is a prompt, its continuation appears token by token, and Ctrl-D ends."""
+"""Prompts typed at a terminal. Every line is a prompt. Its continuation appears token by token. Ctrl-D ends."""
 
 import sys
 from argparse import Namespace
@@ -68,8 +68,8 @@ def fitting(
 ) -> list[ChatMessage]:
     """Return the newest messages of a chat that fit the model's positions, beginning with a message of the user.
 
-    `opening` precedes them. The user is told how many messages are left out. Raises PositionRangeError if the last
-    message alone is too long.
+    The messages in `opening` come before them. The user is told how many messages are left out. Raises
+    PositionRangeError if not even the last message fits.
     """
     for first in (place for place, message in enumerate(chat) if message["role"] == "user"):
         try:
@@ -91,7 +91,7 @@ def tell(text: str) -> None:
 
 def typed_lines() -> Iterator[str]:
     """Yield the typed lines that are not blank, until the end of the input. The arrow keys recall earlier lines."""
-    with suppress(ImportError):  # some builds of Python lack it; the lines then have no history
+    with suppress(ImportError):  # some builds of Python lack readline; typed lines then have no history
         import readline  # noqa: F401  (`input` uses it)
     while True:
         try:
@@ -120,7 +120,7 @@ class Printer:
         self._print(row.settled)
 
     def break_line(self) -> None:
-        """End the line of a text that an error has stopped."""
+        """After an error, end the line of the unfinished text."""
         if self._printed:
             print(flush=True)
 

@@ -27,6 +27,6 @@ def find_faults(settings: Settings, unreliable: frozenset[str]) -> Iterator[tupl
     """
     for check in CHECKS:
         message = check.find(settings)
-        # A check with recording takes ten times as long, so only a check that fails is repeated with it.
+        # A check takes ten times as long if its keys are recorded, so only a failed check is repeated with recording.
         if message is not None and unreliable.isdisjoint(run(check, settings).keys):
             yield check.key, message

@@ -27,7 +27,7 @@ _FOR_EACH_PATH = {
     "{}_data_weights": ("weights", "give one for each"),
     "{}_label_data_paths": ("labels", "give one for each, or null"),
 }
-"""Lists with one entry per data path: the name of the entries, and the remedy if the number of entries is wrong."""
+"""Keys with one entry per data path. Each has the name of its entries, and the remedy if their number is wrong."""
 
 
 def _one_for_each(name: str, pattern: str, settings: Settings) -> str | None:

@@ -1,4 +1,4 @@
-"""Checks of configuration files that somebody else may have written: those in the folder of a checkpoint or of prepared
+"""Checks of configuration files that somebody else may have written: files in the folder of a checkpoint or of prepared
 data.
 
 Such a file may have been downloaded together with the checkpoint or the data. It describes a model, its training and
@@ -36,7 +36,7 @@ CONNECTED = {
     "wandb_team": "names the account that receives the metrics",
     "metric_sinks": "may name computers and accounts that receive the metrics",
 }
-"""Keys that name other computers or accounts to connect to, with what they name."""
+"""Keys that name other computers or accounts to connect to, each with the reason for the message."""
 EXTRA = "deepspeed_extra_args"
 COMPUTED = frozenset(
     {
@@ -76,13 +76,13 @@ def may_be_downloaded(file: Path) -> bool:
 
 
 def _holds_run_from_elsewhere(folder: Path) -> bool:
-    """Return True if a folder has step folders, and none was saved by a run into this folder."""
+    """Return True if a folder has step folders, but no run saved a step into this folder."""
     steps = [path for path in folder.glob("global_step*") if STEP.fullmatch(path.name)]
     return bool(steps) and os.path.realpath(folder) not in map(_saved_in, steps)
 
 
 def _saved_in(step: Path) -> str | None:
-    """Return the folder in which the run of a step saved, or None if the step does not say."""
+    """Return the folder in which the run saved a step, or None if the step does not record it."""
     try:
         saved = json.loads(read_regular(step / "meta.json"))["save"]
         return os.path.realpath(saved)
@@ -92,7 +92,7 @@ def _saved_in(step: Path) -> str | None:
 
 def belongs_to_data(file: Path, values: Mapping[str, Any]) -> bool:
     """Return True for a `data.yml` of prepared data: next to it are files that `prepare` writes, or its paths begin
-    with `./` and so are relative to its folder. Any other file of this name is the user's.
+    with `./`, which means its folder. Any other file of this name is the user's own.
     """
     if all(path.name.lower() not in DATA_FILES for path in _places(file)):
         return False
@@ -152,7 +152,7 @@ def faults(values: Mapping[str, Any], where: Mapping[str, str]) -> Iterator[tupl
 
 
 def _is_own_save(key: str, value: Any, file: Path) -> bool:
-    """Return True for the save folder in which the checkpoint of the configuration lies: the run continues there."""
+    """Return True for a save folder with the checkpoint of the configuration, because the run continues there."""
     folders = [os.path.realpath(folder) for folder in (file.parent, file.parent.parent)]
     return key == "save" and isinstance(value, str) and os.path.realpath(value) in folders
 

@@ -1,4 +1,4 @@
-"""Checks of latent attention: its widths, and the features that it excludes."""
+"""Checks of latent attention: its widths, and the features that it does not support."""
 
 from functools import partial
 

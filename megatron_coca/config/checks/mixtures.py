@@ -1,4 +1,4 @@
-"""Checks of mixtures of experts: their layers, routers and groups, and the features that they exclude."""
+"""Checks of mixtures of experts: their layers, routers and groups, and the features that they do not support."""
 
 from megatron_coca.config.base import shown
 from megatron_coca.config.checks.recording import Check
@@ -77,7 +77,7 @@ def _bias_update(settings: Settings) -> str | None:
 
 
 def _parallel(settings: Settings) -> str | None:
-    """Check the axes of parallelism, of which mixtures support only data parallelism."""
+    """Check the kinds of parallelism. Mixtures support only data parallelism."""
     if settings.model.moe_num_experts == 1:
         return None
     keys = settings.parallel

@@ -94,7 +94,7 @@ def _zero_centered(settings: Settings) -> str | None:
 
 
 def _norm_after_rotation(settings: Settings) -> str | None:
-    """Check the norm of rotated queries and keys: it would also remove every factor that rotation applies."""
+    """Check the norm of rotated queries and keys, because this norm removes every factor that the rotation applies."""
     if not settings.model.qk_norm_after_rotation:
         return None
     if settings.model.qk_norm != "head":

@@ -1,4 +1,4 @@
-"""Checks of the maximal update parametrization: the keys that belong to it, and what it excludes."""
+"""Checks of the maximal update parametrization: its own keys, and the keys that it does not support."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ FACTORS = {
     "softmax_scale": ("derived_softmax_scale", "mup_attn_temp"),
     "final_logit_scale": ("derived_logit_scale", "mup_output_temp"),
 }
-"""The keys that `use_mup` sets, each with the property that has its value and the key that changes it."""
+"""The keys that `use_mup` sets. Each has the property that returns its value, and the key that changes this value."""
 OWN = ("mup_init_scale", "mup_attn_temp", "mup_output_temp", "mup_embedding_mult")
 
 

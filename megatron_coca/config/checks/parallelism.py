@@ -1,4 +1,4 @@
-"""Checks of ZeRO, pipeline stages, tensor and sequence parallelism, and of the features that they exclude."""
+"""Checks of ZeRO, pipeline stages, tensor and sequence parallelism, and of the features that they do not support."""
 
 from functools import partial
 
@@ -58,7 +58,7 @@ _RECOMPUTED = "recomputation restores the random state on the host"
 
 
 def _cuda_graphs(settings: Settings) -> str | None:
-    """Return why the passes cannot be captured: their work differs between micro-batches, or needs the host."""
+    """Return why the passes cannot be captured. Each micro-batch must have the same work and must not need the host."""
     if not settings.parallel.cuda_graphs:
         return None
     if settings.parallel.engine != "native":
@@ -166,8 +166,8 @@ def _ring(settings: Settings) -> str | None:
 
 
 def uneven_chunks(tokens: int, ranks: int, heads: int) -> str | None:
-    """Return why `ranks` ranks of a ring, times `heads` ranks that divide the heads, cannot divide a sequence, or None.
-    Each rank of a ring has two chunks of tokens.
+    """Return why `ranks` ranks of a ring, times `heads` ranks that divide the heads, cannot divide `tokens` tokens, or
+    None. Each rank of a ring has two chunks of tokens.
     """
     if tokens < 2 * ranks:
         return f"two chunks per rank need {2 * ranks} tokens, not {tokens}; use longer sequences or fewer ranks"
@@ -202,8 +202,8 @@ def _torch_compile(settings: Settings) -> str | None:
 
 
 def _selective(settings: Settings) -> str | None:
-    """Selective recomputation is not supported with DeepSpeed's own linear layers: they add biases and partial sums in
-    place to the matrix products that recomputation keeps.
+    """Check that selective recomputation is not used with DeepSpeed's own linear layers. They add biases and partial
+    sums in place to the matrix products that recomputation keeps.
     """
     model, parallel = settings.model, settings.parallel
     if not model.checkpoint_activations or model.checkpoint_policy != "selective":

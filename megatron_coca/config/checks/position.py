@@ -80,7 +80,7 @@ def _choice(key: str, settings: Settings) -> str | None:
 
 
 _KEYS_SEEN = ("sliding_window_width", "attention_chunk_size", "relative_positions")
-"""Configuration keys that set which attention keys a query sees, or their distances."""
+"""Configuration keys that determine which attention keys a query sees, or the distances of these keys."""
 
 
 def _keys_seen(key: str, settings: Settings) -> str | None:
@@ -139,8 +139,7 @@ def _buckets(settings: Settings) -> str | None:
 
 
 _COUNTING = ("relative_positions", "logit_scaling")
-"""Keys with choices that, in training, use a position as the number of tokens before it. Gates do not read positions.
-"""
+"""Keys with choices that use a position in training as the number of tokens before it. Gates do not read positions."""
 
 
 def _training_positions(settings: Settings) -> str | None:

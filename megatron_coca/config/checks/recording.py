@@ -36,7 +36,7 @@ class RecordedGroup:
         kind = type(self._group)
         field = kind.model_fields.get(name)
         if field is None:
-            return getattr(kind, name).__get__(self)  # a property or method, which then reads keys through this view
+            return getattr(kind, name).__get__(self)  # a property or method, which reads keys through this view, too
         self._keys.add(field.alias or name)
         extra = field.json_schema_extra
         if isinstance(extra, dict) and name not in self._group.model_fields_set:
@@ -44,12 +44,12 @@ class RecordedGroup:
         return getattr(self._group, name)
 
     def model_copy(self, update: Mapping[str, Any]) -> "RecordedGroup":
-        """Return a view of a changed copy, which records into the same set."""
+        """Return a view of a changed copy. It adds the keys that are read to the same set."""
         return RecordedGroup(self._group.model_copy(update=update), self._keys)
 
 
 class RecordedSettings:
-    """A view of all key groups of a configuration, which records into one set."""
+    """A view of all key groups of a configuration. It records the keys that are read from all groups in one set."""
 
     def __init__(self, settings: Settings, keys: set[str]) -> None:
         self._settings, self._keys = settings, keys

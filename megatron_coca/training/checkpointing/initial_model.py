@@ -47,9 +47,9 @@ class InitialModel(NamedTuple):
 def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = None, verify: bool = True) -> InitialModel:
     """Build a model for `device` with its weights in host memory. All ranks get the same weights.
 
-    With `finetune`, the weights are loaded from the checkpoint `load`. If the checkpoint has another position method
-    than the run, its learned position weights are dropped, and those of the run's method are drawn at random. If the
-    run has norms of queries and keys that the checkpoint lacks, the norms begin with their initial weights.
+    With `finetune`, the weights are loaded from the checkpoint `load`. If the run has another position method than the
+    checkpoint, the learned position weights of the checkpoint are dropped, and the run's position weights are drawn at
+    random. If the checkpoint lacks the run's norms of queries and keys, these norms begin with their initial weights.
 
     Args:
         tokenizer: the tokenizer of the run's data, or None if unknown.
@@ -58,7 +58,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     Raises:
         CheckpointError: there is no checkpoint to load, its architecture is different, or its tokenizer assigns
             different ids than `tokenizer`.
-        ConfigError: a run with adapters has no model to change, or new weights that it would not train.
+        ConfigError: a run with adapters names no model to change, or adds weights that would stay untrained.
         DataError: the checkpoint's tokenizer is damaged.
     """
     keys = config.checkpoint
@@ -102,7 +102,7 @@ def model_to_adapt(config: Config, device: str, folder: Path, verify: Callable[[
 
 
 def _record(source: OpenedCheckpoint, config: Config) -> AdaptedModel:
-    """Return the record by which a later launch finds the model that the key `load` of the run names."""
+    """Return the record of the model that the key `load` names. A later launch finds the model by this record."""
     keys, folder = config.checkpoint, source.folder
     if not native.is_step_folder(folder):
         folder = local_folder(str(keys.load), keys.iteration)
@@ -151,7 +151,7 @@ def _loaded_model(source: OpenedCheckpoint, config: Config, device: str) -> GPT:
 def _same_positions(saved: Config, wanted: Config) -> dict[re.Pattern[str], bool]:
     """Return, for each kind of position weights, whether the saved weights have the same meaning in the wanted model.
 
-    CLEX weights need the same frequencies, gate weights need the same gate, and all others need the same method.
+    CLEX weights need the same frequencies, gate weights the same gate, and all other position weights the same method.
     """
     both = (saved, wanted)
     kinds = [[(name, p.score_form) for name, p in each.layer_types.items()] for each in both]
@@ -173,7 +173,7 @@ def _same_positions(saved: Config, wanted: Config) -> dict[re.Pattern[str], bool
 def _changed_positions(saved: Config, wanted: Config) -> list[str]:
     """Return the position keys that differ, each with both values."""
 
-    def kind(key: str, value: object) -> object:  # shows a section with many options by its type
+    def kind(key: str, value: object) -> object:  # a section with many options is shown by its type only
         if key == "pos_emb_options" and isinstance(value, dict):
             return {name: option for name, option in value.items() if name != "type"}
         keys = [key for key in ("rope_type", "type") if isinstance(value, dict) and key in value]

@@ -38,7 +38,7 @@ from megatron_coca.training.optimizer import OPTIMIZERS
 from megatron_coca.training.randomness import rng_states
 
 COMPARED = {name for name, place in KEYS.items() if place.group == "position"} - COMPUTE_KEYS
-"""Position keys, which must match the checkpoint, like the architecture. The checkpoint's files record no other groups
+"""Position keys. Like the architecture, they must match the checkpoint. The checkpoint's files record no other groups
 of keys.
 """
 
@@ -114,7 +114,7 @@ def _meta(source: OpenedCheckpoint, opened: OpenedStage, optimizer: NeoxOptimize
         "origin": source.identity,
         "data": opened.corpus.identity,
         **opened.shared,
-        "topology": {},  # matches no run, so that every rank draws new dropout masks
+        "topology": {},  # no run has this layout, so every rank draws new dropout masks
         "counters": {STEP: count} | ({ADDED_AT: count} if adds else {}),
         "progress": {},
         "mixture": [asdict(share) for share in opened.corpus.mixture(step, opened.sizes.total)],

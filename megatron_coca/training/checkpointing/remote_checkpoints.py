@@ -72,7 +72,7 @@ class RemoteCheckpoints:
         self._store = None
         if given.save != local.save:
             self._store = RemoteFolder(str(given.save), given.object_store_timeout)
-            self._pool = ThreadPoolExecutor(1, "transfers")  # one at a time, without collectives
+            self._pool = ThreadPoolExecutor(1, "transfers")  # one transfer at a time; the thread uses no collectives
 
     def attend(self, beat: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         """Set the functions to call while waiting for transfers: `beat` receives their progress, and `stopping` returns
@@ -86,7 +86,7 @@ class RemoteCheckpoints:
         return config.override({key: value for key, value in given.items() if value != local[key]})
 
     def holds(self, folder: Path) -> bool:
-        """Whether `folder` is the local copy of a checkpoint that is in the object store, or will be."""
+        """Whether `folder` is the local copy of a checkpoint that is in the object store or will be uploaded to it."""
         return self._store is not None and folder.parent == self._folder
 
     def prepare(self) -> None:
@@ -102,8 +102,8 @@ class RemoteCheckpoints:
         """On rank 0, start to upload the complete local checkpoint of `step`. At the start of a launch, `catch_up` adds
         the older checkpoints that the last launch did not upload.
 
-        Checkpoints in the store with a higher step, or with the same step but different files, are moved to its
-        quarantine, because the run did not continue from them or could not be resumed from them.
+        Some checkpoints in the store have a higher step, or the same step but different files. The run did not or could
+        not continue from these, so they are moved to the quarantine of the store.
         """
         if self._store is None or not dist.is_main() or step not in (local := native.steps(self._folder)):
             return
@@ -154,7 +154,7 @@ class RemoteCheckpoints:
                     self._beat("transferring checkpoints")
                 if stop:
                     store.hurry.set()
-        except BaseException:  # at exit, Python waits for the transfer thread
+        except BaseException:  # when Python exits, it waits for the transfer thread
             store.hurry.set()
             raise
         from_main(lambda: transfer.result() if transfer is not None else None)
@@ -180,7 +180,7 @@ class RemoteCheckpoints:
             store.download(step, save)
 
     def _upload(self, store: RemoteFolder, steps: list[int]) -> None:
-        """Upload the last of the ascending `steps`, and the earlier ones that are newer than all steps in the store."""
+        """Upload the last of the ascending `steps`, and earlier steps that are newer than all steps in the store."""
         if self.failure is not None:
             raise self.failure
         given = self._given

@@ -50,7 +50,7 @@ FREE_KEYS = COMPUTE_KEYS | {"optimizer.params.lr"}
 the parallel layout may change, because the saved state does not depend on it.
 """
 ALIASED_KEYS = frozenset({"optimizer.type"})
-"""Keys for which several values mean the same. Two such values count as equal."""
+"""Keys with several names for the same value, such as Adam and AdamW. These values count as equal."""
 UNRECORDED_KEYS = frozenset({"metric_sinks"})
 """Keys that the configuration of a checkpoint does not contain."""
 AGREE_SECONDS, REPORT_SECONDS = 1.0, 30.0
@@ -147,8 +147,8 @@ def home_of_copy(meta: Mapping[str, Any], save: str) -> str | None:
 
 
 class ResumePoint(NamedTuple):
-    """The checkpoint from which a run resumes (None to start from step 0), and the preferred checkpoints that could not
-    be read. The unreadable ones may be valid, so they must not be moved.
+    """The checkpoint from which a run resumes, or None to start from step 0, and any preferred checkpoints that could
+    not be read. An unreadable checkpoint may be valid, so it must not be moved.
     """
 
     folder: Path | None
@@ -213,8 +213,8 @@ def verify_distributed(folder: Path, beat: Callable[[str], None], resumable: boo
 def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[str], None]) -> None:
     """Compare this rank's files until all ranks are done or one has failed. An error on one rank is raised on all.
 
-    The ranks periodically add up the bytes read, so that a rank that is done early still reports progress to the
-    watchdog while others read.
+    The ranks periodically add up the bytes that they have read. A rank that is done early can therefore report progress
+    to its watchdog while other ranks read.
     """
     start = reported = time.monotonic()
     before, threads = 0.0, min(MOST_THREADS, threads_per_process(os.environ))
@@ -265,7 +265,7 @@ def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> N
         key: f"{key} (saved {meta.get(name)!r}, now {shared[name]!r})"
         for name, key in RECORDED.items()
         if name in shared and meta.get(name) != shared[name]
-    }  # compared with meta.json, because the saved configuration may not have set these keys
+    }  # compared with meta.json, because the saved configuration may not set these keys
     free = FREE_GROUPS | {"optimizer"} if anew else FREE_GROUPS
     problems = differing_run(saved, corpus.config, free, form | recorded.keys())
     if anew:  # all other keys of the optimizer may change
@@ -299,8 +299,8 @@ def _rate(config: Config, step: int) -> float | None:
 
 
 def saved_config(folder: Path, wanted: Config) -> Config:
-    """Return the configuration in a checkpoint, read with the method files of `wanted`. Raises as `load_saved_config`
-    does.
+    """Return the configuration in a checkpoint. The files in `imports` are those of `wanted`. Raises the same errors as
+    `load_saved_config`.
     """
     return load_saved_config(folder / native.CONFIG, {"imports": wanted.position.imports}, same=True).config
 
@@ -347,7 +347,7 @@ class StageStart(NamedTuple):
         new_losses: whether the loss guard forgets earlier losses, because the length, the data or the position method
             has changed.
         adds_norms: whether the model has norms of queries and keys that are not in the checkpoint.
-        counters: the optimizer's counters, as `Engine.restored` takes them.
+        counters: the optimizer's counters, which are the argument of `Engine.restored`.
         adds_adapters: whether the stage begins to train adapters, so that the checkpoint has none.
     """
 

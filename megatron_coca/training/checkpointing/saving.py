@@ -191,13 +191,13 @@ class Checkpoints:
             self.wait()
 
     def catch_up(self, step: int) -> None:
-        """Start to upload the checkpoint of `step`, from which the run resumes, and earlier ones that the last launch
-        did not upload.
+        """Start to upload the checkpoint of `step`, from which the run resumes, and earlier checkpoints that the last
+        launch did not upload.
         """
         self._remotes.deliver(step, catch_up=True)
 
     def wait(self, hurry: bool = False) -> None:
-        """Wait until the save in progress is complete and uploaded. `hurry` is as in `RemoteCheckpoints.wait`. Every
+        """Wait until the save in progress is complete and uploaded. With `hurry`, failed uploads are not retried. Every
         rank must call this.
 
         Raises:
@@ -216,8 +216,8 @@ class Checkpoints:
             raise error
 
     def leave(self) -> None:
-        """After a failure of the training loop, wait a few seconds for the save in progress: if the process exits while
-        the save's thread is in a collective, the process aborts.
+        """After a failure of the training loop, wait a few seconds for the save in progress. The process would abort if
+        it exited while the thread of the save is in a collective.
         """
         if self._thread is not None:
             self._thread.join(LAST_SECONDS)
@@ -390,7 +390,7 @@ def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     for path in (rng, state):
         path.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()
-    torch.save(snapshot.rng, buffer)  # if torch.save wrote to a file, its error would not say that the disk is full
+    torch.save(snapshot.rng, buffer)  # if torch.save wrote the file, its error would not name a full disk
     rng.write_bytes(buffer.getvalue())
     if snapshot.pieces:
         write_pieces(state, snapshot.pieces, snapshot.slices)

@@ -1,4 +1,4 @@
-"""Builds the engine of a run."""
+"""Build the engine of a run."""
 
 from functools import partial
 
@@ -14,8 +14,8 @@ from megatron_coca.training.optimizer import build_optimizer
 def build_engine(model: GPT, config: Config, sizes: BatchSizes, stage: int = 0, separate_norms: bool = False) -> Engine:
     """Build the engine that trains `model` or pipeline stage `stage` of it, with its optimizer. Every rank calls this.
 
-    The weights of `model` are in host memory. Those that require gradients are trained. `separate_norms` is as for
-    `parameter_groups`.
+    The weights of `model` are in host memory. Weights that require gradients are trained. `parameter_groups`
+    explains `separate_norms`.
 
     Raises:
         ConfigError: DeepSpeed does not support the configuration, or a pipeline stage has no weights to train.

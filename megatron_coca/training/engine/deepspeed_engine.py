@@ -82,8 +82,8 @@ def deepspeed_config(config: Config, sizes: BatchSizes, frozen: Sequence[str] = 
     section: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": sizes.micro,
         "gradient_accumulation_steps": sizes.accumulation,
-        # Without ZeRO, our engine clips the gradients: it needs their norm anyway, and DeepSpeed would compute the norm
-        # a second time.
+        # Without ZeRO, our engine clips the gradients, because it computes their norm anyway. DeepSpeed would compute
+        # the norm a second time.
         "gradient_clipping": config.optimizer.gradient_clipping if zero["stage"] else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
@@ -169,8 +169,8 @@ class DeepSpeedEngine:
         self._clipping, self._config = config.optimizer.gradient_clipping, config
         self._balancing = getattr(model, "balancing", None)
         self._data_ranks = sizes.total // (sizes.micro * sizes.accumulation)
-        # State of the current step: its labels, the mean loss on the device after all micro-batches, the loss and the
-        # gradient norm once they are read, and whether the optimizer changed weights.
+        # State of the current step: its labels; after all micro-batches, the mean loss on the device; the loss and the
+        # gradient norm, once the host has read them; and whether the optimizer changed weights.
         self._counted = StepLabels(0, [])
         self._mean: Tensor | None = None
         self._loss: float | None = None
@@ -333,9 +333,9 @@ class DeepSpeedEngine:
 
 @dataclass(frozen=True)
 class SequenceShard(RingShard):
-    """The shard of a rank that processes one slice of every sequence; the other ranks of `group` process the other
-    slices. The ranks of `exchange` have the same tokens in attention, and divide the heads. With `averaged`,
-    DeepSpeed averages gradients over the group (ZeRO 3) instead of summing them.
+    """The shard of a rank that processes one slice of every sequence. The ranks of `group` process all slices together.
+    In attention, the ranks of `exchange` have the same tokens and divide the heads. With `averaged` (ZeRO 3), DeepSpeed
+    averages gradients over the group instead of summing them.
     """
 
     group: dist.ProcessGroup | None = None

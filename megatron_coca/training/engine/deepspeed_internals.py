@@ -41,8 +41,8 @@ def use_gloo() -> None:
     """Stop DeepSpeed from compiling a shared-memory all-reduce for the CPU. Gloo works without a compiler.
 
     This replaces DeepSpeed's table of operations without reading it. If the table were read, DeepSpeed would fill it,
-    and would run the compiler for every operation that it knows. DeepSpeed looks up no operation but this all-reduce in
-    the table.
+    and would run the compiler for every operation that it knows. This all-reduce is the only operation that DeepSpeed
+    looks up in the table.
     """
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
@@ -55,7 +55,7 @@ def join() -> None:
 
 
 def sequence_grid(size: int) -> Any:
-    """Return the grid of sequence-parallel ranks that `deepspeed.initialize` takes as `mpu`; None if `size` is 1."""
+    """Return the grid of sequence-parallel ranks, which `deepspeed.initialize` needs as `mpu`; None if `size` is 1."""
     if size > 1 and parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # a second creation fails
         parallel_state_sp.initialize_sequence_parallel(size)
     return parallel_state_sp if size > 1 else None
@@ -83,7 +83,7 @@ def skip_reduction(engine: Any) -> None:
 
 
 def _keep_gradient(parameter: nn.Parameter, group: int) -> None:
-    """Leave the gradient in its parameter, from which the end of the backward pass takes it."""
+    """Leave the gradient in its parameter, where the end of the backward pass reads it."""
 
 
 def gradient_norm(optimizer: Any) -> Any:
@@ -160,9 +160,9 @@ def pair_norms(optimizer: Any, groups: int) -> None:
     """Let ZeRO 1 and 2 compute a gradient norm from `groups` parameter groups, the largest number of groups that any
     pipeline stage has. Other optimizers are not changed.
 
-    DeepSpeed adds the squares of each group over the stages, so a stage with fewer groups than another would wait
-    forever. Missing groups are empty here. A stage has fewer groups if, for example, it has no embedding and the
-    embedding has its own learning rate (muP).
+    DeepSpeed adds the squares of each group over the stages, so stages with different numbers of groups would wait
+    forever. Missing groups are empty here. For example, with muP the embedding has its own learning rate and group, so
+    a stage without the embedding has fewer groups.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         optimizer.scaled_global_norm = partial(_norm_of_groups, optimizer, groups)

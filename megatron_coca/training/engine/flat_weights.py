@@ -21,8 +21,8 @@ from megatron_coca.training.optimizer import Muon, orthogonalized
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 ALIGNMENT = 2
-"""Number that divides the size of each rank's part, as in ZeRO, so that parts in 16 bits begin at multiples of 4
-bytes.
+"""The size of each rank's part is a multiple of this number, as in ZeRO, so that parts in 16 bits begin at multiples of
+4 bytes.
 """
 
 
@@ -85,7 +85,7 @@ class Bucket:
         return _flatten_dense_tensors([*gradients, self.weights.new_zeros(self._padding)])
 
     def move(self) -> None:
-        """Move the gradients of the parameters to `master.grad`, without the copy that `take` makes (one rank)."""
+        """On a single rank, move the gradients of the parameters to `master.grad`, without the copy of `take`."""
         total = self.master.grad = torch.empty_like(self.master)
         parts = _unflatten_dense_tensors(total, self.parameters)
         torch._foreach_copy_(list(parts), [self._gradient(parameter) for parameter in self.parameters])
@@ -168,7 +168,7 @@ class FlatWeights:
         return (bucket for buckets in self._groups for bucket in buckets)
 
     def begin_pass(self, last: bool, overlaps: bool = True) -> None:
-        """Call this before each backward pass of a step; `last` says whether it is the last one. If not `overlaps`, the
+        """Call this before each backward pass of a step. `last` is true before the last pass. Unless `overlaps` is set,
         gradients are reduced after the pass.
         """
         self._reduces, self._next = last or self._sums_in_float32, 0

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
 """Timeout of one connection attempt, because a host that is down may not answer at all."""
 NOTICE_SECONDS = 15.0
-"""Seconds of waiting after which a process says what it waits for; the pause doubles after each message."""
+"""Seconds until a waiting process logs what it waits for. The pause before the next message doubles each time."""
 DEFAULT_TIMEOUT = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
 """Time limit of collectives without a watchdog, as in DeepSpeed."""
 GRACE_SECONDS = 5.0
@@ -89,8 +89,8 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
 
 @contextmanager
 def _notices(rank: int, awaited: Callable[[], str], limit: str, active: bool) -> Iterator[None]:
-    """Log what the block waits for, while it waits. A thread logs it, because the block may spend minutes looking up
-    the name of a host.
+    """While the `with` block waits, log what it waits for. A thread writes the log, because the block may spend minutes
+    looking up the name of a host.
     """
     over, started = threading.Event(), time.monotonic()
 
@@ -304,7 +304,7 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 
 
 def send_weights(module: torch.nn.Module) -> None:
-    """Give the parameters of `module` the values that they have on rank 0, in place."""
+    """Copy the parameters of `module` from rank 0 to all ranks, in place."""
     if world_size() > 1:
         for parameter in module.parameters():
             dist.broadcast(parameter.detach(), 0)

@@ -1,4 +1,4 @@
-"""Weights of micro-batches by their number of labels, so that a loss is the mean over all tokens that count in it."""
+"""Weights of micro-batches by their number of labels. With these weights, a loss is the mean over all labels."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

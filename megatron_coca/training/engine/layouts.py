@@ -66,9 +66,9 @@ def _refresh_fully_partitioned(optimizer: Any) -> None:
 
 
 class OptimizerLayout(NamedTuple):
-    """Functions for one kind of optimizer. They return this rank's ranges and the tensors that the PyTorch
-    optimizer updates, and copy the float32 weights to the trained weights. `replicas` returns the group of ranks that
-    have all weights and divide the optimizer states among themselves, or None.
+    """Functions for one kind of optimizer. `ranges` returns this rank's ranges, and `flat_tensors` the tensors that the
+    PyTorch optimizer updates. `refresh` copies the float32 weights to the trained weights. `replicas` returns the group
+    of ranks that have all weights and divide the optimizer states among themselves, or None.
     """
 
     ranges: Callable[[Any], Iterator[FlatRange]]

@@ -1,5 +1,5 @@
-"""The forward and backward pass of a micro-batch: operation by operation, or captured in a CUDA graph that the host
-launches as a whole.
+"""The forward and backward pass of a micro-batch. The host launches it operation by operation, or as a whole after its
+capture in a CUDA graph.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +30,8 @@ class CapturedPass:
     """Calls `run_pass` and, after `WARMUP` micro-batches of the same shapes, launches it as a CUDA graph instead.
     Micro-batches of other shapes than those of the graph run operation by operation.
 
-    The graph writes the gradients of a micro-batch to memory of its own. They become the gradients of the parameters,
-    or are added to those that exist already, so that the sums have the same bits as without a graph.
+    The graph writes the gradients of a micro-batch to its own memory. If a parameter has no gradient yet, this memory
+    becomes its gradient. Otherwise, the new gradient is added, so that the sums have the same bits as without a graph.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

@@ -39,7 +39,7 @@ class KeyValueStore(Protocol):
 
 
 class Peers:
-    """Connections between rank 0 and every other rank that stay open while the processes run.
+    """Connections between rank 0 and every other rank. They stay open while the processes run.
 
     If a connection closes without a farewell message, the process at its other end has died. Rank 0 then informs the
     other ranks. Each rank has `GRACE` seconds to end by itself; after that it exits with a message and status FAILED.
@@ -96,7 +96,7 @@ class Peers:
         threading.Thread(target=work, name="peers", daemon=True).start()
 
     def explain(self, error: BaseException) -> None:
-        """Add a note to an error that the lost rank may have caused, if there is a lost rank."""
+        """If a rank is lost, add a note to the error, because the loss may have caused the error."""
         if self._watches and self._found.wait(POLL):
             error.add_note(f"{self.lost} had already ended; see the message of that rank")
 

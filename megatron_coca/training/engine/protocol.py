@@ -1,4 +1,4 @@
-"""What the training loop, the checkpoints and the run call on an engine, whichever library trains the model."""
+"""The interface of all engines, through which the training loop, the checkpoints and the run use an engine."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -20,7 +20,7 @@ class StepResult(NamedTuple):
         grad_norm: global gradient norm before clipping; None if the fp16 loss scaler found an overflow.
         skipped: whether the weights were left unchanged.
         labels: number of labels on all ranks.
-        routing: what the routers of mixtures of experts did on all ranks; None without mixtures.
+        routing: the choices and losses of the routers of all ranks; None without mixtures of experts.
     """
 
     loss: float

@@ -1,4 +1,4 @@
-"""Balances mixtures of experts in training: one update for each step, and the metrics of the routers."""
+"""Balance mixtures of experts in training: one update for each step, and the metrics of the routers."""
 
 import torch.distributed as dist
 
@@ -13,13 +13,13 @@ def balancing_of(model: GPT, config: Config) -> Balancing | None:
     keys, mixtures = config.optimizer, mixtures_of(model)
     if not mixtures:
         return None
-    rate = keys.moe_bias_update_rate * keys.trains("router")  # frozen routers keep their choices
+    rate = keys.moe_bias_update_rate * keys.trains("router")  # the choices of frozen routers must not change
     return Balancing(mixtures, keys.moe_loss_coeff, keys.moe_z_loss_coeff, rate)
 
 
 def finish_routing(balancing: Balancing | None, taken: bool) -> StepRouting | None:
-    """Update the balancing after a step, if the step changed weights (`taken`), and return what the routers of all
-    ranks did in the step; None without mixtures of experts. Every rank must call this.
+    """Return the choices and losses of the routers of all ranks in a step; None without mixtures of experts. If the
+    step changed weights (`taken`), update the balancing. Every rank must call this.
     """
     routing = balancing.take() if balancing is not None else None
     if balancing is None or routing is None:

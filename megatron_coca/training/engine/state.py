@@ -1,4 +1,4 @@
-"""Weights and optimizer states in the memory of an engine, as pieces of named parameters.
+"""Weights and optimizer states in the memory of an engine, divided into pieces of named parameters.
 
 Both engines flatten parameters and assign each rank a range of the result. The layout depends on the engine and on the
 ZeRO stage; `LAYOUTS` in layouts.py finds the ranges.
@@ -59,16 +59,16 @@ class Packed(NamedTuple):
 
 
 def saved_names(model: nn.Module, lora: bool, prefix: str = "model.") -> dict[nn.Parameter, str]:
-    """Return the names in checkpoints of the parameters of `model` that are saved: with adapters (`lora`), only those
-    that are trained. `prefix` is removed.
+    """Return the parameters of `model` that are saved, with their names in checkpoints. With adapters (`lora`), only
+    trained parameters are saved. `prefix` is removed from the names.
     """
     named = ((name.removeprefix(prefix), parameter) for name, parameter in model.named_parameters())
     return {each: checkpoint_name(name) for name, each in named if each.requires_grad or not lora}
 
 
 def packed_parameters(names: Names, model: ModelConfig) -> dict[str, Packed]:
-    """Return, by name, the parameters of projections that are split into three layers, as rows of the packed
-    projection.
+    """Return the parameters of projections that are split into three layers, by name. Each is described as rows of the
+    packed projection.
     """
     found, layer_types = {}, model.layer_names
     for parameter, name in names.items():
@@ -142,8 +142,8 @@ def _state(optimizer: Any, flat: Tensor) -> dict[str, Any]:
 def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
     """Return this rank's pieces of every named parameter; `optimizer` is an object of a class in `LAYOUTS`.
 
-    Frozen parameters have only weights, in the training dtype. ZeRO 1 and 2 do not partition these: one of the ranks
-    that have a copy of the parameter returns it, and `refresh` sends it to the other ranks.
+    Frozen parameters have only weights, in the training dtype. ZeRO 1 and 2 do not partition frozen parameters:
+    one of the ranks that have a copy of the parameter returns it, and `refresh` sends it to the other ranks.
     """
     found: list[StatePiece] = []
     for flat_range in layouts.layout(optimizer).ranges(optimizer):
@@ -160,9 +160,9 @@ def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
 
 
 def _frozen_owners(optimizer: Any, names: Names) -> Iterator[tuple[nn.Parameter, int | None]]:
-    """Yield each frozen parameter with the rank, in the optimizer's group, that returns its piece (ZeRO 1 and 2). The
-    rank is None if all ranks return pieces. With ZeRO 3 these are their own ranges; without ZeRO they are copies, and
-    only the first copy is saved.
+    """Yield each frozen parameter and, with ZeRO 1 and 2, the rank in the optimizer's group that returns its piece. The
+    rank is None if all ranks return pieces. With ZeRO 3, each rank returns its own range. Without ZeRO, each rank
+    returns a copy, and only the first copy is saved.
     """
     group = _replicas(optimizer)
     frozen = [parameter for parameter in names if not parameter.requires_grad]

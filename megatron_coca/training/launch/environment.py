@@ -122,7 +122,7 @@ def complete_environment(environment: MutableMapping[str, str]) -> None:
     """
     location = find_location(environment) or RankLocation(0, 1, 0, 1, LOOPBACK, None)
     port = location.port or (free_port() if location.world_size == 1 else DEFAULT_PORT)
-    # RANK and LOCAL_RANK do not tell how many processes run on each host.
+    # RANK and LOCAL_RANK do not determine the number of processes on each host.
     local_size_known = "RANK" not in environment or "LOCAL_WORLD_SIZE" in environment or "LOCAL_SIZE" in environment
     one_host = (
         location.world_size == 1

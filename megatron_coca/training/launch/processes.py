@@ -16,9 +16,9 @@ from megatron_coca.work.signals import CaughtSignals
 from megatron_coca.work.statuses import DONE, INTERRUPTED, PREEMPTED, UNSAVED, signal_of
 
 SETTLE = 5.0
-"""Time limit in seconds for the other processes to end after one process failed: enough to print their own errors."""
+"""Seconds for the other processes to end after one process failed. This is enough time to print their own errors."""
 PREEMPTED_SETTLE = 300.0
-"""Time limit in seconds for the other processes to end after one process was preempted: they may still be saving."""
+"""Seconds for the other processes to end after one process was preempted. They may still be saving."""
 NAMED = 4
 """Maximum number of ranks that are named if many report the same error."""
 INTERVAL = 0.05
@@ -44,7 +44,7 @@ def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle:
         running = [process for process in running if process.label not in ended]
         # If several processes ended at once, the one that was killed by a signal caused the others to end.
         for label, code in sorted(ended.items(), key=lambda item: -item[1]):
-            # A process that has no handler yet dies from the signal, but has nothing to lose.
+            # The signal kills a process that has no handler yet. Such a process has nothing to save.
             asked = code == PREEMPTED or (bool(sent) and (code == INTERRUPTED or code - 128 in sent))
             if asked:
                 code = INTERRUPTED if signal.SIGINT in sent else PREEMPTED

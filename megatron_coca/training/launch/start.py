@@ -214,8 +214,8 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 SIGNALS_OF_SRUN: dict[int, int] = dict.fromkeys(FORWARDED, signal.SIGUSR1)
-"""Replacements for signals that are sent to srun: srun forwards SIGUSR1 to its tasks, but kills them on SIGTERM and
-only prints a report on SIGINT.
+"""The signal that is sent to srun instead of each forwarded signal. srun forwards SIGUSR1 to its tasks. On SIGTERM it
+would kill them, and on SIGINT it would only print a report.
 """
 
 

@@ -1,1 +1,1 @@
-"""What watches a run: losses, metrics and traces, and processes that hang."""
+"""Monitoring of a run: bad losses, metrics, traces, and processes that hang."""

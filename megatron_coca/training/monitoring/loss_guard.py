@@ -83,8 +83,8 @@ class LossGuard:
         self._consecutive = 0
 
     def spike_limits(self) -> Limits:
-        """Return the values above which the next step is a spike: infinite under `off`, and until half of the window is
-        filled.
+        """Return the values above which the next step is a spike. They are infinite with the policy `off` and
+        until half of the window is filled.
         """
         config = self._config
         loss, norm = (
@@ -96,13 +96,13 @@ class LossGuard:
         return Limits(loss, norm)
 
     def limits(self) -> Limits:
-        """Return the values above which the next step must be skipped: infinite if spikes only cause a warning or are
-        ignored.
+        """Return the values above which the next step must be skipped. They are infinite if spikes are ignored or only
+        cause a warning.
         """
         return Limits() if self._config.loss_spike_policy in ("off", "warn") else self.spike_limits()
 
     def observe(self, loss: float, grad_norm: float | None) -> Verdict:
-        """Record a step and judge it. The arguments are as in `bad_reason`."""
+        """Record a step and judge it. `bad_reason` explains the arguments."""
         config = self._config
         finite = bad_reason(loss, grad_norm, Limits()) is None
         reason = bad_reason(loss, grad_norm, self.spike_limits())

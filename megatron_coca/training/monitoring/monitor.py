@@ -89,7 +89,7 @@ class Monitor:
         profiled = config.logging.profile and rank in config.logging.profile_ranks
         self._trace = Trace(config, start, rank) if profiled else None
         self._spent = {"waiting": 0.0, "saving": 0.0, "validating": 0.0}
-        # Only rank 0 on a CPU reports crowded cores: one rank is enough, and beside a GPU the cores hardly compute.
+        # Only rank 0 on a CPU reports crowded cores: one rank is enough, and with a GPU the cores hardly compute.
         self._cores = CrowdedCores(1 if rank > 0 or device is not None else torch.get_num_threads())
         self._begin = self._after_first = self._lap = clock()
 
@@ -157,8 +157,7 @@ class Monitor:
         rate = self._tokens * steps / max(training, 1e-9)
         flops = rate / len(waited) * self._flops
         done = step - self._start - 1
-        # The pace includes saves and validations. The first step, which may compile, counts only until the second step
-        # is done.
+        # The pace includes saves and validations. The first step, which may compile, counts only if it is the only one.
         pace = (now - self._after_first) / done if done > 0 else now - self._begin
         measured = {
             "skipped_steps": self._skipped_before,

@@ -68,7 +68,7 @@ def main(parent: int, limit: float, grace: float, rank: str) -> None:
         # A long gap means that this process was suspended, so it counts as at most two ticks.
         silent = 0.0 if heard else silent + (0.0 if is_suspended(parent) else min(now - before, 2 * tick))
         before = now
-    if select.select([], [STDERR], [], 0)[1]:  # a full pipe must not keep the parent alive
+    if select.select([], [STDERR], [], 0)[1]:  # writing to a full pipe would keep the parent alive
         why = "probably because C code keeps Python's global lock"
         os.write(STDERR, f"rank {rank}: ended after no answer for {limit:g} s, {why}; its stacks:\n".encode())
     os.kill(parent, END)

@@ -43,7 +43,7 @@ class Trace:
         except OSError as error:
             raise ConfigError(f"profile: {error}; choose a writable folder") from error
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-        warmup = min(1, self._first)  # timings of the profiler's first step are distorted, so it is not recorded
+        warmup = min(1, self._first)  # the profiler distorts its first step, so that step is not recorded
         plan = schedule(wait=self._first - warmup, warmup=warmup, active=self._last - self._first, repeat=1)
         self._profile = profile(
             activities=activities, schedule=plan, on_trace_ready=self._write, record_shapes=True, profile_memory=True

@@ -1,6 +1,6 @@
 """The watchdog, which ends a hanging process.
 
-This module imports only the standard library, because the import of another library may be what hangs.
+This module imports only the standard library, because the process may hang in the import of another library.
 """
 
 import faulthandler
