@@ -23,9 +23,10 @@ from safetensors.torch import load_file
 
 from megatron_coca.data import CorpusSource, Execution, Rules, Shard, SourceSpec, load_tokenizer, prepare
 from megatron_coca.data.shards import MASKED, ShardWriter
-from tests import long_tests
+from tests import forked, long_tests
 from tests.fast_cases import fast_cases
 from tests.figures import TIMINGS
+from tests.forked import pytest_runtestloop  # noqa: F401  # a hook
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,7 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMP_
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    forked.pytest_addoption(parser)
     parser.addoption("--kills", type=int, default=25, help="how often the slow tests of random kills kill a run")
     parser.addoption("--minutes", type=float, help="begin no test after so many minutes")
     parser.addoption(
