@@ -47,6 +47,12 @@ GOAL, AFTER, LEAST = 300.0, 2.5, 0.1
 """GOAL is the number of seconds that the whole should take. AFTER is the time of all work after the training on recall,
 as a multiple of the time of that training. LEAST is the smallest share of this later work that is worth running.
 """
+BUSY, AFTER_BUSY = 0.85, 4.5
+"""The cores are busy if the training on recall got less than the share BUSY of them. The later work then takes longer,
+AFTER_BUSY times as long as that training, because its threads wait for each other.
+"""
+PASSIVE = ("OMP_WAIT_POLICY", "passive")
+"""Environment variable of the later work on busy cores: otherwise, threads spin while they wait (docs/speed.md)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,9 +71,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def share_of_rest(training: float) -> float:
+def share_of_rest(training: float, busy: bool = False) -> float:
     """Return the share of the remaining work that fits into GOAL. Training on recall has taken `training` seconds."""
-    return min(1.0, max(LEAST, (GOAL - training) / (AFTER * training))) if training > 0 else 1.0
+    rest = (AFTER_BUSY if busy else AFTER) * training
+    return min(1.0, max(LEAST, (GOAL - training) / rest)) if training > 0 else 1.0
+
+
+def used_since(began: os.times_result) -> tuple[float, float]:
+    """Return the seconds since `began`, and the cores that child processes which ended since then have used."""
+    now = os.times()
+    seconds = now.elapsed - began.elapsed
+    used = now.children_user + now.children_system - began.children_user - began.children_system
+    return seconds, used / max(seconds, 1e-9)
 
 
 def recall(keys: Sequence[str]) -> tuple[list[Path], float]:
@@ -83,12 +98,16 @@ def recall(keys: Sequence[str]) -> tuple[list[Path], float]:
     saves = {name: RUNS / f"recall_{name}" for name in RECALL}
     missing = [name for name, save in saves.items() if last not in native.steps(save)]
     train_recall = ["train", file, *settings, "auto_resume=true"]
-    start = time.perf_counter()
+    began = os.times()
     run_together([[*train_recall, f"pos_emb={name}", f"save={saves[name]}"] for name in missing])
-    training = time.perf_counter() - start
-    share = share_of_rest(training * len(RECALL) / len(missing)) if missing else 1.0
+    training, cores = used_since(began)
+    busy = cores < BUSY * min(len(missing), len(os.sched_getaffinity(0)))
+    share = share_of_rest(training * len(RECALL) / len(missing), busy) if missing else 1.0
     if share < 1:
         print(f"\n# Training took {training:.0f} s. The rest is shortened to {share:.0%} of its work.", flush=True)
+    if missing and busy and PASSIVE[0] not in os.environ:
+        os.environ[PASSIVE[0]] = PASSIVE[1]  # of all later commands
+        print(f"# Training got {cores:.1f} cores. Other commands run with {'='.join(PASSIVE)}.", flush=True)
     cases = str(max(48, round(CASES * share)))
     files, measures = [], []
     for name, label in RECALL.items():

@@ -1,5 +1,7 @@
 """Child processes of the quickstart, and what it does on a slow machine."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +36,31 @@ def test_a_slow_machine_does_less(training: float, total: float) -> None:
     """The whole takes five minutes, unless the training on recall alone takes most of them."""
     rest = quickstart.AFTER * training * quickstart.share_of_rest(training)
     assert training + rest == pytest.approx(total, abs=1)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_threads_do_not_spin_on_busy_cores(
+    busy: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quickstart, "PROGRAM", (sys.executable, "-S", "-c", "pass"))
+    monkeypatch.setattr(quickstart, "used_since", lambda began: (117.0, 1.33 if busy else 1.95))
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setenv("OMP_WAIT_POLICY", "x")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    file = str(Path(shipped("recall/model.yml")).resolve())
+    monkeypatch.setattr(quickstart, "shipped", lambda name: file)
+    monkeypatch.chdir(tmp_path)
+    _, share = quickstart.recall([])
+    assert os.environ.get("OMP_WAIT_POLICY") == ("passive" if busy else None)
+    assert ("OMP_WAIT_POLICY=passive" in capsys.readouterr().out) == busy
+    assert share == pytest.approx(183 / 117 / (4.5 if busy else 2.5))
+
+
+def test_the_cores_that_children_used() -> None:
+    began = os.times()
+    subprocess.run([sys.executable, "-S", "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
+    seconds, cores = quickstart.used_since(began)
+    assert 0.3 <= seconds * cores < 1 and cores <= 1.1
 
 
 def test_a_shortened_run_is_killed_midway_and_keeps_its_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
