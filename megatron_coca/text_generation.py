@@ -41,7 +41,7 @@ class Continuation:
 
     Attributes:
         tokens: all generated tokens.
-        finish: "eod" after a token that ends texts (`Tokenizer.ends`) or one of `ends`, "stop" after a stop string,
+        finish: "eod" if the last token is in `Tokenizer.ends` or in `ends`, "stop" if the text contains a stop string,
             else "length".
     """
 
@@ -96,7 +96,7 @@ class TextGenerator:
 
     Names of special tokens in a prompt are encoded as these tokens. If there is a token `start`, it is put before
     prompts that do not begin with it. Without `start`, an empty prompt is encoded as the end-of-document token.
-    `identify` returns a digest of the weights, and of the keys that change what they compute.
+    `identify` returns a digest of the weights and of the configuration keys that change the model's output.
     """
 
     model: GPT
@@ -105,14 +105,14 @@ class TextGenerator:
     identify: Callable[[], str] = field(default=str, repr=False, compare=False)
 
     def encode(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt of `complete`. Raises DataError for a prompt that cannot be encoded."""
+        """Return the tokens of a prompt for `complete`. Raises DataError for a prompt that cannot be encoded."""
         start, ids = [] if self.start is None else [self.start], self.tokenizer.encode_prompt(prompt)
         return (ids if ids[:1] == start else [*start, *ids]) or [self.tokenizer.eod]
 
     def encode_chat(self, chat: Messages) -> list[int]:
-        """Return the tokens of a chat of `answer`, up to the beginning of the answer.
+        """Return the tokens of a chat for `answer`, up to the beginning of the answer.
 
-        Raises DataError without a template, and for messages that the template rejects.
+        Raises DataError if the tokenizer has no chat template or if the template rejects the messages.
         """
         template = self.tokenizer.chat
         if template is None:
@@ -135,17 +135,17 @@ class TextGenerator:
     ) -> list[Continuation]:
         """Continue prompts.
 
-        The random numbers for a prompt depend on `sampling.seed`, its tokens and the number of equal prompts before it,
-        but not on its batch. `generate_tokens` describes everything else. Raises the errors of `generate_tokens`, and
-        DataError for a prompt that cannot be encoded.
+        The random numbers for a prompt depend on `sampling.seed`, the prompt's tokens and the number of equal prompts
+        before it, but not on its batch. `generate_tokens` describes everything else. Raises the errors of
+        `generate_tokens`, and DataError for a prompt that cannot be encoded.
 
         Args:
-            options: `tokens_per_batch`, the maximum number of tokens of a batch, by default 16384; `progress`, which
-                shows the progress; `pushed`, a function that is called with a continuation after each of its tokens;
+            options: `tokens_per_batch`, the maximum number of tokens of a batch, by default 16384; `progress`, whether
+                to show the progress; `pushed`, a function that is called with a continuation after each of its tokens;
                 `ended`, a function that is called with the index of a prompt and its continuation when the continuation
                 is complete; `left_out`, indices of prompts to leave out, which keep empty continuations;
-                `dynamic_length` as in `generate_tokens`. A batch has at least one prompt, and all its prompts
-                have the same length.
+                `dynamic_length`, the argument of `generate_tokens`. A batch has at least one prompt, and all its
+                prompts have the same length.
         """
         ids = [self.encode(prompt) for prompt in prompts]
         rows = [Continuation(self.tokenizer, row, stops) for row in ids]
@@ -161,7 +161,7 @@ class TextGenerator:
     ) -> list[Continuation]:
         """Continue each chat by its next answer, up to the end of the turn in the tokenizer's chat template.
 
-        Everything else is as for `complete`. Raises DataError as `encode_chat` does.
+        Arguments and errors are those of `complete`. Raises DataError as `encode_chat` does.
         """
         ids = [self.encode_chat(chat) for chat in chats]
         ends, text = self.tokenizer.turn_ends()
@@ -207,8 +207,8 @@ def collect(
 ) -> None:
     """Add the tokens of each step to their rows, until the steps or all rows end.
 
-    `pushed` is called with a row after each of its tokens, and `ended` with its key and the row when the row is
-    complete.
+    `pushed` is called with a row after each of its tokens. `ended` is called with the key of a row and the row when the
+    row is complete.
     """
     left = dict(rows)
     for new in steps:
@@ -238,12 +238,12 @@ def load_generator(
     start_token: str | None = None,
     show: bool = False,
 ) -> TextGenerator:
-    """Load a checkpoint with its tokenizer; arguments as in `OpenedCheckpoint.load`.
+    """Load a checkpoint with its tokenizer. The other arguments are those of `OpenedCheckpoint.load`.
 
-    `start_token`, such as Gemma's `<bos>`, is put before every prompt. Chats have the start token of their template.
+    `start_token`, such as Gemma's `<bos>`, is put before every prompt. In a chat, the template adds the start token.
 
     Raises:
-        CheckpointError: as for `load_model`, and if the checkpoint has no tokenizer.
+        CheckpointError: `load_model` would raise it, or the checkpoint has no tokenizer.
         ConfigError: an invalid override.
         DataError: the tokenizer is damaged, or has no token `start_token`.
     """

@@ -1,4 +1,4 @@
-"""The files of a cell (record and learning curve), the state of a cell, the overview of all cells, and their archive.
+"""The record, learning curve and state of a cell, and the overview and the archive of all cells.
 
 The archive `RESULTS.jsonl.zst` replaces the results folder next to it, which can then be removed. Each line is one
 file: {"file": "CELL/NAME.json", "content": ...}. The archive contains each cell's record (cell.json), its learning
@@ -51,14 +51,14 @@ class CellRecord(Record):
     """The identity, state and cost of a cell. Seconds are summed over all calls that resumed the cell.
 
     Attributes:
-        status: the recorded state. If it is "failed", `reason` is set, and the next call tries again.
+        status: the recorded state. If it is "failed", `reason` is set, and the next call runs the cell again.
         training_seconds: time of steps, validations and saves, from the trainer's reports.
         evaluation_seconds: time of the measurements, from their cost files.
         overhead_seconds: all other time: process starts, loading of data and models, and work repeated after an
-            interruption. Calls that were killed are not counted.
+            interruption. The time of a call that was killed is not counted.
         preloaded: names of the libraries in LD_PRELOAD, which can change the kernels of MKL (docs/speed.md).
-        evaluated: for each complete result file, by its path in the results folder, the digest in `Cell.measurements`.
-        inputs: for each of these files, the digest in `Cell.inputs`; empty in files of earlier versions.
+        evaluated: the digest from `Cell.measurements` of each complete result file, by its path in `Cell.results`.
+        inputs: the digest from `Cell.inputs` of each such file; empty in records of earlier versions.
     """
 
     model: str
@@ -143,13 +143,16 @@ def state_of(cell: Cell) -> State:
 
 
 def missing_commands(cell: Cell, record: CellRecord) -> list[Command]:
-    """Return the evaluations that are incomplete or that ran with options that have changed since."""
+    """Return the evaluation commands with a result file that is missing, incomplete or outdated."""
     measured = set(measured_files(cell, record))
     return [command for command in cell.commands if not measured.issuperset(command.files)]
 
 
 def measured_files(cell: Cell, record: CellRecord) -> list[Path]:
-    """Return the cell's complete result files, except those with options, a variant or data that have changed since."""
+    """Return the complete result files of a cell.
+
+    A file is left out if the options, variant or input files of its evaluation have changed since it was written.
+    """
     digests, known = cell.measurements, record.evaluated
     current = [path for path, digest in digests.items() if known.get(str(path)) == digest]
     changed = [path for path, digest in cell.inputs.items() if record.inputs.get(str(path)) not in (None, digest)]
@@ -168,7 +171,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def is_trained(cell: Cell) -> bool:
-    """Return True if the last step was saved, after its validation."""
+    """Return True if the checkpoint of the last step exists and the validation after this step is done."""
     try:
         if cell.steps not in native.steps(cell.run):
             return False
@@ -192,7 +195,7 @@ def training_seconds(run: Path, until: int | None = None) -> float:
 
 
 def last_step(run: Path) -> int:
-    """Return the last step in a run's metrics, or 0. Only the end is read, because this is called often."""
+    """Return the last step in a run's metrics, or 0. Only the end of the file is read, because this is called often."""
     path = run / METRICS
     if not path.is_file():
         return 0
@@ -237,7 +240,7 @@ def only_unsupported(files: Sequence[Path]) -> bool:
 
 
 def overview(cells: Sequence[Cell]) -> str:
-    """Return a table of the cells with their state, size and seconds so far."""
+    """Return a table of the cells with the state, the size and the seconds so far of each cell."""
     rows = []
     for cell in cells:
         record, count = read_cell(cell), cell.parameters
@@ -282,7 +285,7 @@ def pack(results: Path) -> Path:
 def _lines(archive: Path) -> list[bytes]:
     """Return the lines of an archive. Raises ValueError if it is not exactly one complete frame, or is too large.
 
-    `zstandard.open` reads a file that was cut off, or the first of several archives in one file, without an error.
+    This does not use `zstandard.open`, which raises no error if a file was cut off or contains several archives.
     """
     decoder, packed, content = zstandard.ZstdDecompressor().decompressobj(), read_regular(archive), bytearray()
     for start in range(0, len(packed), FEED):
@@ -309,7 +312,7 @@ def packed_records(results: Path) -> list[dict[str, Any]]:
 
 
 def unpack(results: Path) -> None:
-    """Extract from the archive, if there is one, the files that the results folder lacks. Raises EvaluationError."""
+    """Extract the files that the results folder lacks from its archive, if there is one. Raises EvaluationError."""
     archive = archive_of(results)
     if not archive.is_file():
         return

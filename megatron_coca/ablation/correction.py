@@ -1,4 +1,4 @@
-"""The declared contrasts of many studies, corrected once for all of them."""
+"""Collect the declared contrasts of several studies for one correction over all studies."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +10,11 @@ from megatron_coca.evaluation.stretch.plans import outcome_of, paired_difference
 from megatron_coca.evaluation.stretch.records import read_results
 
 UNITS = {"perplexity": "perplexity, nats per byte", "margin": "margin, nats", "loss": "loss, nats per token"}
-"""Names of quantities with the unit of their differences. All studies measure perplexities of texts read as bytes."""
+"""Names of quantities with the units of their differences. In all studies, the tokens of perplexities are bytes."""
 
 
 def entries_of(study: str, figures: Figures) -> list[ContrastEntry]:
-    """Return the declared contrasts of a study; empty until all of its models are finished."""
+    """Return the declared contrasts of a study, or an empty list until all of its cells are finished."""
     if figures.finished < figures.planned:
         return []
     entries = []
@@ -42,7 +42,7 @@ def entries_of_stretch(study: str, plan: str | Path, results: str | Path) -> lis
 
 
 def pooled(studies: Sequence[Figures], quantity: str, label: str, other: str, at: float) -> Corrected:
-    """Return one contrast over the seeds of several studies, without a correction, as if they were one study.
+    """Return one contrast over the seeds of all studies, as if they were one study. Its p-value is not corrected.
 
     Raises EvaluationError if the studies have fewer than two seeds together.
     """

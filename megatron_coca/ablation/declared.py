@@ -1,4 +1,4 @@
-"""Sentences on a file's declared contrasts: how they are tested, with which power, and what the tests showed."""
+"""Sentences on the declared contrasts of a file: how they are tested, the power of each test, and the results."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,10 @@ from megatron_coca.evaluation.statistics import Estimate, equal, exponential
 
 
 def steps_of(found: Sequence[tuple[DeclaredContrast, Differences]], seeds: int) -> list[Step[DeclaredContrast]]:
-    """Return the steps of a sequence; empty until every contrast has all `seeds`, because each is tested only once."""
+    """Return the steps of a sequence, or an empty list if a contrast has fewer differences than `seeds`.
+
+    Each contrast is tested only once, when all seeds are finished.
+    """
     return [] if any(len(differences) < max(seeds, 2) for _, differences in found) else in_sequence(found)
 
 
@@ -29,13 +32,13 @@ def level_of(file: AblationFile) -> float:
     """Return the level at which the power is computed.
 
     For contrasts tested together, it is the smallest level of Holm's correction, so the power is a lower bound. In a
-    sequence, the power is that of a contrast if all contrasts before it hold.
+    sequence, it is LEVEL, because a contrast is tested only if all contrasts before it hold.
     """
     return LEVEL if file.testing == "sequence" else LEVEL / len(file.contrasts)
 
 
 def plan(file: AblationFile) -> list[str]:
-    """Return a sentence on how the contrasts are tested, and one on the power of each contrast, in Markdown."""
+    """Return a sentence on how the contrasts are tested, and a sentence on the power of each contrast, in Markdown."""
     if not file.contrasts:
         return []
     count, seeds = len(file.contrasts), len(file.seeds)
@@ -73,9 +76,10 @@ def claim(
     tested: Sequence[Declared[DeclaredContrast]],
     steps: Sequence[Step[DeclaredContrast]],
 ) -> str:
-    """Return one sentence on the first contrast of a file; empty if it was not tested.
+    """Return one sentence on the first contrast of a file, or "" if there is no such contrast.
 
-    `tested` are the contrasts of a file that tests them together, and `steps` those of a file with a sequence.
+    `steps` has the results of a file with `testing: sequence`. For other files, `tested` has the results, and the
+    sentence is also "" if the first contrast was not tested.
     """
     if not file.contrasts:
         return ""
@@ -105,7 +109,7 @@ VERDICTS: dict[ContrastVerdict, str] = {
     "does not hold": "no significant difference is shown",
     "cannot be tested": "the t test is undefined, because all {count} seeds differ by the same amount",
 }
-"""The results of a contrast, as in the sentence at the top of a report."""
+"""The words for each verdict in the sentence at the top of a report."""
 
 
 INFINITE = "at least one seed has no finite difference"
@@ -137,8 +141,9 @@ def _statement(contrast: DeclaredContrast, difference: Estimate, level: float) -
 
 
 def _with_difference(numbers: Sequence[float], digits: int, none: float) -> list[str]:
-    """Return the numbers with `digits` digits after the decimal point, or with as many more as the first number needs
-    to differ from `none`, which stands for no difference.
+    """Return the numbers with at least `digits` digits after the decimal point.
+
+    Digits are added, up to MOST_DIGITS, until the first number differs from `none`, which stands for no difference.
     """
     needed = (each for each in range(digits, MOST_DIGITS + 1) if f"{numbers[0]:.{each}f}" != f"{none:.{each}f}")
     digits = next(needed, digits)
@@ -159,13 +164,11 @@ QUANTITIES = {
     "recall first": "recall of the first value of a key",
     "recall back": "recall of the value told some facts before",
 }
-"""Words for quantities whose name alone would not be understood."""
+"""Words for quantities with names that readers would not understand."""
 
 
 def amount(contrast: DeclaredContrast, difference: Estimate) -> str:
-    """Return the first label's recall minus the second's with its sign, or the ratio of their perplexities, and the 95%
-    interval if there is one.
-    """
+    """Return a difference of recall with its sign, or a ratio of perplexities. Add the 95% interval if there is one."""
     mean, low, high = difference.mean, difference.low, difference.high
     if not math.isfinite(mean):
         return INFINITE

@@ -1,4 +1,4 @@
-"""The evaluations of a model in an ablation: commands, checks before training, and digests of what is measured."""
+"""The evaluations of a model in an ablation: commands, checks before training, and digests of options and files."""
 
 import json
 from argparse import Namespace
@@ -39,7 +39,7 @@ def changed_config(config: Config, changes: Sequence[str] | None) -> Config:
 
 
 class Measurements(NamedTuple):
-    """Digests by result file, as in `Cell`."""
+    """Digests for each result file, which become `Cell.measurements` and `Cell.inputs`."""
 
     options: dict[Path, str]
     inputs: dict[Path, str]
@@ -56,8 +56,8 @@ def check_tasks(
 ) -> tuple[Measurements, list[str]]:
     """Return the digests of all result files, and a line for each task that `megatron-coca evaluate` would not accept.
 
-    If `inputs` is None, the data is not read. A line for data that cannot be read is added to the list `absent`, if
-    there is one.
+    If `inputs` is None, the data is not read. If the list `absent` is given, a line for data that cannot be read is
+    added to it.
     """
     problems, found, own = [], Measurements({}, {}), config.flat()
     flat = {name: changed_config(config, changes).flat() for name, changes in entry.variants.items()}
@@ -84,10 +84,10 @@ def check_tasks(
 def _check_arguments(
     command: Command, config: Config, inputs: InputDigests | None, absent: list[str] | None
 ) -> str | None:
-    """Return a digest of the files that a `megatron-coca evaluate` command reads; None without files or `inputs`.
+    """Return a digest of the files that a `megatron-coca evaluate` command reads, or None without files or `inputs`.
 
-    Raises EvaluationError or DataError for the errors that the command would raise before it loads a model. With the
-    list `absent`, errors about data are added to this list instead, and nothing is fetched from a store.
+    Raises EvaluationError or DataError for the errors that the command would raise before it loads a model. If the list
+    `absent` is given, nothing is fetched from a store, and errors about data are added to the list instead.
     """
     args: Namespace = task_parser(command.arguments[0]).parse_args(command.arguments[1:])
     subject_options(args)
@@ -122,7 +122,7 @@ def commands_of(
     imports = config.position.imports  # passed explicitly, because evaluation ignores the imports named by a checkpoint
     own = [f"imports={json.dumps(imports)}"] if imports else []
     paths = config.data.test_data_paths or []
-    # Addresses are passed explicitly for the same reason.
+    # URLs are passed explicitly, because evaluation does not read data from URLs that only a checkpoint names.
     own += [f"test_data_paths={json.dumps(paths)}"] if any(map(is_url, paths)) else []
     checkpoint = CheckpointEntry(path=str(run), variants=entry.variants, set=own)
     suite = SuiteFile(title="", checkpoints={label: checkpoint}, tasks=dict(tasks))

@@ -1,4 +1,4 @@
-"""Numbers and plots of an ablation over its seeds, and differences paired by seed, for use in page templates."""
+"""Means over seeds, differences paired by seed, and plots of an ablation, for use in page templates."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,14 +36,14 @@ class Contrast:
     """A quantity of one label relative to the same quantity of another label.
 
     Attributes:
-        times: the ratio, as the geometric mean over the common seeds with its t interval.
+        times: the geometric mean of the ratio over the seeds that both labels have, with its t interval.
     """
 
     times: Estimate
 
     @property
     def verdict(self) -> str:
-        """ "lower" or "higher" if the interval excludes 1; "no interval" if there is none, as for a single seed."""
+        """ "lower" or "higher" if the interval excludes 1, else "not distinguishable"; "no interval" without one."""
         if math.isnan(self.times.low):
             return "no interval"
         return "lower" if self.times.high < 1 else "higher" if self.times.low > 1 else "not distinguishable"
@@ -52,8 +52,8 @@ class Contrast:
 class Figures:
     """The perplexities, recall and validation losses of finished cells, with contrasts and plots of them.
 
-    Perplexities and recall have a label, a seed and a multiple of the training length. Validation losses have a model,
-    a seed and a share of the training steps.
+    Perplexities and recall are read by label, seed and multiple of the training length. Validation losses are read by
+    model, seed and share of the training steps.
     """
 
     def __init__(self, file: AblationFile, cells: Sequence[Cell]) -> None:
@@ -90,7 +90,7 @@ class Figures:
 
     @cached_property
     def _members(self) -> dict[str, Member]:
-        """The looks of all labels in plots, and their models."""
+        """The model, the variant and the look in plots of each label."""
         return members(result for task in ("perplexity", "recall") for _, _, result in self._results(task))
 
     @property
@@ -110,8 +110,8 @@ class Figures:
         """Return the recall accuracy by seed at a multiple of the training length.
 
         `part` is "inside" or "beyond", a kind of question of ordered recall ("latest", "first", "back"), "kinds" for
-        the mean of these three accuracies, or empty for all questions. Raises EvaluationError if recall was not
-        measured there.
+        the mean of these three accuracies, or "" for all questions. Raises EvaluationError if this accuracy was not
+        measured.
         """
         found = {}
         for seed, entries in self._recalls.get(label, {}).items():
@@ -130,13 +130,13 @@ class Figures:
         return estimate(list(self.accuracies(label, multiple, shift, part).values()))
 
     def declared(self) -> list[Declared[DeclaredContrast]]:
-        """Return the file's contrasts as `tested` does. Raises EvaluationError if they are tested in sequence."""
+        """Return the results of the file's contrasts. Raises EvaluationError if the file tests them in sequence."""
         if self._file.testing == "sequence":
             raise EvaluationError("contrasts: tested in sequence in this file; use figures.sequence()")
         return self.tested(self._file.contrasts)
 
     def sequence(self) -> list[Step[DeclaredContrast]]:
-        """Return the steps of a file with `testing: sequence`; empty until all of its seeds are finished."""
+        """Return the steps of a file with `testing: sequence`, or an empty list until all of its seeds are finished."""
         if self._file.testing != "sequence":
             raise EvaluationError(
                 "contrasts: this file tests all of them together; call figures.declared(), or set `testing: sequence`"
@@ -144,7 +144,7 @@ class Figures:
         return steps_of([(each, self._differences(each)) for each in self._file.contrasts], len(self._file.seeds))
 
     def judged(self) -> list[tuple[DeclaredContrast, list[float], str]]:
-        """Return the file's contrasts with their paired differences and their results in this study."""
+        """Return the file's contrasts with their paired differences and their verdicts in this study."""
         contrasts = self._file.contrasts
         if self._file.testing == "sequence":
             verdicts: list[str] = [step.verdict for step in self.sequence()]
@@ -154,12 +154,12 @@ class Figures:
         return [(each, self._differences(each), own) for each, own in zip(contrasts, verdicts, strict=True)]
 
     def paired(self, quantity: str, label: str, other: str, multiple: float = 1) -> list[float]:
-        """Return the differences of two labels over their common seeds, of logarithms for perplexities."""
+        """Return the difference of two labels for each common seed. Perplexities are compared by their logarithms."""
         return self._differences(DeclaredContrast(label=label, other=other, at=multiple, quantity=quantity))
 
     @property
     def without_order(self) -> dict[str, float]:
-        """The recall of a model that cannot tell the order of facts, by the kind of question, and their mean ("kinds").
+        """The recall of a model that ignores the order of facts, for each kind of question and on average ("kinds").
 
         Raises EvaluationError if the models were not trained on ordered recall.
         """
@@ -170,13 +170,13 @@ class Figures:
         return chances | {"kinds": sum(chances.values()) / len(chances)}
 
     def failed(self, label: str, least: float) -> list[int]:
-        """Return the seeds whose model has a recall accuracy below `least` at the training length."""
+        """Return the seeds with a recall accuracy below `least` at the training length."""
         return [seed for seed, accuracy in sorted(self.accuracies(label).items()) if accuracy < least]
 
     def sensitivity(self, without: Collection[int]) -> list[Step[DeclaredContrast]]:
-        """Return the contrasts of a sequence over all seeds but those in `without`, as if every contrast were tested.
+        """Return the differences and p-values of all contrasts in a sequence without the seeds in `without`.
 
-        The file does not declare this analysis.
+        Each contrast gets a p-value, even if one before it does not hold. The file does not declare this analysis.
         """
         found = [(contrast, self._differences(contrast, without)) for contrast in self._file.contrasts]
         return [Step(contrast, estimate(each), p_value(each), "not tested") for contrast, each in found]
@@ -192,8 +192,9 @@ class Figures:
     def compared(
         self, quantity: str, pairs: Sequence[tuple[str, str]], multiples: Sequence[float]
     ) -> list[Declared[DeclaredContrast]]:
-        """Return the contrasts of pairs of labels at several lengths, tested together and sorted by p-value, undefined
-        p-values last.
+        """Compare pairs of labels at several lengths, tested together. Return the results, the smallest p-value first.
+
+        Results with an undefined p-value are last.
         """
         contrasts = [
             DeclaredContrast(label=label, other=other, at=multiple, quantity=quantity)
@@ -203,12 +204,13 @@ class Figures:
         return sorted(self.tested(contrasts), key=lambda each: (math.isnan(each.p), each.p))
 
     def tested(self, contrasts: Sequence[DeclaredContrast]) -> list[Declared[DeclaredContrast]]:
-        """Return the contrasts with at least two common seeds, corrected for the number of all contrasts."""
+        """Return the results of contrasts with at least two common seeds, corrected for the number of all contrasts."""
         return together([(contrast, self._differences(contrast)) for contrast in contrasts], len(contrasts))
 
     def _differences(self, contrast: DeclaredContrast, without: Collection[int] = ()) -> list[float]:
-        """Return a contrast's differences (of logarithms for perplexities) over the seeds that all its labels have,
-        except those in `without`.
+        """Return a contrast's difference for each seed that all of its labels have, except for seeds in `without`.
+
+        Perplexities are compared by their logarithms.
         """
         if not contrast.terms.keys() <= set(self.labels):
             return []
@@ -221,9 +223,11 @@ class Figures:
     def logarithms(self, quantity: str, label: str, multiple: float = 1) -> BySeed:
         """Return the logarithm of a quantity by seed. Raises EvaluationError for an unknown quantity or label.
 
-        The quantities are "perplexity" at `multiple` times the training length L; "ratio", this perplexity divided
-        by that at L; "perplexity WORD", the perplexity that the task of this name measures; and "validation
-        perplexity" of a model after `multiple` (at most 1) times its training steps.
+        Quantities:
+            perplexity: the perplexity at `multiple` times the training length L.
+            ratio: this perplexity divided by the perplexity at L.
+            perplexity WORD: the perplexity that the task with this name measures.
+            validation perplexity: for a model, after the share `multiple` of its training steps.
         """
         if quantity == "validation perplexity":
             return self._validation_losses(label, multiple)
@@ -273,7 +277,7 @@ class Figures:
     def over_documents(self, label: str, other: str, multiple: float = 1, inside: float = 0.95) -> Estimate:
         """Return the ratio of two labels' perplexities, with its interval over documents at the confidence `inside`.
 
-        Each document's losses are averaged over the seeds that both labels have; then documents are resampled.
+        The losses of each document are averaged over the seeds that both labels have. Then documents are resampled.
         """
         ours, theirs = self._windows[label], self._windows[other]
         pairs = [(ours[seed][multiple,], theirs[seed][multiple,]) for seed in sorted(ours.keys() & theirs.keys())]
@@ -285,7 +289,7 @@ class Figures:
         return Estimate(math.exp(sum(differences)), low, high, len(differences))
 
     def chart(self, labels: Sequence[str]) -> Figure:
-        """Return a plot of the labels' perplexity, or of their recall, against length, with intervals over seeds."""
+        """Return a plot of recall, or of perplexity for labels without recall, by length with intervals over seeds."""
         lines = []
         for label in labels:
             recall = label in self._recalls
@@ -301,7 +305,7 @@ class Figures:
         return Figure("perplexity", "", "", *panels(arranged(lines, self._members, panel)))
 
     def heads(self, labels: Sequence[str]) -> Figure:
-        """Return a plot of the scores in the labels' retrieving heads against length, as means over seeds."""
+        """Return a plot of the scores in the retrieval heads of the labels against length, as means over seeds."""
         unshifted = {
             label: [
                 {length: entry for (length, shift), entry in sorted(entries.items()) if not shift}
@@ -321,5 +325,5 @@ def _logarithm(windows: Entries, multiple: float) -> float:
 
 
 def _lengths(entries: Mapping[tuple[Any, ...], object]) -> list[float]:
-    """Return the multiples of the training length among the entries' keys, without those of shifted positions."""
+    """Return the multiples of the training length at which there are entries without shifted positions."""
     return sorted(multiple for multiple, *shift in entries if not any(shift))

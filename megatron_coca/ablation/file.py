@@ -20,7 +20,7 @@ class ModelEntry(Record):
     Attributes:
         set: YAML files and keys that are applied after those of `base`.
         variants: the variants to evaluate.
-        after: another model, above this one in the file. Training starts, as with `finetune`, with the trained weights
+        after: a model above this one in the file, or None. As with `finetune`, training starts from the trained weights
             of that model with the same seed.
     """
 
@@ -30,17 +30,17 @@ class ModelEntry(Record):
 
 
 class DeclaredContrast(Record):
-    """A comparison that a file declares before its runs: of two labels, or a weighted sum over labels.
+    """A comparison of two labels, or a weighted sum over labels, that a file declares before its runs.
 
     Attributes:
-        label, other: the two labels; the difference is the first minus the second.
-        weights: instead of the two, a weight for each label, such as 1, -1, -1, 1 for a difference of differences.
-            Their sum is 0, so that equal labels give 0.
-        title: the words for a weighted sum, as in "CoCA minus RoFormer, per factor of e in parameters".
-        at: the length as a multiple of the training length.
-        quantity: "recall" (accuracy, compared by differences), "recall PART" for a part of the questions (see
-            `Figures.accuracies`), or a quantity of perplexity (compared by ratios).
-        expected: the mean difference for which the power is computed; for perplexities, that of their logarithms.
+        label, other: the two compared labels. The difference is the value of `label` minus the value of `other`.
+        weights: the weight of each label in a weighted sum, which replaces `label` and `other`. For a difference of
+            differences, the weights are 1, -1, -1 and 1. Their sum is 0, so that equal values give 0.
+        title: the words for a weighted sum, such as "CoCA minus RoFormer, per factor of e in parameters".
+        at: the length as a multiple of the training length; for "validation perplexity", a share of the training steps.
+        quantity: "recall", "recall PART" (`Figures.accuracies` has the parts) or a perplexity (`Figures.logarithms`).
+            Recall is compared by differences, perplexity by ratios.
+        expected: the mean difference for which the power is computed; for perplexities, a difference of logarithms.
         deviation: the standard deviation of the difference over seeds, known from earlier runs.
     """
 
@@ -81,7 +81,7 @@ class DeclaredContrast(Record):
 
     @property
     def sides(self) -> str:
-        """What is compared, without quantity and length."""
+        """The compared labels in words, without the quantity and the length."""
         return self.title or f"{self.label} against {self.other}"
 
     @property
@@ -90,14 +90,14 @@ class DeclaredContrast(Record):
 
 
 class RateSweep(Record):
-    """The learning rates of a sweep, from which the rate of each model in a file follows.
+    """A sweep of learning rates. Each model of the file is then trained with its best rate.
 
     Attributes:
-        lr: the rates.
-        seeds: every model is trained with each rate and seed.
+        lr: the learning rates.
+        seeds: the seeds of the sweep. Every model is trained with each rate and each seed.
         set: YAML files and keys that are applied after those of the model, such as a smaller width.
-        min_lr: `min_lr` as a share of the rate; None: that of the model.
-        tasks: what is measured for the models of the sweep. The choice of a rate does not depend on it.
+        min_lr: the key `min_lr` as a share of the rate. If None, each model keeps its own `min_lr`.
+        tasks: the evaluations of the models in the sweep. They do not affect the choice of a rate.
     """
 
     lr: list[FiniteFloat] = Field(min_length=3)
@@ -115,13 +115,13 @@ class RateSweep(Record):
 
 
 class AblationFile(Record):
-    """An ablation; see docs/ablations.md. `tasks` are written as in a suite.
+    """The content of an ablation file (docs/ablations.md). `tasks` has the same form as in a suite file.
 
     Attributes:
-        testing: how `contrasts` are tested. "together" corrects all p-values and intervals for the number of contrasts
-            (Holm). In a "sequence", the first contrast is the primary one, and each is tested at 5% only if all before
-            it hold.
-        rates: the sweep that sets the learning rate of every model; None: each model sets its own rate.
+        testing: how `contrasts` are tested. With "together", Holm's method corrects all p-values and intervals for the
+            number of contrasts. With "sequence", the first contrast is the primary one, and each contrast is tested at
+            5% only if all contrasts before it hold.
+        rates: the sweep that sets the learning rate of every model, or None if each model sets its own rate.
     """
 
     title: str
@@ -160,9 +160,9 @@ class AblationFile(Record):
 def read_ablation(
     path: Path, scale: str | None = None, results: Path | None = None, runs: Path | None = None
 ) -> AblationFile:
-    """Read and validate a file at one of its scales (None: the first); `results` and `runs` override its folders.
+    """Read and validate a file at the scale `scale`, or at its first scale if `scale` is None.
 
-    Raises EvaluationError.
+    `results` and `runs` override the folders in the file. Raises EvaluationError.
     """
     content = read_yaml_file(path)
     if isinstance(content, Mapping):
@@ -181,7 +181,7 @@ def read_ablation(
 
 
 def _merged(first: Any, second: Any) -> Any:
-    """Merge two mappings key by key; for values that are not mappings, return the second."""
+    """Merge two mappings key by key. If one of the values is not a mapping, return the second value."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
         return second
     return {**first, **{key: _merged(first.get(key), value) for key, value in second.items()}}

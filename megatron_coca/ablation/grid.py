@@ -42,7 +42,7 @@ from megatron_coca.training.topology import Topology
 RUN_GROUPS = frozenset({"data", "batch", "precision", "parallel", "checkpoint", "logging", "launch"})
 RUN_KEYS = COMPUTE_KEYS | {"watchdog_timeout"}
 """Groups and keys that are not part of a cell's name, because they only decide how and where a run is executed. The
-name does cover the content of the data, the batch size and the dtype.
+content of the data, the batch size and the dtype are still part of the name.
 """
 
 
@@ -51,8 +51,9 @@ class DataRecord(Record):
 
     Attributes:
         chosen_by: the group `data` of the configuration, and other keys that determine the samples, as JSON.
-        vocab_size: the model's vocabulary size; set by the tokenizer if the configuration does not set it.
-        identity: digests of the shards and samples; resuming compares them too. Empty only in a plan without the data.
+        vocab_size: the model's vocabulary size. If the configuration does not set it, it follows from the tokenizer.
+        identity: digests of the shards and samples. A resumed run compares them, too. It is empty only in a plan that
+            has no access to the data.
     """
 
     chosen_by: str
@@ -71,10 +72,10 @@ class Cell:
         batch: samples per step, summed over all ranks.
         data: the training data.
         commands: the evaluation commands.
-        measurements: for each result file, by its path in `results`, a digest of the task's name, the dtype, the
-            options and the variant.
-        inputs: for each result file of a task that reads files, a digest of these files.
-        start: the cell whose trained weights this one starts with.
+        measurements: a digest of the task's name, the dtype, the options and the variant for each result file, by the
+            file's path in `results`.
+        inputs: a digest of the files that a task reads, by the path of its result file in `results`.
+        start: the cell that trains the initial weights of this cell, or None.
     """
 
     model: str
@@ -126,11 +127,12 @@ def expand(
     Raises EvaluationError with a line for every error in the file. If `base` has errors, models are not checked,
     because they depend on it.
 
-    `recorded` contains the data of finished cells by `DataRecord.chosen_by`, for a report without access to the data.
+    `recorded` contains the data of finished cells by `DataRecord.chosen_by`. With it, a report needs no access to the
+    data.
 
-    A plan passes the list `absent`. Data that are not on this machine then cause no error and are not prepared: a line
-    for each is added to the list. The data of such a cell are those of `recorded`; if `recorded` has none, the cell's
-    name has no hash.
+    A plan passes the list `absent`. Data that are missing on this machine are then not prepared and cause no error.
+    Instead, a line for them is added to `absent`, and the cell's data record is read from `recorded`. If `recorded` has
+    none, the name of the cell has no hash.
     """
     problems = unknown_names(file)
     try:
@@ -252,11 +254,11 @@ def _without_none(value: Any) -> Any:
 
 
 LATER = frozenset({"pack_impl", "allow_chopped"})
-"""Data keys that older records lack. They are left out at their defaults, so that older records still match."""
+"""Data keys that older records lack. A key at its default is left out, so that older records still match."""
 
 
 def _chosen_by(config: Config) -> str:
-    """Return the keys that choose the data, as in `DataRecord`."""
+    """Return `DataRecord.chosen_by` for a configuration."""
     flat = config.flat()
     named = [key for key, (group, _) in KEYS.items() if group == "data" and flat[key] is not None]
     keys = {key: flat[key] for key in named if key not in LATER or flat[key] != default_of(key, flat)}
@@ -264,9 +266,9 @@ def _chosen_by(config: Config) -> str:
 
 
 def _data_without_reading(config: Config, recorded: Mapping[str, DataRecord]) -> DataRecord:
-    """Return the record of the training data, or a record that identifies nothing if there is none.
+    """Return the record of the training data from `recorded`, or else a record with an empty `identity`.
 
-    Raises ConfigError if only the data could tell the vocabulary size.
+    Raises ConfigError if there is no record and the configuration does not set the vocabulary size.
     """
     if (found := recorded.get(chosen_by := _chosen_by(config))) is not None:
         return found
@@ -289,7 +291,7 @@ def _data_of(config: Config, known: dict[str, DataRecord], tokenizers: dict[str,
 
 
 def _initial_weights(config: Config) -> str | None:
-    """Return the identity of the initial weights of a run with `finetune`; None if the weights are drawn."""
+    """Return the identity of the initial weights of a run with `finetune`, or None if the weights are random."""
     given = config.checkpoint.load if config.checkpoint.finetune else None
     if given is None:
         return None
@@ -322,5 +324,5 @@ def _cell(
 
 
 def _start(cells: Sequence[Cell], model: str | None, seed: int) -> Cell | None:
-    """Return the cell of a model with this seed, or None. `unknown_names` reports a model that does not exist."""
+    """Return the cell of a model with this seed, or None. `unknown_names` reports missing models."""
     return next((cell for cell in cells if (cell.model, cell.seed) == (model, seed)), None)

@@ -1,4 +1,4 @@
-"""Digests of the files that an evaluation reads besides the checkpoint. If a file changes, results count as missing."""
+"""Digests of the files that an evaluation reads besides the checkpoint. If one changes, results count as missing."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from megatron_coca.evaluation.tasks.retrieval.prompts import BUILTIN
 
 
 class InputDigests:
-    """Digests of files and shards, each computed once, because a grid evaluates every model on the same files.
+    """Digests of files and shards. Each is computed only once, because all models are evaluated on the same files.
 
     Shards, and files above 64 MiB, are only sampled. `megatron-coca evaluate` detects changes that sampling misses,
     because it hashes the tokens that it reads.
@@ -79,7 +79,7 @@ def _data_sets(args: Namespace) -> list[Path]:
 
 
 def _harness(args: Namespace) -> list[str]:
-    """Return digests of the tasks defined in the user's files. The harness's version identifies its own tasks."""
+    """Return digests of the tasks that the user's files define. The harness's own tasks follow from its version."""
     from lm_eval.tasks import TaskManager
 
     from megatron_coca.evaluation.tasks.lm_eval.files import config_hash, inputs_hash

@@ -13,17 +13,17 @@ from megatron_coca.evaluation.tasks.retrieval.prompts import BUILTIN, LengthErro
 
 
 class PromptLengths:
-    """Checks of lengths. Each is made once, because a grid evaluates every model with the same prompts."""
+    """Checks that prompts fit. Each check is made only once, because all models get the same prompts."""
 
     def __init__(self, prepare: bool = True) -> None:
-        """Without `prepare`, prompts in the built-in corpus are not checked if it is missing."""
+        """Without `prepare`, prompts that need the built-in corpus are checked only if this corpus already exists."""
         self._prepare = prepare
         self._known: dict[str, str | None] = {}
 
     def faults(self, commands: Sequence[Command], tokenizer: Tokenizer, data_root: Path) -> list[str]:
-        """Return a line for each command with a length that is too short for a prompt in the model's tokens.
+        """Return an error line for each command with a length in tokens that is too short for one of its prompts.
 
-        Raises the errors of `load_haystack`.
+        Raises the same errors as `load_haystack`.
         """
         checked = [command for command in commands if TASKS[command.arguments[0]].fits]
         lines = [self._fault(command, tokenizer, data_root) for command in checked]

@@ -1,4 +1,4 @@
-"""The sweep of learning rates that a file declares, usually at a smaller width, and the rates that follow from it."""
+"""The sweep of learning rates that a file declares, usually at a smaller width, and the choice of the best rates."""
 
 import math
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ SWEEP = "--rates"
 
 
 def sweep_of(file: AblationFile) -> AblationFile:
-    """Return the sweep that a file declares, as a file with a model for each model and rate.
+    """Return the sweep that `file` declares, as an ablation with one model for each model of `file` and each rate.
 
-    Raises EvaluationError if it declares none.
+    Raises EvaluationError if `file` declares no sweep.
     """
     rates = file.rates
     if rates is None:
@@ -42,19 +42,19 @@ def sweep_of(file: AblationFile) -> AblationFile:
 
 
 def name_of(label: str, rate: float) -> str:
-    """Return the name of a model of the sweep."""
+    """Return the name that the model `label` with this rate has in the sweep."""
     return f"{label}, {rate:g}"
 
 
 def settings(file: AblationFile, rate: float) -> list[str]:
-    """Return the keys that give a model a rate."""
+    """Return the config overrides that set a model's learning rate."""
     assert file.rates is not None
     share = file.rates.min_lr
     return [f"optimizer.params.lr={rate:.8g}", *([f"min_lr={rate * share:.8g}"] if share is not None else [])]
 
 
 def with_rates(file: AblationFile, chosen: Mapping[str, float]) -> AblationFile:
-    """Return the file with a rate for each of its models."""
+    """Return the file with the learning rates `chosen` set for its models."""
     models = {
         label: entry.model_copy(update={"set": [*entry.set, *settings(file, chosen[label])]})
         for label, entry in file.models.items()
@@ -73,7 +73,7 @@ def found_rates(file: AblationFile) -> dict[str, float]:
     """Return the best rate of each model: the one with the lowest last validation loss, averaged over seeds.
 
     Raises EvaluationError if a run of the sweep is missing or has no validation loss, or if the best rate is the
-    smallest or the largest one, because an even better one may lie beyond.
+    smallest or the largest one, because a rate outside the sweep may be better.
     """
     sweep = sweep_of(file)
     unpack(sweep.results)
@@ -93,7 +93,7 @@ def found_rates(file: AblationFile) -> dict[str, float]:
 
 
 def last_loss(cell: Cell) -> float | None:
-    """Return the last validation loss of a finished cell, or None. A loss that is not finite counts as infinite."""
+    """Return the last validation loss of a finished cell, or None. Return infinity for a loss that is not finite."""
     curve = read_curve(cell)
     found = [each.validation_loss for each in curve.points] if curve is not None else []
     loss = next((loss for loss in reversed(found) if loss is not None), None)

@@ -40,8 +40,8 @@ def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:
 def write_report(file: AblationFile, cells: Sequence[Cell], papers: bool | None = None) -> str:
     """Write the report of the finished tasks into the results folder, and return its tables as Markdown.
 
-    The sentence at its top is about the first declared contrast, if it was tested. `build_report` receives `papers`.
-    Results of incomplete tasks, or with options or variants that differ from those of `file`, are left out.
+    The sentence at its top is about the first declared contrast. `papers` is passed to `build_report`. Results of an
+    incomplete task are left out, and so are results with options or variants that differ from those in `file`.
     """
     measured, baseline = _measured(file, cells)
     if not measured:
@@ -63,7 +63,7 @@ def write_report(file: AblationFile, cells: Sequence[Cell], papers: bool | None 
 
 
 def _measured(file: AblationFile, cells: Sequence[Cell]) -> tuple[list[Path], str | None]:
-    """Return the result files that are complete, and the baseline if it has results."""
+    """Return the complete result files, and the baseline or, if it has no results, None."""
     measured = [path for cell in cells for path in measured_files(cell, read_cell(cell))]
     # Other models are compared with the baseline's variant "". Its files are called TASK_MODEL.json.
     plain = {path.stem.partition("_")[2] for path in measured}
@@ -73,7 +73,7 @@ def _measured(file: AblationFile, cells: Sequence[Cell]) -> tuple[list[Path], st
 def figures_of_scale(path: Path, scale: str, beside: str | None = None) -> Figures:
     """Return the `Figures` of the finished cells of the file `path` at another scale. Raises EvaluationError.
 
-    `beside` is the path of another file, relative to the folder of `path`, to use instead of `path`.
+    If `beside` is set, it is the path of the file to read instead, relative to the folder of `path`.
     """
     file = read_ablation(path if beside is None else path.parent / beside, scale)
     file = file if file.rates is None else with_rates(file, found_rates(file))
@@ -109,7 +109,8 @@ def render(
 ) -> tuple[str, dict[str, bytes]]:
     """Return the text of a page, and its plots by their names.
 
-    `document` is the report of the cells `done`; `known` contains the other names that the template can use.
+    `document` is the report of the finished cells. `known` has the values of further names in the template. Its `cells`
+    and `done` are the cells and the finished cells.
     """
     cells, done = known["cells"], known["done"]
     tables = {table.name: table for table in document.tables()}
@@ -133,7 +134,7 @@ def render(
         plots[plot_name] = svg(getattr(of or known["figures"], kind)(labels), "print")
         return f"![{alt}](figures/{name}/{plot_name}.svg)"
 
-    loader = FileSystemLoader([template.parent, template.parent.parent])  # studies share macros
+    loader = FileSystemLoader([template.parent, template.parent.parent])  # the second has shared macros
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {
         "table": lambda table, rows=None: _markdown(named(table), rows),
@@ -165,7 +166,7 @@ def render(
 
 
 def _markdown(table: Table, names: Sequence[str] | None) -> str:
-    """Return a table as Markdown, without published rows; `names` selects rows, in this order."""
+    """Return a table as Markdown, without published rows. If `names` is set, return only these rows in this order."""
     rows = {row.name: row for row in table.rows if not row.published}
     chosen = tuple(rows.values() if names is None else (rows[name] for name in names))
     return markdown_table(replace(table, header=("model", *table.header[1:]), rows=chosen, sources=()), below=escaped)

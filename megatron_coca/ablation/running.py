@@ -31,7 +31,7 @@ TRAIN, EVALUATE = (*PROGRAM, "train"), (*PROGRAM, "evaluate")
 LOG, CONFIG = "log.txt", "ablation.yml"
 POLL_SECONDS = 0.2
 PROGRESS_SECONDS = 2.0
-"""Seconds between two readings of the running cells' metrics, for the progress within these cells."""
+"""Seconds between two updates of the progress. An update reads the metrics of all running cells."""
 TRAINING_SHARE = 0.8
 """The share of a cell's time that training is assumed to take. It is used to estimate the time left."""
 LOG_TAIL = 20_000
@@ -43,7 +43,7 @@ RANK = re.compile(r"\[rank\d+\]: ")
 
 @dataclass(frozen=True)
 class Machine:
-    """The CPU cores and GPUs to divide. `gpus` are entries of CUDA_VISIBLE_DEVICES; `device` is a GPU's name or cpu."""
+    """The CPU cores and GPUs to divide. `gpus` are entries of CUDA_VISIBLE_DEVICES. `device` is a GPU's name or cpu."""
 
     cores: int
     gpus: tuple[str, ...]
@@ -51,7 +51,7 @@ class Machine:
 
     @classmethod
     def here(cls, device: str) -> "Machine":
-        """Return the resources of this process: OMP_NUM_THREADS limits the cores, CUDA_VISIBLE_DEVICES the GPUs."""
+        """Return the cores and GPUs that this process may use by OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES."""
         import torch
 
         cores = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
@@ -87,7 +87,7 @@ class Job:
     """A cell that is being trained and evaluated.
 
     Attributes:
-        failures: why the cell failed, one entry for the training or for each failed task.
+        failures: the failure of the training, or the failure of each failed task.
     """
 
     def __init__(self, cell: Cell, share: JobShare, device: str) -> None:
@@ -103,7 +103,7 @@ class Job:
         self._failed: set[str] = set()
 
     def advance(self) -> bool:
-        """Start the next process if none is running. Return False when nothing is left to do."""
+        """Start the next process if none is running. Return False once the cell is finished or has failed."""
         if self._process is not None:
             status = self._process.poll()
             if status is None:
@@ -128,7 +128,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The last training step that was reported."""
+        """The last training step in the metrics, or 0."""
         return files.last_step(self.cell.run)
 
     @property
@@ -160,7 +160,7 @@ class Job:
         return self._process is not None and self._process.poll() is None
 
     def interrupted(self) -> None:
-        """Record the cost of a call that was interrupted."""
+        """Record the state and the cost of the cell after an interruption."""
         self._write("trained" if files.is_trained(self.cell) else "started")
 
     def _newest(self) -> int:
@@ -191,7 +191,7 @@ class Job:
         if command is None:
             if not files.is_trained(self.cell):
                 last = "ended before its last step" if status == 0 else self._reason(status)
-                # After an error with a traceback, or an end at `exit_interval`, only a new checkpoint is progress.
+                # An error with a traceback, or an end at `exit_interval`, is temporary only if a checkpoint is new.
                 progress = status in (0, FAILED) and self._newest() > self._resumed
                 self.failures.append(Failure(f"training: {last}", progress or is_temporary(status)))
             return
@@ -297,7 +297,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[Failur
                     all_locks.push(lock)
                     if _begin(cell, lock, status):
                         running[number] = Job(cell, share, machine.device), lock
-            if waiting and not running:  # the cells that are left wait for weights that no running cell trains
+            if waiting and not running:  # the waiting cells need weights, and no running cell trains them
                 failures += [_without_start(cell, status) for cell in waiting]
                 break
             for number, (job, lock) in list(running.items()):
@@ -315,7 +315,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[Failur
 
 
 def _next(waiting: deque[Cell]) -> Cell | None:
-    """Remove and return the first cell that needs no other cell's weights, or whose start is trained; else None."""
+    """Remove and return the first cell that can start, or None. A cell waits until `Cell.start` is trained."""
     for cell in waiting:
         if cell.start is None or files.is_trained(cell.start):
             waiting.remove(cell)
@@ -324,7 +324,7 @@ def _next(waiting: deque[Cell]) -> Cell | None:
 
 
 def _without_start(cell: Cell, status: "StatusLines") -> Failure:
-    """Return why a cell cannot start. The failure is temporary if the cell whose weights it needs is not finished."""
+    """Return why a cell cannot start. The failure is temporary if `Cell.start` is not finished."""
     assert cell.start is not None
     finished = files.state_of(cell.start) is State.DONE
     remedy = (
@@ -370,9 +370,9 @@ def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
 
 
 class StatusLines:
-    """Prints a line for each change of a cell's phase, and the progress of the grid with the time left.
+    """Prints a line for each change of a cell's phase, and the progress of all cells with the time left.
 
-    The log in the run's folder has the details.
+    The log in each run's folder has the details.
     """
 
     def __init__(self, total: int, done: int) -> None:

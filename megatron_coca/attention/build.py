@@ -144,7 +144,7 @@ class Preference(NamedTuple):
     Attributes:
         backend: the name of the backend.
         applies: whether a model has the need.
-        measured: the GPU and the commit of the measurement that led to the choice; None: not measured yet.
+        measured: the GPU and the commit of the measurement that led to the choice, or None if there is none yet.
     """
 
     backend: str
@@ -159,15 +159,17 @@ PREFERRED: dict[str, Preference] = {
     "formula of the distance": Preference("triton", lambda needs: needs.bias in FORMULAS, "H100, fa0f946"),
     "distance bias": Preference("flex", lambda needs: needs.bias is not None),
 }
-"""Needs -> the backend that `auto` tries first; the first row that applies counts. `sdpa` makes one call per document,
-is not deterministic in float32, and computes dense scores for soft-capping.
+"""The backend that `auto` tries first, by need. If several rows apply, the first one counts. `sdpa` is not tried
+first for the first three needs, because it is not deterministic in float32, computes dense scores for soft-capping, and
+makes one call per document.
 
-ALiBi and KERPLE use `triton` for three reasons: from 2,048 tokens on, its kernels for two segments took 0.5 to 0.7
-times as long as ALiBi with `flex`; their values were compared on the GPU; and blocks with `flex` are not compiled. Two
-cases have not been timed: one segment with a bias, and `flex` with slopes in its kernel. Packed documents and other
-biases use PyTorch's FlexAttention until our kernels are measured: part `attention` of the GPU report
-(benchmarks/gpu_report.md) times `triton`, `flex` and PyTorch's varlen kernel side by side. Then set the faster backend
-and `measured` here.
+ALiBi and KERPLE use `triton` for three reasons. From 2,048 tokens on, the kernels of `triton` for two segments took 0.5
+to 0.7 times as long as ALiBi took with `flex`. The values of these kernels were compared on the GPU. Blocks with `flex`
+are not compiled. Two cases have not been timed: one segment with a bias, and `flex` with slopes in its kernel.
+
+Packed documents and other biases use PyTorch's FlexAttention until the kernels of `triton` have been measured. The part
+`attention` of the GPU report (benchmarks/gpu_report.md) times `triton`, `flex` and PyTorch's varlen kernel side by
+side. Use its results to set the faster backend and `measured` here.
 """
 
 
@@ -181,11 +183,11 @@ def automatic(needs: Needs) -> list[str]:
 
 
 def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
-    """Return the name of the backend for `attention_backend: name`, and why each skipped candidate was skipped.
+    """Return the backend's name for `attention_backend: name`, and the reason why each skipped candidate was skipped.
 
     Raises:
-        BackendError: the backend of that name does not support `needs` (no other backend replaces it silently), or
-            `auto` finds no candidate that does.
+        BackendError: the named backend does not support `needs`, or no candidate of `auto` supports them. A named
+            backend is never replaced by another one.
     """
     reasons: dict[str, str] = {}
     for candidate in automatic(needs) if name == "auto" else (name,):

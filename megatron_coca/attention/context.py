@@ -40,7 +40,7 @@ class HeadShard:
         return tokens
 
     def held(self, tokens: Tensor) -> Tensor:
-        """Select from tokens [..., length] those whose queries and keys this rank has in attention, after `gather`."""
+        """Select the tokens whose queries and keys this rank has after `gather`, from `tokens` [..., length]."""
         return tokens
 
     def gather(self, x: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ class HeadShard:
         return backend.attend(inputs)
 
     def mean(self, loss: Tensor, loss_mask: Tensor | None, length: int) -> Tensor:
-        """Convert the mean loss over this rank's tokens to the mean over all tokens, `length` in each row. `loss_mask`
-        [batch, length] marks the tokens that count.
+        """Convert the mean loss of this rank's tokens to the mean loss of all tokens. Each row has `length` tokens, and
+        `loss_mask` [batch, length] marks the tokens that count.
         """
         return loss
 
@@ -85,7 +85,7 @@ class TokenPositions:
 
     Attributes:
         positions: float64 [length] or [batch, length].
-        first: the position of the first token of each token's document, broadcastable to `positions`.
+        first: for each token, the position of the first token in its document; broadcastable to `positions`.
         reached: the largest position + 1, or None if the host does not know it.
     """
 
@@ -102,8 +102,8 @@ class RotaryFrequencies:
         inverse_frequencies: theta_j, [d/2], in radians per position.
         multiplier: factor on cos and sin, as in Hugging Face. Its square multiplies the logits of rotated features.
         decay: whether queries and keys get xPos's exponential factors.
-        both: whether queries and keys are multiplied by the multiplier; otherwise, only queries are, by its square.
-            This makes no difference unless operands are normalised.
+        both: whether queries and keys are each multiplied by the multiplier. If not, only queries are multiplied, by
+            its square. The scores differ only if operands are normalised.
     """
 
     inverse_frequencies: Tensor
@@ -137,9 +137,9 @@ class PositionContext:
         bias: the bias shared by all layers, or None.
         documents: boundaries of packed documents, or None.
         of_new_keys: whether the tables cover only the new keys (in decoding).
-        head_factor: logit scaling in the shape of `query_factor` if every head adds a bias to it, or None. If set, the
+        head_factor: logit scaling to which every head adds its own bias, in the shape of `query_factor`, or None. The
             tables and `query_factor` do not include it.
-        length: number of tokens of the sequence, of which a rank may have a part.
+        length: number of tokens of the whole sequence; a rank may have only a part of them.
     """
 
     segments: tuple[SegmentTables, ...]
@@ -162,7 +162,7 @@ def segment_tables(
     """Compute the tables of one band, including every factor on its scores.
 
     `factor` [length] or [batch, length] is the logit scaling of each query, or None. This factor and the multiplier are
-    applied to the tables, not to q: every form is linear in its tables, whereas CoCA is quadratic in q.
+    applied to the tables, not to q, because every form is linear in its tables, but CoCA is quadratic in q.
     """
     if rotary is None:
         return SegmentTables(None, None, band)
@@ -176,7 +176,8 @@ def segment_tables(
     query_scale: Tensor | float = of_query * (1.0 if factor is None else factor[..., None])
     key_scale: Tensor | float = of_key
     if rotary.decay:
-        # Reading the maximum from the device would make the host wait. Maps preserve the order of positions.
+        # `reached` avoids reading the maximum from the device, which makes the host wait. Maps preserve the order of
+        # positions, so the last position is also the last one after mapping.
         last = float(keys.positions.max()) if keys.reached is None else keys.reached - 1
         last = last if band.chunk is None else min(last, band.chunk - 1)
         furthest = torch.tensor([last], dtype=torch.float64)
@@ -192,7 +193,7 @@ def segment_tables(
 
 
 def mapped(positions: Tensor, first: Tensor, to: MapPositions | None) -> Tensor:
-    """Return the positions to which a band rotates tokens at `positions`; `first` is as in TokenPositions."""
+    """Return the positions to which a band rotates tokens at `positions`. See `TokenPositions` for `first`."""
     return positions if to is None else to(positions, first)
 
 

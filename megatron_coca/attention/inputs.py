@@ -63,7 +63,7 @@ class PackedDocuments:
     Attributes:
         starts: [batch, key_length] int64, the index of the first token of each token's document.
         spans: the documents of each row as (start, stop) token indices on the host, in order.
-        masks: a backend's cache of masks that all layers share, by the arguments from which they were computed.
+        masks: a cache of masks and other values that all layers share; each key has the arguments of the computation.
     """
 
     starts: Tensor
@@ -76,9 +76,9 @@ class AttentionInputs:
     """Operands of causal attention: softmax(scale * Q' K'^T + bias) V over the visible pairs.
 
     The queries are the last `query_length` of the `key_length` tokens: query row i is token key_length - query_length +
-    i. The distance r of a pair is the difference of its token indices. A pair is scored by the segment with the band
-    that contains r or, for bands of chunks, the number of chunks between the two tokens. The pair is masked if no band
-    contains r, or if its tokens belong to different documents.
+    i. The distance r of a pair is the difference of its token indices. A pair is in a band if r is in the band's range;
+    for a band with `chunk`, the range limits the distance in chunks instead. The segment of this band scores the pair.
+    A pair is masked if it is in no band, or if its tokens belong to different documents.
 
     Attributes:
         segments: one or more segments with disjoint bands. The first band contains r = 0, so every query sees itself.
@@ -90,7 +90,7 @@ class AttentionInputs:
         softcap: c, or None. Scaled scores s are replaced by c tanh(s / c) before the bias is added.
         sinks: [heads], each head's score of an additional key with value 0, or None.
         gates: [batch, heads, key_length] float32 or better, the log forgetting gates of the tokens, or None. The sum of
-            the log gates from the token after the key up to the query is added to a pair's score, like a bias.
+            the log gates from the token after the key up to the query is added to the pair's score, like a bias.
 
     All operands have the same dtype and device. Q' and K' may be wider than V. The output has the width of V, and
     otherwise the shape and dtype of a segment's query.
@@ -220,7 +220,7 @@ def documents_from_ids(ids: Tensor, device: torch.device | None = None) -> Packe
 def in_chunks(
     documents: PackedDocuments | None, size: int, batch: int, length: int, device: torch.device
 ) -> PackedDocuments:
-    """Split documents, or `batch` whole rows of `length` tokens if there are none, into chunks of `size` tokens."""
+    """Split documents into chunks of `size` tokens. Without documents, split `batch` rows of `length` tokens."""
     index = torch.arange(length, device=device).expand(batch, -1)
     begins = torch.zeros_like(index) if documents is None else documents.starts
     whole = (((0, length),),) * batch if documents is None else documents.spans
@@ -242,7 +242,9 @@ def _spans(begins: Tensor, length: int) -> tuple[tuple[int, int], ...]:
 
 
 def query_block(inputs: AttentionInputs, start: int, rows: int) -> tuple[AttentionInputs, slice]:
-    "Return the inputs of `rows` queries from row `start` on with the keys they may see, and the indices of these keys."
+    """Return the inputs for `rows` queries from row `start` on, and the indices of the keys that they may see. The
+    inputs contain only these keys.
+    """
     stop, (band, *others) = min(start + rows, inputs.query.shape[2]), (segment.band for segment in inputs.segments)
     window = band.high if not others and band == Band(band.low, band.high) else None
     first = 0 if window is None else max(inputs.past + start - window + 1, 0)
@@ -260,7 +262,7 @@ def query_block(inputs: AttentionInputs, start: int, rows: int) -> tuple[Attenti
 
 
 def _documents_of(documents: PackedDocuments, keys: slice) -> PackedDocuments:
-    """Restrict `documents` to the tokens `keys`; the result is computed once for all layers."""
+    """Restrict `documents` to the tokens in the slice `keys`. The result is computed once for all layers."""
     if ("keys", keys.start, keys.stop) not in documents.masks:
         first, stop = keys.start, keys.stop
         spans = tuple(
@@ -280,7 +282,8 @@ def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: Atte
     """Apply `attend` to each document separately and return [batch, heads, query_length, head_dim]. The result is exact
     and differentiable.
 
-    This is for backends that do not support packed documents. Batch rows with the same documents share calls.
+    Backends that do not support packed documents use this function. Batch rows with the same document boundaries are
+    computed in the same calls.
     """
     if inputs.documents is None:
         return attend(inputs)
@@ -318,7 +321,7 @@ def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: Atte
 
 
 def attend_padded(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
-    """Apply `attend`, for kernels that need values as wide as the operands: pad narrower values with zeros, and return
+    """Apply `attend` to values padded with zeros to the width of the operands, for kernels that need this width. Return
     the output without the padding, [batch, heads, query_length, width of V].
     """
     width = inputs.value.shape[-1]

@@ -12,7 +12,7 @@ from megatron_coca.attention.layer import CachedTokens, SelfAttention
 from megatron_coca.attention.method import PositionMethod
 
 DECODING = ReferenceBackend()
-"""The backend that computes attention of one token over latents, whose heads are too wide for some other backends."""
+"""The backend that decodes a single token over latents. Some other backends do not support such wide heads."""
 
 
 class LatentAttention(SelfAttention):
@@ -42,9 +42,9 @@ class LatentAttention(SelfAttention):
         epsilon: float = 1e-6,
         output_gates: int = 0,
     ) -> None:
-        """`method.latent` must be set. `down_bias` says whether the maps to the latents and to k' have biases, by
-        default `bias`. `query_rank` is the number of features of the latent of queries, or None. `epsilon` is that of
-        the norms of latents. `output_gates` is as in `SelfAttention`.
+        """`method.latent` must be set. `down_bias` says whether the maps to the latents and to k' have biases; None
+        means the value of `bias`. `query_rank` is the number of features of the queries' latent, or None if they have
+        no latent. `epsilon` belongs to the norms of the latents. See `SelfAttention` for `output_gates`.
         """
         super().__init__(hidden_size, num_heads, num_heads, method, backend, bias, dropout, down_bias)
         widths = method.latent
@@ -64,10 +64,10 @@ class LatentAttention(SelfAttention):
         self.output_gate = nn.Linear(hidden_size, output_gates, bias=down_bias) if output_gates else None
 
     def split_projection(self) -> None:
-        """Do nothing: queries have layers of their own, and keys and values are trained together."""
+        """Do nothing: queries already have their own layers, and keys and values are trained together."""
 
     def forward(self, hidden: Tensor, context: PositionContext, cache: CachedTokens | None = None) -> Tensor:
-        """See `SelfAttention.forward`. The cache contains one head of latents and one of shared keys."""
+        """See `SelfAttention.forward`. The cache contains one head of latents and one head of shared keys."""
         queries = self.query(hidden) if self.query is not None else self.query_up(self._query_latent(hidden))
         each = (self.widths.unrotated, self.head_dim)
         q_rest, q = self._of_heads(queries, sum(each)).split(each, -1)
@@ -86,7 +86,7 @@ class LatentAttention(SelfAttention):
         else:
             up = self._of_heads(self.key_value_up(latent[:, 0]), self.widths.unrotated + self.widths.value)
             k_rest, v = up.split((self.widths.unrotated, self.widths.value), -1)
-            if self.share.count > 1:  # the exchange of tokens for heads needs a copy per head
+            if self.share.count > 1:  # `gather` exchanges tokens for heads, so every head needs a copy
                 copies = k.transpose(1, 2).expand(-1, -1, q.shape[1] * self.share.count, -1)
                 k = self.share.gather(copies).transpose(1, 2)
             dropout = self.dropout if self.training else 0.0

@@ -86,7 +86,7 @@ def _rows_of(packed: nn.Linear, numbers: Tensor) -> nn.Linear:
 
 
 class CachedTokens(Protocol):
-    """What a layer needs from its cache; implemented by `LayerCache` and by `StaticLayer`."""
+    """The methods of a cache that a layer calls. `LayerCache` and `StaticLayer` implement them."""
 
     def append(self, *new: Tensor) -> list[Tensor]:
         """Add tensors [batch, kv_heads, tokens, width], and return the cached tensors in the same order."""
@@ -101,7 +101,7 @@ class LayerCache:
     """Keys (or K' of every segment) and values of one layer. The buffers have space for `reserved` tokens and double in
     size when full.
 
-    With a `window` (the number of tokens that a query sees, including its own), older tokens are dropped.
+    `window` is the number of tokens that a query sees, including its own. If it is set, older tokens are dropped.
     """
 
     def __init__(self, reserved: int = 0, window: int | None = None) -> None:
@@ -149,8 +149,8 @@ class LayerCache:
         return backend.attend(inputs)
 
     def hold(self, total: int) -> None:
-        """Keep the buffers in place for decoding up to `total` tokens with a `StaticLayer`. With a window, the buffers
-        get one slot for each token that a query sees. Slots without a token become 0.
+        """Allocate buffers that stay in place while a `StaticLayer` decodes up to `total` tokens. With a window, the
+        buffers have one slot for each token that a query sees. Slots without a token become 0.
         """
         if self.window is not None:
             seen = max(self.length - self.window + 1, 0)
@@ -189,7 +189,8 @@ class Cache:
         positions: positions of the cached tokens, [length] or [batch, length], or None while the cache is empty.
         length: the length for length-dependent extensions, or None to use the current number of tokens. With a fixed
             length, cached decoding equals the full forward pass at that length. With None, every step rotates all keys
-            with its own frequencies, but the hidden states of earlier tokens were computed with earlier frequencies.
+            with the frequencies of the current length, but the hidden states of earlier tokens were computed with the
+            frequencies of shorter lengths.
         reached: the largest cached position + 1.
         decoder: the object that decodes single tokens in the buffers of this cache, kept for its next use, or None.
     """
@@ -231,8 +232,8 @@ class Cache:
 
     @contextmanager
     def advanced(self, positions: Tensor, reached: int) -> Iterator[Tensor]:
-        """Yield the positions of all tokens, including the new ones; the largest is `reached` - 1. If an exception
-        occurs, the cache is restored.
+        """Add the positions of new tokens, and yield the positions of all tokens. `reached` is the largest position of
+        a new token + 1. If an exception occurs, the cache is restored.
         """
         past, before, reached_before = len(self), self.positions, self.reached
         if before is not None and before.dim() != positions.dim():
@@ -299,7 +300,7 @@ class SelfAttention(ShardedModule):
         output_gates: int = 0,
         values_from_keys: bool = False,
     ) -> None:
-        """`qkv_bias` is `bias` by default. `norms` are applied to queries and keys [batch, length, heads, head_dim]
+        """The default of `qkv_bias` is `bias`. `norms` are applied to queries and keys [batch, length, heads, head_dim]
         before the position method, and are named `qk_layernorm` (shared) or `query_layernorm` and `key_layernorm`. With
         `norms_rotated`, these norms are applied to the operands Q' and K' instead. The norm `value_layernorm` is
         applied to values. With `values_from_keys`, the values are the keys before their norm. `clip` limits the
@@ -351,9 +352,7 @@ class SelfAttention(ShardedModule):
         return self.dense(out.flatten(2))
 
     def _attend(self, inputs: AttentionInputs, cache: CachedTokens | None, length: int) -> Tensor:
-        """Compute attention, [batch, heads, tokens, width of V]. If there is a cache, it decides how its tokens are
-        read.
-        """
+        """Compute attention, [batch, heads, tokens, width of V]. With a cache, use the cache's method `attend`."""
         return self.share.attend(self.backend, inputs, length) if cache is None else cache.attend(self.backend, inputs)
 
     def _inputs(

@@ -178,7 +178,7 @@ class PositionMethod:
         scales_training: whether logit scaling also applies in training.
         operands: function that computes Q' and K' of every segment.
         softmax_scale: factor on the dot products, or None for 1 / sqrt(head_dim).
-        softcap: bound of the scores, as in `AttentionInputs`.
+        softcap: bound of the scores, or None (see `AttentionInputs`).
         sinks: whether every layer learns sink logits.
         chunk: chunk length in tokens if queries attend only within their chunk, or None.
         initial_factor: initial value of the learned factor that each head applies to its logits, or None.
@@ -248,9 +248,11 @@ class PositionMethod:
 
     def keys_stay(self, length: int | None) -> bool:
         """Return whether a token's K' does not change while the sequence grows, so that K' can be cached. `length` is
-        the fixed length for length-dependent frequencies, or None if the length grows with the sequence. Magnitudes are
-        cached without their angles. Latent attention caches the shared key before any rotation, so that the cache has
-        one key per token, whatever the distance map.
+        the fixed length for length-dependent frequencies, or None if the length grows with the sequence.
+
+        The result is False for magnitudes, which are cached without their angles. It is also False for latent attention
+        with rotation, which caches the shared key before the rotation. Every distance map then needs only one cached
+        key per token.
         """
         if self.latent is not None:
             return self.rotary is None
@@ -258,9 +260,8 @@ class PositionMethod:
         return not self.form.decay and not self.magnitudes and (length is not None or not by_length)
 
     def moving(self, length: int | None) -> str | None:
-        """Return None if every token can be computed from the cache with the same shapes, or the reason why not.
-        `length` is as in `keys_stay`. Decoding with fixed shapes (`attention/static_cache.py`) supports only methods
-        for which the result is None.
+        """Return None if decoding with fixed shapes (`attention/static_cache.py`) supports the method, or the reason
+        why not. See `keys_stay` for `length`.
         """
         if self.form.decay:
             return "the factors of all keys change with the number of tokens"
@@ -342,12 +343,13 @@ class PositionMethod:
     ) -> AttentionInputs:
         """Compute backend inputs from q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim].
 
-        The layer's own parameters, if any, are `bias`, `factor` (the factor on the logits, [heads], or with its bias
-        [heads, 2]), `sinks` [heads], `gates` (the log gates of the keys, [batch, heads, length]) and `offset`
-        (constant angles, [heads, number of magnitudes]). `norms` are applied to Q' and K', [..., head_dim]. `seen` has
-        the magnitudes of all keys if they are cached. `unrotated` has further features of queries and keys, [batch,
-        heads, length, width] and [batch, kv_heads, length, width], which the form does not change. k may then have a
-        single head that all heads share.
+        The layer's own parameters are `bias`, `factor`, `sinks` [heads], `gates` and `offset`, each None if the layer
+        has none. `factor` is the factor on the logits, [heads], or the factor and its bias, [heads, 2]. `gates` are the
+        log gates of the keys, [batch, heads, length]. `offset` has constant angles, [heads, number of magnitudes].
+
+        `norms` are applied to Q' and K', [..., head_dim]. `seen` has the magnitudes of all keys if they are cached.
+        `unrotated` has further features of queries [batch, heads, length, width] and of keys [batch, kv_heads, length,
+        width], which the form does not change. With `unrotated`, k may have a single head that all heads share.
         """
         segments = self._segments(q, k, context, offset, seen)
         if unrotated is not None:
@@ -399,11 +401,11 @@ class PositionMethod:
         gates: Tensor | None = None,
         **of_layer: Any,
     ) -> AttentionInputs:
-        """Like `prepare`, but for tokens that follow cached tokens.
+        """Compute backend inputs as `prepare` does, for tokens that follow cached tokens.
 
-        `append` adds tensors of the new tokens to the cache and returns the tensors of all cached tokens. The tensors
-        are K' of every segment, v, and log gates. If the context has the tables of all keys, k or its magnitudes take
-        the place of K'. `of_layer` are `bias`, `factor`, `sinks`, `offset` and `norms`.
+        `append` adds tensors of the new tokens to the cache, and returns the tensors of all cached tokens. The cache
+        has v, log gates and K' of every segment. If the context has the tables of all keys, the cache has k or its
+        magnitudes instead of K'. `of_layer` contains `bias`, `factor`, `sinks`, `offset` and `norms` for `prepare`.
         """
         new = [] if gates is None else [gates[..., None]]
         if self._as_magnitudes(context):
@@ -506,7 +508,7 @@ class PositionEncoding(ShardedModule):
         )
 
     def _held(self, tokens: TokenPositions) -> TokenPositions:
-        """Select the tokens whose queries and keys this rank has in attention."""
+        """Select the tokens whose queries and keys this rank uses in attention."""
         positions, first, reached = tokens.positions, tokens.first, tokens.reached
         held = self.share.held(positions)
         if held is positions:

@@ -1,7 +1,7 @@
 """Decoding one token with fixed shapes, so that every token runs the same operations and a CUDA graph can repeat them.
 
-The token's index is a number on the device. Its keys and values are written to their slot in the buffers of the cache.
-Attention covers all slots up to `TokenStep.extent`. Slots that the token does not see are masked.
+The token's index is a tensor on the device. The token's keys and values are written to one slot in the buffers of the
+cache. Attention covers all slots up to `TokenStep.extent`. Slots that the token does not see are masked.
 """
 
 from collections.abc import Hashable
@@ -38,7 +38,7 @@ class TokenStep:
 
 
 class StaticLayer:
-    """The cache of one layer, whose buffers stay in place. It has the methods of `LayerCache` that layers call.
+    """The cache of one layer in buffers that stay in place. It has the methods of `LayerCache` that layers call.
 
     Layers with a window use their buffers as a ring: a new token replaces the oldest one.
     """
@@ -52,7 +52,7 @@ class StaticLayer:
         tables: dict[Hashable, Tensor],
     ) -> None:
         """`total` is the largest number of tokens of the sequence. `shared_bias` is the bias of all layers with this
-        method, if any. `tables`, which all layers share, is filled with the values of biases.
+        method, if any. All layers share `tables`, in which this class stores the values of biases.
         """
         layer.hold(total)
         self._layer, self._method, self._total = layer, method, total
@@ -72,8 +72,8 @@ class StaticLayer:
         return [buffer[:, :, : self._extent] for buffer in self.buffers]
 
     def attend(self, backend: Backend, inputs: AttentionInputs) -> Tensor:
-        """Compute the attention of the step's token, [batch, heads, 1, width of V]. The slots are the keys of `inputs`;
-        `backend`, which computes several tokens at a time, is not used.
+        """Compute the attention of the step's token, [batch, heads, 1, width of V]. The keys of `inputs` are the slots.
+        `backend` is not used, because it computes several tokens at a time.
         """
         bands = tuple(segment.band for segment in inputs.segments)
         segments = self._once((bands, self._method.chunk), lambda: self._segment_of_slots(bands))
@@ -131,7 +131,8 @@ class StaticLayer:
         """Return the bias of every slot, [heads, extent] in float32 or better. The values of hidden slots are finite
         but have no meaning.
 
-        The values of a bias of the distance are computed for all distances in the first step. Later steps look them up.
+        If a bias depends only on the distance, the first step computes its values for all distances, and later steps
+        look them up.
         """
         wide = torch.promote_types(query.dtype, torch.float32)
         distance = self._once("distance", self._distance).clamp(min=0)

@@ -1,4 +1,4 @@
-"""The order of the training data: a pure function of seed and sample number, so that no state has to be saved."""
+"""The order of the training data. Every sample follows from the seed and its number, so no state has to be saved."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,9 @@ from megatron_coca.data.permutation import derive_key, permute
 from megatron_coca.data.shards import MASKED, Shard
 
 ANSWER_BLOCK = 1 << 22
-"""Number of labels that are read at a time to find the documents without an answer."""
-# A constant: if this number depended on the run length, a longer run would have a different order.
+"""Number of labels that `_has_answer` reads at a time."""
+# Number of slots in the pattern that assigns samples to sources. It is a constant. If it depended on the length of the
+# run, a longer run would read the samples in a different order.
 PATTERN_SLOTS = 65536
 
 
@@ -47,8 +48,8 @@ class SourceSamples:
     Attributes:
         source: number of the source.
         rows: the rows of the batch that contain these samples, int64 [n].
-        starts: for each sample, the offset of its first token in the shard, int64 [n]; for samples of whole documents,
-            the number of the sample in the shard instead.
+        starts: offset in the shard of each sample's first token, int64 [n]. For samples of whole documents, it is the
+            number of the sample in the shard instead.
     """
 
     source: int
@@ -81,13 +82,14 @@ class _SampledShard:
             )
         self.shard, self._seq_length, self._stride = shard, seq_length, seq_length
         self._identity = (seed, number)
-        # Every epoch has the same number of samples at any offset, so that one division finds the epoch of a sample.
+        # Every epoch begins at a random offset but has the same number of samples, so one division finds a sample's
+        # epoch.
         self.samples = max(1, (shard.len_tokens - seq_length) // seq_length)
         self._offsets = min(seq_length, shard.len_tokens - self.samples * seq_length)
 
     def starts(self, running: np.ndarray) -> np.ndarray:
-        """Map the running numbers of samples in this source, int64 [n], to the offsets of their first tokens, int64
-        [n].
+        """Return the offset of each sample's first token, int64 [n]. `running`, int64 [n], has the numbers of the
+        samples in this source, counted over all epochs.
         """
         epochs, within = np.divmod(running, self.samples)
         starts = np.empty_like(running)
@@ -103,7 +105,7 @@ class _SampledShard:
         return self.shard.windows(starts, self._seq_length + 1)
 
     def begins(self, starts: np.ndarray) -> np.ndarray:
-        """Return a mask of the inputs of these samples that start a document, bool [n, seq_length]."""
+        """Return a mask of the inputs that start a document, bool [n, seq_length]."""
         return self.shard.document_begins(starts, self._seq_length)
 
     def loss_mask(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
@@ -125,9 +127,9 @@ class _SampledShard:
 
 
 class _WholeDocuments(_SampledShard):
-    """One shard with samples of whole documents in a fixed random order. Each sample has one document or, with
-    `together`, as many documents as fit. Documents that are too long are cut; without `allow_chopped` they are left
-    out. Documents without a target that counts in the loss are left out.
+    """One shard, cut into samples of whole documents, which are in a fixed random order. Each sample has one document
+    or, with `together`, as many documents as fit. With `allow_chopped`, documents that are too long are cut at the end;
+    otherwise they are left out. Documents without a target that counts in the loss are left out.
     """
 
     def __init__(
@@ -170,18 +172,18 @@ class _WholeDocuments(_SampledShard):
         return rows
 
     def tokens(self, starts: np.ndarray) -> np.ndarray:
-        """Read the samples `starts`, padded with zeros as in GPT-NeoX."""
+        """Read the samples with the numbers `starts`. Zeros fill the rest of a sample, as in GPT-NeoX."""
         return self._filled(self.shard, starts, 0)
 
     def begins(self, starts: np.ndarray) -> np.ndarray:
-        """As in the base class. The padding counts as a separate document."""
+        """Return the mask that the base class describes. The padding counts as a separate document."""
         begins = np.zeros((len(starts), self._seq_length + 2), dtype=bool)
         for row, column, end, _ in self._parts(starts):
             begins[row, [column, end]] = True
         return begins[:, : self._seq_length]
 
     def loss_mask(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """As in the base class. The padding does not count in the loss."""
+        """Return the mask that the base class describes. The padding does not count in the loss."""
         if self.shard.labels is not None:
             return self._answers(self._filled(self.shard.labels, starts, MASKED), tokens)
         kept = np.zeros((len(starts), self._seq_length), dtype=bool)
@@ -191,8 +193,8 @@ class _WholeDocuments(_SampledShard):
 
 
 def _has_answer(labels: Shard, lengths: np.ndarray, longest: int) -> np.ndarray:
-    """Return a mask of the documents, bool [documents], that have a non-negative label among their second to
-    `longest`-th tokens.
+    """Return a mask of the documents with an answer, bool [documents]. An answer is a non-negative label of any of the
+    first `longest` tokens of a document, except the first token.
     """
     ends = np.cumsum(lengths)
     # For each block of labels, the number of the document in which it begins.
@@ -209,15 +211,17 @@ def _has_answer(labels: Shard, lengths: np.ndarray, longest: int) -> np.ndarray:
 
 
 class Blend:
-    """A mixture of shards by weight, in an order that depends only on the arguments.
+    """A mixture of shards by weight. The order of the samples depends only on the arguments.
 
     Args:
         shards: the shards to mix; each is one source.
         weights: one positive weight per shard; they are normalised to sum to 1.
         seq_length: number of input tokens of a sample; the sample has one more token, the last target.
         seed: determines the order.
-        pack_impl, allow_chopped: GPT-NeoX's keys. `packed` cuts the concatenated documents into samples,
-            `pack_until_overflow` fills each sample with whole documents, `unpacked` puts one document into each sample.
+        pack_impl: GPT-NeoX's key. `packed` cuts the concatenated documents into samples, `pack_until_overflow` fills
+            each sample with whole documents, and `unpacked` puts one document into each sample.
+        allow_chopped: GPT-NeoX's key, which is not used with `packed`. Documents that are longer than a sample are cut
+            if this is true, else they are left out.
 
     Raises `DataError` if a shard is too short for one sample, if a weight is not positive, or if the number of weights
     differs from the number of shards.
@@ -251,7 +255,8 @@ class Blend:
             else _WholeDocuments(shard, number, seq_length, seed, together, allow_chopped)
             for number, shard in enumerate(shards)
         ]
-        # The number of slots of each source, int64 [sources], in proportion to the weights (largest remainder method).
+        # The number of slots of each source, int64 [sources]. The slots are divided in proportion to the weights with
+        # the largest remainder method.
         exact = np.asarray(weights, dtype=np.float64) / math.fsum(weights) * PATTERN_SLOTS
         self._quotas = np.floor(exact).astype(np.int64)
         missing = PATTERN_SLOTS - int(self._quotas.sum())
@@ -267,11 +272,11 @@ class Blend:
     def _share_slots(self, exact: np.ndarray) -> list[tuple[int, int, float]]:
         """Assign a share of a slot to each source that is too rare to have its own slot.
 
-        Returns a list of (source, slot, samples per block).
+        Returns a list of (source, slot, mean number of samples per block).
 
-        A block is `PATTERN_SLOTS` consecutive samples. In some blocks, a rare source takes a slot of the largest
-        source, which then provides one sample fewer. `exact`, float64 [sources], is the number of slots per block that
-        each source should have, before rounding.
+        A block is `PATTERN_SLOTS` consecutive samples. In some blocks, one slot of the largest source provides a sample
+        of the rare source instead. `exact`, float64 [sources], is each source's number of slots per block before
+        rounding.
         """
         rare, largest = np.flatnonzero(self._quotas == 0), int(np.argmax(self._quotas))
         lent = np.flatnonzero(self._slot_source == largest)
@@ -311,20 +316,20 @@ class Blend:
         return source, running
 
     def by_source(self, indices: np.ndarray | Sequence[int]) -> list[SourceSamples]:
-        """Locate samples by global number. Returns one entry for each source that provides any of them."""
+        """Locate samples by global number. Returns one entry for each source that provides any of the samples."""
         sources, running = self.locate(np.asarray(indices, dtype=np.int64))
         rows = [(int(number), np.flatnonzero(sources == number)) for number in np.unique(sources)]
         return [SourceSamples(number, chosen, self._sources[number].starts(running[chosen])) for number, chosen in rows]
 
     def tokens(self, located: Sequence[SourceSamples]) -> np.ndarray:
-        """Read the `located` samples. Returns int64 [samples, seq_length + 1]."""
+        """Read the samples in `located`. Returns int64 [samples, seq_length + 1]."""
         tokens = np.empty((sum(len(samples.rows) for samples in located), self.seq_length + 1), dtype=np.int64)
         for samples in located:
             tokens[samples.rows] = self._sources[samples.source].tokens(samples.starts)
         return tokens
 
     def document_begins(self, located: Sequence[SourceSamples]) -> np.ndarray:
-        """Return a mask of the inputs of the `located` samples that start a document, bool [samples, seq_length]."""
+        """Return a mask of the inputs in `located` that start a document, bool [samples, seq_length]."""
         begins = np.empty((sum(len(samples.rows) for samples in located), self.seq_length), dtype=bool)
         for samples in located:
             begins[samples.rows] = self._sources[samples.source].begins(samples.starts)

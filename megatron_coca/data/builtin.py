@@ -1,7 +1,7 @@
 """The built-in corpus: English and code from the running Python installation, without a download.
 
-The corpus is written as JSONL and then prepared like any other corpus. In both sources, the split key is the name of
-the top-level package, so that modules of one package, which often contain the same passages, are in the same split. The
+The corpus is written as JSONL and then prepared like any other corpus. Modules of one package often contain the same
+passages. Therefore the split key is the name of the top-level package, which keeps these modules in the same split. The
 topics of `help()` quote one another, so they all have the same key.
 """
 
@@ -43,7 +43,7 @@ FOLDER = "builtin"
 SOURCES = ("text", "code")
 WEIGHTS = (0.75, 0.25)  # shares of the training tokens, as in the paper
 VOCAB_SIZE = 1024
-TEST_FRACTION = 0.1  # a larger fraction than for a large corpus, so that long documents are held out in both sources
+TEST_FRACTION = 0.1  # large, so that the test split of this small corpus has long documents from both sources
 _TOKENIZER_CHARACTERS = 2_000_000
 _MIN_CHARACTERS = 200
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -111,7 +111,7 @@ def _read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
 
 
 def _records(problems: ReadingProblems, progress: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (source, record) for every document: first the language reference behind `help()`, then the standard
+    """Yield (source, record) for every document. The topics of `help()` come first, then the modules of the standard
     library.
     """
     try:
@@ -160,8 +160,8 @@ def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
 
 
 def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = True) -> Path:
-    """Create `<root>/builtin` with text.jsonl, code.jsonl, tokenizer.model and shards/. The folder appears only after
-    it is complete.
+    """Create `<root>/builtin` with text.jsonl, code.jsonl, tokenizer.model and shards/. The folder does not appear
+    before it is complete.
 
     Returns the path of the manifest, `<root>/builtin/shards/manifest.json`. Raises `DataError` if `<root>/builtin`
     exists or cannot be written.

@@ -1,5 +1,5 @@
-"""Identities of training data. A resumed run compares the identity of its data with the saved one, and reports the
-differences.
+"""Identities of training data. A resumed run compares the identity of its data with the saved identity, and reports
+the differences.
 """
 
 import logging
@@ -15,12 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 def data_identity(blend: Samples) -> dict[str, Any]:
-    """Return the identity of the data for JSON, as lists with one entry per source. A resumed run compares it with the
-    saved identity.
+    """Return the identity of the data as a mapping for JSON. Each value is a list with one entry per source.
 
-    `sha256` is the manifest's checksum of the token file, or None. It covers every token, and the file need not be read
-    for it. `sampled` is computed from the shard itself, so it also detects a change in a shard without a manifest, and
-    a file that was replaced although the manifest still has the old checksum.
+    An entry of `sha256` is the manifest's checksum of the token file, or None. It covers every token, and the token
+    file is not read for it. `sampled` is computed from the shards themselves. It therefore also detects a change in a
+    shard without a manifest, and a replaced file if the manifest still has the old checksum.
     """
     recorded: list[str | None] = []
     for shard in blend.shards:
@@ -53,14 +52,15 @@ COUNTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "document_counts": ("document count", "{:,}".format),
     "weights": ("weight", repr),
 }
-"""Title and format of the identity's entries that have one number per source."""
+"""Maps each key of the identity with one number per source to its title and its format in messages."""
 
 
 def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Return the differences between two identities, such as `token count of NAME (saved 1,000, now 900)`.
 
-    Entries that one of the identities lacks are not compared, because a shard may have lost its manifest. `names` are
-    the current names of the sources or, for a synthetic task, of the sources of its filler text.
+    Counts and checksums that one of the identities lacks are not compared, because a shard may have lost its manifest.
+    `names` are the current names of the sources. For a synthetic task, they are the names of the sources of its filler
+    text.
     """
     differences: list[str] = []
     if "text" in now:

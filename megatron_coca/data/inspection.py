@@ -32,7 +32,7 @@ class ShardEntry:
         source: name of the source in the manifest, or the file name if there is no manifest.
         split: train, valid or test.
         prefix: path of the files without their suffix.
-        largest_id: largest token id; None if the manifest is older than this entry.
+        largest_id: largest token id; None if the manifest was written before this attribute existed.
         sha256: SHA-256 of the .bin file, in hexadecimal.
         labels, labels_sha256: prefix of the label shard and SHA-256 of its .bin file, if there is a label shard.
     """
@@ -111,8 +111,8 @@ def token_blocks(shard: Shard, label: str = "", show: bool = False) -> Iterator[
     """Yield blocks of whole documents as (tokens in the shard's dtype, length of each document).
 
     A block has up to BLOCK_TOKENS tokens, or a single document that is longer than that. The file is not memory-mapped,
-    because mapped pages would count as memory of the process. With `show`, a progress bar with the shard's `label` is
-    shown.
+    because mapped pages would count as memory of the process. With `show`, a progress bar is shown, and its title
+    contains `label`.
     """
     path, total = shard_paths(shard.prefix)[0], shard.len_tokens * shard.dtype.itemsize
     with path.open("rb", buffering=0) as stream, Progress(f"reading {label}", total, "B", show=show) as progress:
@@ -155,11 +155,13 @@ class SampleView:
     Attributes:
         number: number of the sample in the order of the run.
         source: prefix of the shard.
-        epoch: the pass over the source in which the sample is read, counted from 1.
-        first_token: offset of the first token in the shard.
+        epoch: number of the pass over the source in which the sample is read, counted from 1.
+        first_token: offset of the first token in the shard. For samples of whole documents, it is the number of the
+            sample in the shard instead.
         parts: for each document in the sample, its tokens, int64.
         starts_document: whether the sample begins with the first token of a document.
-        counted: for data with labels, masks of the tokens that count in the loss, bool, one for each item of `parts`.
+        counted: for each item of `parts`, a mask of the tokens that count in the loss, bool. None if every target
+            counts.
     """
 
     number: int
@@ -195,7 +197,8 @@ def view_sample(blend: Blend, number: int) -> SampleView:
 
 
 def sample_text(view: SampleView, tokenizer: Tokenizer | None, pieces: bool = False) -> str:
-    """Format a sample: a heading, then the text or, with `pieces`, every token. A line separates the documents.
+    """Format a sample as a heading and its text. With `pieces`, every token is listed instead of the text. A line
+    separates the documents.
 
     Raises `DataError` if `tokenizer` is None.
     """
@@ -235,10 +238,10 @@ def with_answers(
 
 
 def read_chat(path: str, number: int) -> tuple[str, dict[str, Any]]:
-    """Return (place, record) of the chat `number`, counted from 0, in a file or folder. The record has the keys
-    `messages` and `tools`, as for `encode_chat`.
+    """Return (path of the file, record) for the chat with this number, counted from 0, in a file or folder. The record
+    has the keys `messages` and `tools`, which `encode_chat` reads.
 
-    Raises `DataError` if there are fewer chats, or if a file cannot be read.
+    Raises `DataError` if there is no chat with this number, or if a file cannot be read.
     """
     reader, problems, seen = open_reader(SourceSpec("chat", (path,), messages="answers")), ReadingProblems(), 0
     for unit in reader.units():
@@ -266,7 +269,7 @@ def length_facts(lengths: np.ndarray) -> dict[str, Any]:
     """Return statistics of document lengths, int32 [documents], as a mapping for JSON: counts, quantiles, and the share
     of the tokens in documents above each of `THRESHOLDS`.
 
-    The quantile q is the smallest length that at least the share q of the documents does not exceed.
+    The quantile q is the smallest length L for which at least the share q of the documents has at most L tokens.
     """
     tokens = int(lengths.sum(dtype=np.int64))
     longer = {str(length): lengths[lengths > length].sum(dtype=np.int64) / max(1, tokens) for length in THRESHOLDS}
@@ -283,7 +286,7 @@ def length_facts(lengths: np.ndarray) -> dict[str, Any]:
 
 
 def lengths_by_source(entries: Sequence[ShardEntry]) -> dict[str, dict[str, Any]]:
-    """Return `length_facts` for each source, over all its splits. Raises `DataError` for a damaged shard."""
+    """Return `length_facts` of all shards of each source. Raises `DataError` for a damaged shard."""
     blocks: dict[str, list[np.ndarray]] = {}
     for entry in entries:
         of_source = blocks.setdefault(entry.source, [])

@@ -16,11 +16,11 @@ class Batch:
     """Samples with their documents, positions and loss mask. For an attribute that is None, the model uses its default.
 
     Attributes:
-        tokens: int64 [samples, seq_length + 1]. All but the last are inputs; all but the first are targets.
-        documents: int32 [samples, seq_length]. Inputs attend only to inputs with the same number. None if attention
-            crosses document boundaries.
-        positions: int64 [samples, seq_length]. None for positions 0, 1, ... within the sample or, with `documents`,
-            within each document.
+        tokens: int64 [samples, seq_length + 1]. All tokens but the last are inputs; all but the first are targets.
+        documents: number of each input's document, int32 [samples, seq_length]. Inputs attend only to inputs with the
+            same number. None if attention crosses document boundaries.
+        positions: position of each input, int64 [samples, seq_length]. None if positions count from 0 in the sample or,
+            with `documents`, in each document.
         loss_mask: mask of the inputs with a target that counts in the loss, bool [samples, seq_length]. None if all
             targets count. Either all batches of a data set have a mask, or none of them has.
     """
@@ -31,7 +31,7 @@ class Batch:
     loss_mask: np.ndarray | None = None
 
     def split(self, size: int) -> Iterator["Batch"]:
-        """Yield batches of `size` samples. They are views of the same memory."""
+        """Yield batches of `size` samples, which are views of this batch's memory."""
         for begin in range(0, len(self.tokens), size):
             rows = slice(begin, begin + size)
             rest = (self.documents, self.positions, self.loss_mask)
@@ -43,11 +43,11 @@ class Packing:
     """How document boundaries within a sample are treated. The first two attributes have Megatron's names.
 
     Attributes:
-        reset_attention_mask: attention does not cross from one document into another.
-        reset_position_ids: positions start at 0 in every document.
-        masked_token: an input id; the target after it does not count in the loss. None if all targets count. Megatron
-            and GPT-NeoX call this rule `eod_mask_loss`: the first token of a document is not predicted from the end of
-            the previous document.
+        reset_attention_mask: whether attention stops at the boundaries of documents.
+        reset_position_ids: whether positions start at 0 in every document.
+        masked_token: token id of the document separator. The target after this input does not count in the loss, so the
+            first token of a document is not predicted from the end of the previous document. Megatron and GPT-NeoX call
+            this rule `eod_mask_loss`. None if all targets count.
     """
 
     reset_attention_mask: bool = False
@@ -61,8 +61,8 @@ class Packing:
 
     def batch(self, tokens: np.ndarray, begins: np.ndarray | None, mask: np.ndarray | None = None) -> Batch:
         """Make a batch from tokens [samples, seq_length + 1]. `begins`, bool [samples, seq_length], marks the inputs
-        that start a document; it may be None if `needs_documents` is False. `mask` is the loss mask that comes with the
-        data, if there is one.
+        that start a document; it may be None if `needs_documents` is False. `mask` is the loss mask of the data, if
+        there is one.
         """
         if self.masked_token is not None:
             kept = tokens[:, :-1] != self.masked_token
@@ -83,16 +83,16 @@ class PositionDraw(Protocol):
     """The interface of `DrawnPositions`, which draws the positions of samples."""
 
     def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None, step: int = 0) -> np.ndarray:
-        """Draw positions, int64 [n, length], for the samples of `step` with these numbers, int64 [n]. With `begins`,
-        the positions of each document are drawn separately.
+        """Draw positions, int64 [n, length], for samples of `step`. `numbers`, int64 [n], are the samples' global
+        numbers. With `begins`, the positions of each document are drawn separately.
         """
 
 
 class Loader:
     """A context manager that reads the global batch of each step and cuts it into the micro-batches of this rank.
 
-    Sample `i` of accumulation step `a` on rank `r` has the number `step * global_batch + (a * world_size + r) *
-    micro_batch + i` in the blend. All ranks together therefore read the same samples, regardless of the number of
+    With the default `start`, sample `i` of accumulation step `a` on rank `r` has the number `step * global_batch + (a *
+    world_size + r) * micro_batch + i` in the blend. The samples of a step therefore do not depend on the number of
     ranks.
 
     Args:
@@ -106,9 +106,9 @@ class Loader:
         packing: how document boundaries are treated; by default they are ignored.
         num_workers: number of threads, which is also the number of steps that are read ahead. With 0, a step is read
             when it is requested.
-        length: use only this many inputs at the end of each sample; None uses all inputs.
-        positions: draws the positions of the inputs; None leaves the positions to `packing`.
-        start: the first step, and the number of its first sample. Earlier steps may have had other batch sizes.
+        length: number of inputs that are kept, from the end of each sample; None keeps all inputs.
+        positions: object that draws the positions of the inputs; None leaves the positions to `packing`.
+        start: (first step, number of its first sample). Earlier steps may have had other batch sizes.
 
     Raises `DataError` if the global batch is not a multiple of `micro_batch * world_size`, or if the rank is not below
     `world_size`.
@@ -184,8 +184,7 @@ class Loader:
     def _read(self, step: int) -> list[Batch]:
         numbers, first = self.indices(step).ravel(), self._first
         tokens, begins, mask = self._blend.read(numbers, self._packing.needs_documents)
-        # Viewed as unsigned numbers, negative ids are large, so that one comparison finds all ids outside the
-        # vocabulary.
+        # As unsigned numbers, negative ids are large. One comparison therefore finds all ids outside the vocabulary.
         if self._vocab_size is not None and tokens.view(np.uint64).max() >= self._vocab_size:
             raise self._outside(numbers, tokens, self._vocab_size)
         tokens, begins = tokens[:, first:], None if begins is None else begins[:, first:]

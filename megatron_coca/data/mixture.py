@@ -14,7 +14,7 @@ Data-Constrained Language Models").
 
 
 def sum_of_shares(earlier: Sequence[SourceShare], later: Sequence[SourceShare]) -> list[SourceShare]:
-    """Add up what two parts of a run read from each source. `weight` is the source's weight in the later part."""
+    """Add up the shares of two parts of a run for each source. `weight` is the source's weight in the later part."""
     if not earlier:
         return list(later)
     total = sum(share.tokens for share in (*earlier, *later))

@@ -26,16 +26,16 @@ def _mix(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def random_words(numbers: np.ndarray, count: int, key: int, first: int = 0) -> np.ndarray:
-    """Return random words, uint64 [n, count]. Column c of row i depends only on the 64-bit `key`, on `numbers[i]`
-    (int64 [n]) and on `first` + c.
+    """Return random words, uint64 [n, count]. `numbers` is int64 [n]. The word in column c of row i depends only on the
+    64-bit `key`, on `numbers[i]` and on `first` + c.
     """
     rows = _mix(numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), key)
     return _mix(rows[:, None] + np.arange(first, first + count, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03), key)
 
 
 def _feistel(values: np.ndarray, bits: int, key: int) -> np.ndarray:
-    """Permute `[0, 2**bits)`. The two halves of the bits may differ in width, because each round changes only one half,
-    in place.
+    """Return the images of `values` under a permutation of `[0, 2**bits)`. The two halves of the bits may differ in
+    width, because each round changes only one half, in place.
     """
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
@@ -55,7 +55,8 @@ def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
     most 2^62.
 
     The result is int64 with the shape of `indices`. No array of size `n` is stored: a Feistel network permutes the
-    range up to the next power of two. It is applied again to every image outside [0, n), which is called cycle walking.
+    range up to the next power of two. For an image outside [0, n), the network is applied again until the image is
+    inside; this method is called cycle walking.
     """
     given = np.asarray(indices)
     if not 1 <= n <= 1 << 62 or (given.size and (given.min() < 0 or given.max() >= n)):

@@ -1,10 +1,9 @@
-"""Shards on object stores. Indices and tokenizer are copied to the host; tokens are read as byte ranges when samples
-need them.
+"""Shards on object stores. The index files and the tokenizer are copied to the host; tokens are read as byte ranges
+when samples need them.
 
 The order of a run is a shuffle of the whole shard, so the samples of a step come from all over the shard. A block cache
-would fetch megabytes for each sample of a few kilobytes, and a full copy of the shards would need their whole size on
-the disk of every host. Instead, the threads of the loader read ahead: they request exactly the tokens of a step, all at
-once.
+would fetch megabytes for each sample of a few kilobytes. A full copy would occupy the whole size of the shards on the
+disk of every host. Instead, the threads of the loader read ahead, and request exactly the tokens of a step all at once.
 """
 
 import functools
@@ -23,13 +22,13 @@ from megatron_coca.support.remote_files import is_url, local_folder, not_read
 from megatron_coca.work.locks import exclusive_lock
 
 SMALL_BYTES = 256 << 20
-"""The files next to the shards (manifest, tokenizer) are copied if they have at most this many bytes."""
+"""Files next to the shards, such as the manifest, are copied if they have at most this many bytes."""
 LONGEST_NOTE = 1 << 16
 NOTE = ".remote"
-"""Suffix of the local JSON file `<prefix>.bin.remote`, which describes the tokens of a shard on a store."""
+"""Suffix of a note, the local JSON file `<prefix>.bin.remote`. It describes the tokens of a shard on a store."""
 _NAMED: dict[Path, str] = {}
-"""Maps the path of each note that this process wrote to the URL that the user named. The address inside a note is never
-used, because a downloaded folder may contain a note.
+"""Maps the path of each note that this process wrote to the URL that the user gave. The address inside a note is never
+used, because the note may have come with a downloaded folder.
 """
 
 
@@ -57,7 +56,7 @@ def local_prefix(prefix: str, root: str | Path = "data") -> str:
 
 @functools.cache
 def _copied_folder(url: str, cache: Path) -> Path:
-    """Copy the small files of a folder of shards and return the local folder. A process does this once per folder."""
+    """Copy the small files of a folder of shards and return the local folder. A process copies a folder only once."""
     folder, files = local_folder(url, cache, DataError), DataFiles(url)
     folder.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(folder / ".lock", DataError, busy=None):
@@ -69,8 +68,8 @@ def _copied_folder(url: str, cache: Path) -> Path:
 
 
 def _copy(files: DataFiles, name: str, folder: Path) -> None:
-    """Copy a file unless the copy is up to date. A file next to the copy, `<name>.state`, records the state that the
-    object had when it was copied.
+    """Copy a file unless the copy is up to date. A file next to the copy, `<name>.state`, records the state of the
+    object at the time of the copy.
     """
     if (facts := files.facts(name)) is None:
         raise _missing(f"{files.url}/{name}")

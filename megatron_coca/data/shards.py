@@ -57,12 +57,12 @@ class ShardHeader(NamedTuple):
 
     @property
     def pointers_at(self) -> int:
-        """Position in the file, in bytes, at which the pointers begin: int64 [sequences]."""
+        """Offset of the pointers in the file, in bytes. The pointers are int64 [sequences]."""
         return HEADER.size + 4 * self.sequences
 
     @property
     def boundaries_at(self) -> int:
-        """Position in the file, in bytes, at which the document index begins: int64 [entries]."""
+        """Offset of the document index in the file, in bytes. The document index is int64 [entries]."""
         return self.pointers_at + 8 * self.sequences
 
     @property
@@ -152,10 +152,10 @@ def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
 
 
 def _read_array(path: Path, dtype: np.dtype, offset: int, count: int) -> Iterator[np.ndarray]:
-    """Yield blocks of the `count` numbers that begin at byte `offset` of a file.
+    """Yield the `count` numbers that begin at byte `offset` of a file, in blocks.
 
-    The file is not memory-mapped, because mapped pages would count as memory of the process. Moreover, the numbers
-    would be at odd addresses, and arithmetic on them would be slow.
+    The file is not memory-mapped, because mapped pages would count as memory of the process. Moreover, the mapped
+    numbers would not be aligned, and arithmetic on them would be slow.
     """
     with path.open("rb", buffering=0) as stream:
         stream.seek(offset)
@@ -169,12 +169,12 @@ def _read_array(path: Path, dtype: np.dtype, offset: int, count: int) -> Iterato
 class Shard:
     """A `.bin`/`.idx` pair, opened for reading and checked.
 
-    Opening a shard reads the whole index once, in blocks; afterwards index and tokens are memory maps. Of the `.bin`
-    file, only the size is checked; `megatron-coca inspect verify` detects altered tokens.
+    Opening a shard reads the whole index once, in blocks. After that, index and tokens are read from memory maps. Only
+    the size of the `.bin` file is checked; `megatron-coca inspect verify` detects altered tokens.
 
-    `prefix` is the path of the pair without `.bin` and `.idx`. `labels` is the prefix of a label shard, which has the
-    same documents, but negative ids in place of the tokens that do not count in the loss. Raises `DataError` if a file
-    is missing, truncated or in another format, or if the files do not belong together.
+    `prefix` is the path of the pair without `.bin` and `.idx`. `labels` is the prefix of a label shard. It has the same
+    documents, but negative ids in place of the tokens that do not count in the loss. Raises `DataError` if a file is
+    missing, truncated or in another format, or if the files do not belong together.
     """
 
     def __init__(self, prefix: str | Path, labels: str | Path | None = None) -> None:
@@ -261,8 +261,8 @@ class Shard:
         return self.windows(np.array([offset]), count)[0].astype(np.int64)
 
     def windows(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """Return a copy of the `count` tokens that start at each of `offsets` [n]: [n, count] in the shard's dtype.
-        They may span several documents.
+        """Return a copy of `count` tokens from each offset in `offsets` [n] on. The result is [n, count] in the shard's
+        dtype. Each row may span several documents.
         """
         starts = self._within_file(offsets, count)
         if not count:
@@ -275,7 +275,7 @@ class Shard:
 
     def _fetch(self, starts: np.ndarray, count: int) -> None:
         """Ask the operating system for the pages of several windows at once. Page faults would read the pages one after
-        another, and each would wait for the disk.
+        another, and every page fault would wait for the disk.
         """
         if len(starts) < 2 or self._map is None:
             return
@@ -285,8 +285,8 @@ class Shard:
             self._map.madvise(mmap.MADV_WILLNEED, begin, length)
 
     def document_begins(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """Return a mask of the document starts among the `count` tokens that start at each of `offsets` [n], bool [n,
-        count].
+        """Return a mask of the tokens that start a document, bool [n, count]. Each row is for the `count` tokens from
+        one offset in `offsets` [n] on.
 
         The document starts come from the index, because shards written by other programs may have no separators.
         """
@@ -329,8 +329,8 @@ class Shard:
         return int(self._document_starts(np.array([self._first_document + index]))[0]) - self._first_token
 
     def _document_starts(self, documents: np.ndarray) -> np.ndarray:
-        """Return the offsets in the file of the first tokens of documents, int64 [n], given the document numbers in the
-        file. For the number after the last document, the offset is the end of the file.
+        """Return the offset in the file of each document's first token, int64 [n]. `documents` has the numbers of the
+        documents in the file. For the number after the last document, the offset is the end of the file.
         """
         sequences = documents if self._one_sequence_each else self._boundaries[documents]
         last = len(self._starts) - 1
@@ -338,7 +338,8 @@ class Shard:
         return np.where(sequences > last, self._file_tokens, starts)
 
     def _documents_before(self, tokens: np.ndarray) -> np.ndarray:
-        """Return how many documents of the file begin before each of `tokens`, int64 [n] for offsets int64 [n].
+        """Return how many documents of the file begin before each token, int64 [n]. `tokens`, int64 [n], has the
+        offsets of the tokens in the file.
 
         The bisection runs for all tokens together. np.searchsorted would copy the unaligned index in every call.
         """
@@ -397,8 +398,8 @@ class ShardWriter:
 
     Args:
         prefix: path of the pair without `.bin` and `.idx`.
-        vocab_size: vocabulary size, which determines the dtype; an id at or above it raises an error.
-        labels: whether to write int32 labels, which may be `MASKED`, instead of tokens.
+        vocab_size: vocabulary size, which determines the dtype of tokens; an id at or above it raises an error.
+        labels: whether to write labels instead of tokens. Labels are int32 and may be `MASKED`.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int, labels: bool = False) -> None:

@@ -3,9 +3,9 @@
 Every task generates the tokens of a sample and a mask of the inputs that are followed by an answer. Random numbers are
 hashes of (seed, split, sample number), so that a resumed run reads the same samples.
 
-Token ids come in this order: filler, one token for each pair of a key and a value (a fact), keys, values. Tasks without
-facts have only filler tokens and one separator. `ordered_recall` has further tokens, which ask questions, after the
-values.
+A fact is a pair of a key and a value, and every fact has a token of its own. Token ids come in this order: filler,
+facts, keys, values. In `ordered_recall`, further tokens, which ask questions, come after the values. Tasks without
+facts have only filler tokens and one separator.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,11 +51,11 @@ class TaskSettings:
 
     @property
     def farthest(self) -> int:
-        """The largest k in the questions of `ordered_recall` that ask for the value told k facts earlier."""
+        """The largest k for which `ordered_recall` asks for the value of the k-th fact before the question."""
         return self.back or self.facts
 
     def fact(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return the tokens that state facts, each a key with its value."""
+        """Return the tokens of facts. Each fact states the value of a key."""
         return self.filler_tokens + keys * self.values + values
 
     def key(self, keys: np.ndarray) -> np.ndarray:
@@ -71,14 +71,14 @@ class TaskSettings:
         return self.filler_tokens + self.keys * self.values + self.keys + self.values + keys
 
     def earlier(self, facts: np.ndarray) -> np.ndarray:
-        """Return the tokens that ask for a value by its age (`ordered_recall`): 1 is the last fact, 2 the one before
-        it.
+        """Return the tokens that ask for the value of an earlier fact (`ordered_recall`). In `facts`, 1 stands for the
+        last fact before the question and 2 for the fact before that.
         """
         return self.first(np.array(self.keys)) + facts - 1
 
 
 class Draws:
-    """Random numbers for samples. Each call returns new columns, which depend only on (seed, split, sample number,
+    """Random numbers for samples. Each call returns new columns. A number depends only on (seed, split, sample number,
     column).
     """
 
@@ -112,12 +112,12 @@ def _answers(shape: tuple[int, int], rows: np.ndarray, inputs: np.ndarray) -> np
 
 
 def recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Generated:
-    """Generate facts at random positions, and somewhere after each fact a question about it: a key token, then the
-    value.
+    """Generate facts at random positions. Somewhere after each fact, there is a question about it: a key token, then
+    the value.
 
-    The `facts` facts (one token each) and the same number of questions (two tokens each) occupy random slots between
-    filler tokens. Slots are paired at random, and the fact takes the earlier slot of a pair. The keys of a sample are
-    distinct.
+    A sample has `facts` facts of one token each, and as many questions of two tokens each. They occupy random slots
+    between filler tokens. Slots are paired at random, and the fact is in the earlier slot of its pair. The keys of a
+    sample are distinct.
     """
     samples, width = filler.shape
     facts = settings.facts
@@ -158,21 +158,21 @@ QUESTIONS = ("latest", "first", "back")
 
 
 def ordered_recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Generated:
-    """Generate facts that give keys new values, and questions about their order, both in random places.
+    """Generate facts that give keys new values, and questions about the order of the facts, both at random positions.
 
     Every key of a sample gets `updates` different values, one after the other. A question comes after at least one
-    fact. It asks for the latest value of a key, for its first value, or for the value of the fact k facts before,
-    whatever its key, with k up to `back`. A question has one token that asks and one that answers.
+    fact. It asks for the latest value of a key, for its first value, or for the value of the k-th fact before the
+    question, regardless of its key. k is at most `back`. A question has one token that asks and one that answers.
     """
     samples, width = filler.shape
     facts, rows = settings.facts, np.arange(filler.shape[0])[:, None]
     keys, values = _told(settings, draws, samples)
     slots = np.sort(draws.subset(2 * facts, width - facts), axis=1)
-    asks = np.zeros((samples, 2 * facts), dtype=bool)  # the first slot is that of a fact
+    asks = np.zeros((samples, 2 * facts), dtype=bool)  # the first slot always has a fact
     np.put_along_axis(asks, 1 + draws.subset(facts, 2 * facts - 1), True, axis=1)
     places = slots + np.cumsum(asks, axis=1) - asks  # a question takes one token more than its slot
     told, asked = (places[chosen].reshape(samples, facts) for chosen in (~asks, asks))
-    before = np.cumsum(~asks, axis=1)[asks].reshape(samples, facts)  # facts before each question
+    before = np.cumsum(~asks, axis=1)[asks].reshape(samples, facts)  # number of facts before each question
     asking, source, _ = _order_questions(settings, draws, keys, before)
     tokens = filler.copy()
     tokens[rows, told] = settings.fact(keys, values)
@@ -184,10 +184,10 @@ def ordered_recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> 
 def ordered_question(
     settings: TaskSettings, filler: np.ndarray, draws: Draws
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Generate evaluation inputs of `ordered_recall`: all facts in random places, and one question at the end.
+    """Generate evaluation inputs for `ordered_recall`: all facts at random positions, and one question at the end.
 
-    Returns the inputs, the answers and the positions of the facts as `recall_question` does, and also the kind of each
-    question: its index in `QUESTIONS`, int64 [samples].
+    Returns the three results of `recall_question` and the kinds of the questions, int64 [samples]. A kind is an index
+    into `QUESTIONS`.
     """
     samples, length = filler.shape
     keys, values = _told(settings, draws, samples)
@@ -203,15 +203,16 @@ def ordered_question(
 def chances_without_order(facts: int, updates: int, values: int) -> dict[str, float]:
     """Return how often a random choice is correct for each kind of question in `QUESTIONS`, in evaluation inputs.
 
-    A model that knows the facts, but not their order, can choose among the values of a key for its latest or first
-    value, and among the values of all facts for the value told k facts earlier. Values of different keys can be equal.
+    The choice is that of a model that knows the facts but not their order. For the latest or first value of a key, it
+    chooses among the values of this key. For the value of the k-th fact before the question, it chooses among the
+    values of all facts. Values of different keys can be equal.
     """
     of_key = 1.0 / updates
     return {"latest": of_key, "first": of_key, "back": (1.0 + (facts - updates) / values) / facts}
 
 
 def _told(settings: TaskSettings, draws: Draws, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw keys and values in the order in which they are told, int64 [samples, facts]. The values of a key differ."""
+    """Draw the keys and values of all facts in order, both int64 [samples, facts]. The values of a key differ."""
     facts, updates = settings.facts, settings.updates or 1
     of_sample = draws.subset(facts // updates, settings.keys)
     of_key = np.stack([draws.subset(updates, settings.values) for _ in range(facts // updates)], axis=1)
@@ -225,8 +226,8 @@ def _told(settings: TaskSettings, draws: Draws, samples: int) -> tuple[np.ndarra
 def _order_questions(
     settings: TaskSettings, draws: Draws, keys: np.ndarray, before: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw questions, each after the number of facts in `before`, int64 [samples, questions]. Return three arrays of
-    this shape: the tokens that ask, the indices of the facts with the answers, and the kinds of the questions.
+    """Draw questions. `before`, int64 [samples, questions], has the number of facts before each question. Returns three
+    arrays of this shape: the tokens that ask, the indices of the facts with the answers, and the kinds of questions.
     """
     count = before.shape[1]
     kinds, chosen = draws.integers(count, len(QUESTIONS)), draws.integers(count, before)
@@ -240,7 +241,7 @@ def _order_questions(
 
 
 def multi_query(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Generated:
-    """Generate between 1 and `facts` facts at random positions, and questions on all of them at the end, in random
+    """Generate between 1 and `facts` facts at random positions, and one question about each fact at the end, in random
     order.
 
     Every additional fact is one more distractor for each question.

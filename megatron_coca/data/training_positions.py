@@ -58,8 +58,8 @@ class DrawnPositions:
     Attributes:
         type: a key of `DRAWN`.
         largest: all positions are below this bound, which is at least the sample length. With `stretched`, the bound is
-            a multiple of the sample length, and an integer t is drawn for every step: the positions of the step are
-            below t times the sample length.
+            a multiple of the sample length. An integer t is then drawn for every step, and the positions of the step
+            are below t times the sample length.
         seed: the seed of the run.
     """
 
@@ -68,7 +68,7 @@ class DrawnPositions:
     seed: int
 
     def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None, step: int = 0) -> np.ndarray:
-        """Draw positions, int64 [n, length], for the samples of `step` with these global numbers, int64 [n].
+        """Draw positions, int64 [n, length], for samples of `step`. `numbers`, int64 [n], are their global numbers.
 
         `begins`, bool [n, length], marks the tokens that start a document; with it, the positions of each document in a
         sample are drawn separately. All documents of a step have the same bound, even with `stretched`.

@@ -17,7 +17,7 @@ from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 
 @dataclass
 class Verified:
-    """The result of verifying one shard, or the tokenizer and manifest of a folder.
+    """The result of checking either one shard, or the tokenizer and the manifest of one folder.
 
     Attributes:
         place: the prefix of the shard, or the folder.
@@ -37,8 +37,8 @@ def verify_shards(entries: Sequence[ShardEntry], show: bool = False) -> list[Ver
     """Read the files of all shards and their tokenizers once. A fault in one shard does not stop the check of the other
     shards.
 
-    If there is a manifest, every document must also end with the separator; this detects an altered index. Raises
-    `DataError` for a damaged manifest.
+    If there is a manifest, also check that every document ends with the separator, which detects an altered index.
+    Raises `DataError` for a damaged manifest.
     """
     folders = {entry.prefix.parent: _verify_folder(entry.prefix.parent) for entry in entries}
     results = [result for result, _ in folders.values() if result.faults]

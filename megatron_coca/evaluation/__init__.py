@@ -14,7 +14,7 @@ __all__ = ["EvaluationError", "PerplexityResult", "WindowResult", "build_report"
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use (PEP 562): the command line must not import PyTorch to print its help.
+    # Names are imported on first use (PEP 562), so that the command line prints its help without importing PyTorch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "report.build" if name == "build_report" else "tasks.perplexity.measure"

@@ -18,14 +18,14 @@ from megatron_coca.model.layers import soft_capped
 
 Visit = Callable[[Tensor, Tensor, AttentionInputs], None]
 """A callback that receives one layer's q [batch, heads, length, head_dim] and k [batch, kv_heads, length, head_dim]
-before rotation (for CoCA k is the T projection), and the inputs of the layer's backend."""
+before rotation, and the inputs of the layer's backend. With CoCA, k is the T projection."""
 
 
 @contextmanager
 def observed(model: nn.Module, visit: Visit, of: PositionMethod | None = None) -> Iterator[None]:
     """In this context, call `visit` for each attention layer in turn during every forward pass without a cache.
 
-    With `of`, only the layers with this position method are visited. Only one layer's tensors are in memory at a time,
+    With `of`, skip the layers that have another position method. Only one layer's tensors are in memory at a time,
     unless `visit` keeps them.
     """
     found = (module for module in model.modules() if isinstance(module, SelfAttention))
@@ -50,10 +50,10 @@ def observed(model: nn.Module, visit: Visit, of: PositionMethod | None = None) -
 
 
 class AttentionMap(NamedTuple):
-    """Scores of one layer, -inf for hidden keys, and their softmax: [batch, heads, length, length] each.
+    """Attention scores of one layer, and the weights that are their softmax: [batch, heads, length, length] each.
 
-    Scores are the softmax input: scaled, soft-capped and with the bias added. Each row of weights sums to 1, or to
-    less than 1 in a layer with attention sinks.
+    Scores are scaled and soft-capped, and they include the bias. The score of a hidden key is -inf. Each row of weights
+    sums to 1, or to less than 1 in a layer with attention sinks.
     """
 
     scores: Tensor
@@ -79,7 +79,10 @@ def attention_maps(model: nn.Module, *inputs: Any, **options: Any) -> list[Atten
 
 
 def in_band(band: Band, distance: Tensor, keys: Tensor) -> Tensor:
-    """Return a mask of the key positions `keys` that are inside the band of queries at these distances."""
+    """Return a mask that is True for each key inside the band of its query.
+
+    `keys` are the positions of the keys. Each query is `distance` positions after its key.
+    """
     apart = band.apart(keys + distance, keys)
     inside = (distance >= 0) & (apart >= band.low)
     inside = inside if band.high is None else inside & (apart < band.high)
@@ -87,9 +90,9 @@ def in_band(band: Band, distance: Tensor, keys: Tensor) -> Tensor:
 
 
 def row_scores(inputs: AttentionInputs, queries: Tensor) -> Tensor:
-    """Return the scores of the queries at token indices `queries` [n] with all keys, as in `AttentionMap`.
+    """Return the attention scores of the queries at token indices `queries` [n] with all keys.
 
-    The result is [batch, heads, n, length], in float32 or float64.
+    The scores are those that `AttentionMap` describes: [batch, heads, n, length], in float32 or float64.
     """
     queries = queries.to(inputs.value.device)
     key = torch.arange(inputs.value.shape[2], device=queries.device)

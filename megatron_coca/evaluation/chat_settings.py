@@ -17,8 +17,8 @@ class ChatRecord(Record):
     symbols: dict[str, str] | None = None  # special tokens that the template can print, by name; None in older files
     system: str | None = None
     multiturn: bool | None = None  # whether examples are turns of the chat; None for a task without examples
-    variables: dict[str, JsonValue] | None = None  # further values that the template reads; None: no such values
-    date: str | None = None  # today's date if the template prints it, so that prompts of two days are not mixed
+    variables: dict[str, JsonValue] | None = None  # further variables that the template reads; None if it has none
+    date: str | None = None  # date of the run if the template prints it; keeps prompts of two days apart
 
     def __str__(self) -> str:
         system = "" if self.system is None else f", system message {self.system!r}"

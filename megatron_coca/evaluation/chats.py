@@ -1,4 +1,4 @@
-"""Chat-formatted prompts: checks of their options and template."""
+"""Checks of the options and the template of chat-formatted prompts."""
 
 import datetime
 import hashlib

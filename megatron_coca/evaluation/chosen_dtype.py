@@ -1,4 +1,4 @@
-"""The dtype that `--dtype auto` chooses: bfloat16 if the device computes this model's shapes faster with it.
+"""The dtype that `--dtype auto` chooses: bfloat16 if it is clearly faster than float32 for this model on this device.
 
 bfloat16 is fast only on processors with instructions for it, so the choice is measured.
 """
@@ -20,8 +20,8 @@ TOKENS, ROUNDS = 512, 5
 def chosen_dtype(model: ModelConfig, device: str) -> tuple[str, str]:
     """Return "bfloat16" or "float32" for a model of this shape, and a sentence with the measured times.
 
-    Causal attention and the first matrix product of a feed-forward layer are timed together, in both dtypes in turn.
-    The shortest time of each dtype counts.
+    Causal attention and the first matrix product of a feed-forward layer are timed together, alternately in float32 and
+    in bfloat16. The shortest time of each dtype counts.
     """
     work = {dtype: _work(model, device, dtype) for dtype in (torch.float32, torch.bfloat16)}
     seconds = {dtype: float("inf") for dtype in work}

@@ -1,7 +1,7 @@
-"""Statistics of contrasts: tests of paired differences, one by one, in sequence or corrected together, and their power.
+"""Tests of contrasts by their paired differences, and the power of these tests.
 
-Ablations pair differences by seed; `megatron-coca stretch` pairs them by hidden fact or by document. A p-value and the
-interval beside it always have the same correction.
+Contrasts are tested one by one, in sequence, or with one correction for all of them. A p-value and its interval always
+have the same correction. Ablations pair by seed; `megatron-coca stretch` pairs by hidden fact or by document.
 """
 
 import math
@@ -18,14 +18,14 @@ LEVEL = 0.05
 """Level of the tests, which are two-sided."""
 
 Differences = Sequence[float]
-"""Differences of one contrast, paired by seed, fact or document."""
+"""Paired differences of one contrast: one for each seed, fact or document."""
 
 ContrastVerdict = Literal["holds", "holds in the opposite direction", "does not hold", "cannot be tested", "not tested"]
 """The result of a contrast in a sequence."""
 
 
 class AnyContrast(Protocol):
-    """What every kind of plan declares about a contrast: the expected mean difference and standard deviation."""
+    """The expected mean and standard deviation of a contrast's differences, which every kind of plan can declare."""
 
     @property
     def expected(self) -> float | None: ...
@@ -41,10 +41,10 @@ ContrastType = TypeVar("ContrastType", bound=AnyContrast)
 
 
 def p_value(values: Sequence[float]) -> float:
-    """Return the two-sided p-value of Student's t test that two or more values have mean 0; 1 if all values are 0.
+    """Return the two-sided p-value of Student's t test for a mean of 0. There must be at least two values.
 
-    Return NaN if a value is not finite. Also return NaN if all values are equal, but not 0, because t would then be a
-    number divided by a standard deviation of 0.
+    The p-value is 1 if all values are 0. It is NaN if a value is not finite, or if all values are equal and not 0: the
+    test would then divide by a standard deviation of 0.
     """
     if not all(map(math.isfinite, values)):
         return math.nan
@@ -60,9 +60,9 @@ def p_value(values: Sequence[float]) -> float:
 def power(effect: float, count: int, level: float = LEVEL) -> float:
     """Return the power of a two-sided t test of `count` (at least 2) paired values at the significance `level`.
 
-    The population mean is `effect` times the standard deviation sigma. The sample mean divided by sigma / sqrt(n) is
-    normal around effect * sqrt(n). The integral is over s, the sample standard deviation in units of sigma;
-    s * sqrt(degrees) has a chi distribution.
+    The population mean is `effect` times the standard deviation sigma. With n = `count`, the sample mean divided by
+    sigma / sqrt(n) is normally distributed around effect * sqrt(n). The code integrates over s, the sample standard
+    deviation in units of sigma; s * sqrt(degrees) has a chi distribution.
     """
     degrees, normal = count - 1, NormalDist()
     spread = (np.arange(2000) + 0.5) / 2000 * (1.0 + 9.0 / math.sqrt(degrees))
@@ -74,10 +74,10 @@ def power(effect: float, count: int, level: float = LEVEL) -> float:
 
 
 def power_of(contrast: AnyContrast, pairs: int | None, level: float = LEVEL, share: float = 1.0) -> float | None:
-    """Return the power of a contrast with `pairs` pairs, if the true difference is `share` of the expected one.
+    """Return the power of a contrast with `pairs` pairs if the true difference is `share` times the expected one.
 
-    Return None if the contrast declares no expected difference, or if there are fewer than two pairs or an unknown
-    number of them (None).
+    Return None if the contrast declares no expected difference or no standard deviation. Also return None if `pairs` is
+    below 2 or unknown (None).
     """
     if contrast.expected is None or contrast.deviation is None or pairs is None or pairs < 2:
         return None
@@ -87,14 +87,15 @@ def power_of(contrast: AnyContrast, pairs: int | None, level: float = LEVEL, sha
 def pairs_needed(differences: Differences, inside: float, wanted: float, most: int) -> float:
     """Return the smallest number of pairs that would show the mean difference with the power `wanted`, or inf.
 
-    The interval of the difference has the confidence `inside`. The result is inf if more than `most` pairs are needed,
-    or if all differences are equal. The computation uses the mean and the standard deviation of the given differences.
+    The computation uses the mean and the standard deviation of the given differences. The difference is shown if its
+    interval at the confidence `inside` excludes 0. The result is inf if more than `most` pairs are needed, if all
+    differences are equal, or if one is not finite.
     """
     found = estimate(differences)
     if equal(differences) or not math.isfinite(found.mean):
         return math.inf
     deviation = math.sqrt(math.fsum((each - found.mean) ** 2 for each in differences) / (len(differences) - 1))
-    low, high = 1, most + 1  # too few, and enough
+    low, high = 1, most + 1  # `low` pairs are too few, `high` pairs are enough
     while high - low > 1:
         middle = (low + high) // 2
         shown = power(found.mean / deviation, middle, 1.0 - inside) >= wanted
@@ -103,10 +104,10 @@ def pairs_needed(differences: Differences, inside: float, wanted: float, most: i
 
 
 def padded(differences: Differences) -> list[float]:
-    """Return differences of outcomes that are 0 or 1, with two additional pairs, one in favour of each side (Bonett
-    and Price 2012).
+    """Return the differences with two pairs added, one in favour of each side (Bonett and Price 2012).
 
-    So there is an interval even if all pairs agree, and its coverage is good even for few pairs.
+    The outcomes of a pair are 0 or 1. With the added pairs, an interval exists even if all pairs agree. Its coverage is
+    good even for few pairs.
     """
     return [*differences, 1.0, -1.0]
 
@@ -115,7 +116,7 @@ def padded(differences: Differences) -> list[float]:
 
 
 def simultaneous(comparisons: float) -> float:
-    """Return the confidence that each interval needs, so that all hold together in 95% of cases (Bonferroni)."""
+    """Return the confidence that makes all intervals contain their true values in 95% of cases (Bonferroni)."""
     return 1.0 - LEVEL / comparisons
 
 
@@ -129,7 +130,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def holm_factors(p_values: Sequence[float]) -> list[float]:
-    """Return, in order, the numbers by which Holm's method multiplies the p-values before it limits them to 1.
+    """Return, in the given order, the factors by which Holm's method multiplies p-values before it limits them to 1.
 
     An interval at a confidence of 1 - 0.05/factor excludes 0 if and only if the corrected p-value is below 0.05.
     """
@@ -137,18 +138,18 @@ def holm_factors(p_values: Sequence[float]) -> list[float]:
     factors, largest = [0.0] * len(known), 0.0
     for rank, index in enumerate(sorted(range(len(known)), key=known.__getitem__)):
         count = len(known) - rank
-        largest = max(largest, count * known[index])  # a corrected p-value is at least that of every smaller p-value
+        largest = max(largest, count * known[index])  # a larger p-value never gets a smaller corrected p-value
         factors[index] = largest / known[index] if known[index] > 0 else count
     return factors
 
 
 class Declared(NamedTuple, Generic[ContrastType]):
-    """A contrast that is tested together with others, with its mean difference (of logarithms for perplexities).
+    """The result of a contrast that is tested together with other contrasts.
 
-    `p` is the p-value of the two-sided paired t test; `holm` is this p-value corrected for all contrasts. Both are NaN
-    if all differences are equal, or if one is not finite. The interval has the same correction as `holm`: its
-    confidence `level` is that at which Holm's method tests this contrast, so it excludes 0 if and only if `holm` is
-    below 5%.
+    `difference` is the mean difference; for perplexities, it is the mean difference of their logarithms. `p` is the
+    p-value of the two-sided paired t test; `holm` is this p-value corrected for all contrasts. Both are NaN if a
+    difference is not finite, or if all are equal and not 0. The interval has the confidence `level`, at which Holm's
+    method tests this contrast. So the interval excludes 0 if and only if `holm` is below 5%.
     """
 
     contrast: ContrastType
@@ -159,7 +160,7 @@ class Declared(NamedTuple, Generic[ContrastType]):
 
     @property
     def times(self) -> Estimate:
-        """The ratio of perplexities, for a difference of their logarithms."""
+        """The ratio of two perplexities, if `difference` is the difference of their logarithms."""
         return exponentiated(self.difference)
 
 
@@ -169,7 +170,7 @@ def together(found: Sequence[tuple[ContrastType, Differences]], count: int) -> l
     """
     known = [(contrast, differences) for contrast, differences in found if len(differences) > 1]
     p_values = [p_value(differences) for _, differences in known]
-    missing = [1.0] * (count - len(known))  # missing ones count too: an unfinished study must not claim more
+    missing = [1.0] * (count - len(known))  # missing contrasts count, so an unfinished study does not claim more
     corrected, factors = holm(p_values + missing), holm_factors(p_values + missing)
     tested = []
     for (contrast, differences), p, own, factor in zip(known, p_values, corrected, factors, strict=False):
@@ -179,7 +180,7 @@ def together(found: Sequence[tuple[ContrastType, Differences]], count: int) -> l
 
 
 class Step(NamedTuple, Generic[ContrastType]):
-    """A contrast of a sequence. With the verdict "not tested", `p` has no meaning."""
+    """The result of a contrast in a sequence. With the verdict "not tested", `p` has no meaning."""
 
     contrast: ContrastType
     difference: Estimate
@@ -190,10 +191,10 @@ class Step(NamedTuple, Generic[ContrastType]):
 def in_sequence(
     found: Sequence[tuple[ContrastType, Differences | None]], either_direction: bool = False
 ) -> list[Step[ContrastType]]:
-    """Return contrasts that are tested in this order at LEVEL, each only if all before it hold.
+    """Test contrasts in the given order at LEVEL, each only if all contrasts before it hold. Return the results.
 
-    A significant difference in the opposite direction to the expected one holds only with `either_direction`. A
-    contrast that was not measured has no differences (None), and ends the sequence.
+    If a significant difference is opposite to the expected one, its contrast holds only with `either_direction`. A
+    contrast that was not measured has None instead of differences, and ends the sequence.
     """
     steps: list[Step[ContrastType]] = []
     for contrast, differences in found:
@@ -208,7 +209,7 @@ def in_sequence(
 
 
 def verdict_of(expected: float | None, difference: Estimate, p: float) -> ContrastVerdict:
-    """Return the verdict on a tested difference. If `expected` is None, a difference in either direction holds."""
+    """Return the verdict on a tested difference. If `expected` is None, the contrast holds in either direction."""
     if math.isnan(p):
         return "cannot be tested"
     if p >= LEVEL:
@@ -221,9 +222,9 @@ class ContrastEntry(NamedTuple):
     """A declared contrast of one of many studies, with its paired differences.
 
     Attributes:
-        name: the two sides, as in "CoCA-Slack against RoFormer".
+        name: the two sides, for example "CoCA-Slack against RoFormer".
         at: the length as a multiple of the training length.
-        quantity: what is compared, with the unit of the differences unless they are shares of right answers.
+        quantity: the compared quantity. Its unit is included, except for a share of right answers, which has no unit.
         verdict: the result of the contrast in its own study.
     """
 
@@ -236,11 +237,11 @@ class ContrastEntry(NamedTuple):
 
 
 class Corrected(NamedTuple):
-    """An entry whose interval and p-value are both corrected for the number of all entries.
+    """An entry with an interval and a p-value that are corrected for the number of all entries.
 
-    With n entries, `difference` has an interval at a confidence of 1 - 5%/n, so that all intervals together contain the
-    true differences in 95% of cases; `corrected` is n times `p`, at most 1. So an interval excludes 0 if and only if
-    `corrected` is below 5%. Both p-values are NaN if the t test is undefined.
+    With n entries, the interval of `difference` has a confidence of 1 - 5%/n, so that all intervals contain the true
+    differences in 95% of cases. `corrected` is n times `p`, at most 1. An interval excludes 0 if and only if its
+    `corrected` is below 5%. `p` and `corrected` are NaN if the t test is undefined.
     """
 
     entry: ContrastEntry
@@ -256,7 +257,7 @@ class Corrected(NamedTuple):
 def corrected_once(entries: Sequence[ContrastEntry]) -> list[Corrected]:
     """Return all entries in the given order, each corrected for the number of entries (Bonferroni).
 
-    Raises EvaluationError if an entry has fewer than two differences: it would count without a test.
+    Raises EvaluationError if an entry has fewer than two differences: it would be counted but could not be tested.
     """
     short = [f"{entry.study}: {entry.name}" for entry in entries if len(entry.differences) < 2]
     if short:
@@ -284,6 +285,6 @@ def p_text(p: float) -> str:
 
 
 def level_text(level: float) -> str:
-    """Return a confidence below 1 in percent, as `95%` or `99.6%`, with enough digits that it never reads 100%."""
+    """Return a confidence below 1 as a percentage, such as `95%` or `99.6%`. It has enough digits not to read 100%."""
     texts = (f"{100 * level:.{digits}f}" for digits in range(1, 9))
     return next(text for text in texts if float(text) < 100).removesuffix(".0") + "%"

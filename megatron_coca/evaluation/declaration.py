@@ -9,9 +9,9 @@ from megatron_coca.evaluation.numbers import Number, Reading
 from megatron_coca.evaluation.results import Result
 
 LAST = 1000
-"""The place of tasks or sections that declare none: after all others, in the order of their names."""
+"""The place of a task or section that declares no place: after all that declare one, in the order of their names."""
 Comparable = Mapping[str, str]
-"""The properties in which the results of one table agree: their names in headings, and their paths in a result."""
+"""The properties that all results in one table have in common, as a map from names in headings to paths in a result."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class TaskSection:
     Attributes:
         name: its name in links, and the beginning of the names of its tables and figures.
         title: its heading.
-        build: the function that makes its blocks, as `folder.module.function` below `evaluation.tasks`. By default the
-            section has a table and a plot by length of each number of the task.
+        build: the function that builds its blocks, as `folder.module.function` below `evaluation.tasks`. By default,
+            the section has a table and a plot by length for each number of the task.
         place: its place on the page.
-        sentence: its place among the sections that can have the sentence at the top of a report. The report has the
-            sentence of the first section whose task some model has learned.
+        sentence: its place in the order in which sections are tried for the sentence at the top of a report. The
+            sentence is about the first section with a task that some model has learned.
     """
 
     name: str
@@ -47,20 +47,21 @@ class Task:
         measure: the function that measures, as `folder.module.function` below `evaluation.tasks`. It takes the parsed
             options and a function that shows results, and returns the exit status.
         result: the type of the result files.
-        numbers: the numbers of an entry, the most important one first.
-        readings: reads from an entry the numbers whose names are not known beforehand.
-        comparable: the properties in which the results of one table agree. By default these are the protocol and, if
-            the results record documents, the documents and the tokenizer.
-        at: the name of a missing entry; {} in it stands for the length.
-        divided_by: the option with values that several processes can measure independently. Without it, a task is
-            divided by variant only.
-        fits: the function that checks, before a model is trained, that the task's prompts fit into their lengths, as
-            `folder.module.function`. It takes the parsed options, the tokenizer and the folder of the built-in corpus,
-            and raises LengthError.
+        numbers: declarations of the numbers in an entry of a result file, the most important number first.
+        readings: function that returns those numbers of an entry that have no declaration, because their names are
+            not known beforehand.
+        comparable: the properties that all results in one table have in common. By default these are the protocol
+            and, if the results record documents, the documents and the tokenizer.
+        at: the name of an entry in notes on missing entries. `{}` in it is replaced by the length.
+        divided_by: the option that has a list of values, which several processes can measure independently. If empty,
+            a task is divided by variant only.
+        fits: the function, as `folder.module.function`, that checks whether the task's prompts fit into their lengths.
+            It runs before a model is trained. It takes the parsed options, the tokenizer and the folder of the
+            built-in corpus, and raises LengthError.
         by_document: whether the task itself divides the documents among the parts (`--part`).
-        sections: its sections of the report.
+        sections: its sections in the report.
         place: its place in help texts and in results.csv.
-        of_checkpoint: whether it measures a checkpoint, so that suites and ablations accept it.
+        of_checkpoint: whether it measures a checkpoint. Suites and ablations do not accept other tasks.
     """
 
     name: str

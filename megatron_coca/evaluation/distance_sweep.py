@@ -1,8 +1,8 @@
 """Initial angles of pairs of tokens, and the scores of a pair at every distance.
 
 The paper's a(s) depends only on the distance s between a fixed query and key, but in text each pair has one distance.
-`DistanceSweep` varies the distance of a pair: it puts the query at the last position and the key at any position
-before, and rotates both with the model's own position method.
+`DistanceSweep` varies the distance of a pair: it puts the query at the last position and the key at each position
+before it, and rotates both with the model's own position method.
 """
 
 import math
@@ -28,7 +28,7 @@ def planar(method: PositionMethod, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor
 
     Feature i is the real part and feature i + d/2 the imaginary part. For CoCA k is the T projection t, and
     k_j = q_j * u_j, where u_j comes from t (the paper's equations 6 and 7). For other polar forms, q_j and k_j are
-    the real magnitudes of the form, one for each term of the score, without the constant angles.
+    the real magnitudes of the form, one for each term of the score. They do not include the constant angles.
     """
     if method.name in POLAR and method.form.magnitude is not None:
         rotated = q[..., : method.rotary_dim].double(), k[..., : method.rotary_dim].double()
@@ -47,7 +47,7 @@ def planar(method: PositionMethod, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor
 
 
 def _terms(x: Tensor, method: PositionMethod) -> Tensor:
-    """Repeat magnitudes that two frequencies share, so that there is one for each term of the score."""
+    """Repeat magnitudes that two frequencies share, so that each term of the score has its own magnitude."""
     frequencies = method.rotary.dim // 2 if method.rotary is not None else 0
     return torch.cat((x, x), dim=-1) if x.shape[-1] < frequencies else x
 
@@ -55,8 +55,8 @@ def _terms(x: Tensor, method: PositionMethod) -> Tensor:
 def initial_angles(method: PositionMethod, q: Tensor, k: Tensor, offset: Tensor | None = None) -> Tensor:
     """Return the initial angles Theta_j of token pairs, [..., d/2] float64 in (-pi, pi]; NaN if q_j or k_j is zero.
 
-    `q` and `k` are as in `planar`, [..., heads, pairs, head_dim]. The angles include the constant angles of the form
-    and the layer's `offset` [heads, number of magnitudes].
+    `q` and `k` [..., heads, pairs, head_dim] are unrotated. The form's constant angle is added to each angle. If the
+    layer has an `offset` [heads, number of magnitudes], the offset is subtracted instead.
     """
     queries, keys = planar(method, q, k)
     product = queries * keys.conj()
@@ -80,7 +80,10 @@ def rotary_frequencies(encoding: PositionEncoding, length: int) -> Tensor:
 
 
 def rotated_distances(bands: tuple[Band, ...], last: Tensor, keys: Tensor) -> Tensor:
-    """Return the distances between a query at position `last` [1] and `keys` after the distance map: [keys] float64."""
+    """Return the distance between a query at position `last` [1] and each key position in `keys`, in float64.
+
+    The method's distance map has been applied to the distances.
+    """
     relative = torch.zeros_like(keys)
     for band in bands:
         distance = mapped(last, keys[:1], band.query_positions) - mapped(keys, keys[:1], band.key_positions)
@@ -92,12 +95,12 @@ def rotated_distances(bands: tuple[Band, ...], last: Tensor, keys: Tensor) -> Te
 class SweptScores:
     """Scores of token pairs at all distances of a sweep, on the CPU."""
 
-    scores: Tensor  # [pairs, heads, distances] float64; of the rotated features, or of all features if none is rotated
+    scores: Tensor  # [pairs, heads, distances] float64, from the rotated features, or from all if none is rotated
     visible: Tensor  # [distances] bool: whether a key at that distance is visible
 
 
 class DistanceSweep:
-    """Scores of token pairs at each of the ascending `distances`, as in an input of `length` tokens."""
+    """Scores of token pairs at each of the ascending `distances`, as they would be in an input of `length` tokens."""
 
     def __init__(self, encoding: PositionEncoding, distances: list[int], length: int, device: torch.device) -> None:
         self.method: PositionMethod = encoding.method

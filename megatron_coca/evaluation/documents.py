@@ -63,9 +63,10 @@ class DocumentSource(NamedTuple):
 
 
 def find_sources(names: Sequence[str]) -> list[DocumentSource]:
-    """Resolve each name: a shard prefix (or its .bin or .idx file), a text file, or a folder of text files (sorted).
+    """Resolve each name, which is a shard prefix, a shard's .bin or .idx file, a text file, or a folder of text files.
 
-    Raises EvaluationError for an empty list, a folder of shards or a missing path; DataError for an unknown format.
+    The files of a folder are sorted. Raises EvaluationError for an empty list, a folder of shards or a missing path.
+    Raises DataError for an unknown format.
     """
     if not names:
         raise EvaluationError("--data: no test data given; name text files or shard prefixes")
@@ -118,8 +119,8 @@ def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Tokenizer | N
 def _check_tokenizer(shard: str, file: Path, fingerprint: str, tokenizer: Tokenizer) -> None:
     """Compare fingerprints, then token ids. Raises EvaluationError for a different tokenizer.
 
-    An exported or imported checkpoint can have different tokenizer files that produce the same ids. A chat model, such
-    as Qwen 3, can declare a different end-of-text token from the one that `prepare` takes from its vocabulary.
+    An exported or imported checkpoint can have different tokenizer files that produce the same ids. A chat model such
+    as Qwen 3 can declare one end-of-text token, while `prepare` finds a different one in the vocabulary.
     """
     if fingerprint == tokenizer.fingerprint:
         return
@@ -138,8 +139,8 @@ def tokens_of(
 ) -> Iterator[np.ndarray]:
     """Yield the documents of one source, in order. Each ends with the tokenizer's `eod`, as in prepared shards.
 
-    The beginning of each text is also encoded and decoded, and the outcome is merged into `sample`. Raises DataError
-    for unreadable files, EvaluationError for a text file if the checkpoint has no tokenizer.
+    The beginning of each text is also encoded and decoded. `sample` collects what the tokenizer loses. Raises DataError
+    for unreadable files, and EvaluationError for a text file if the checkpoint has no tokenizer.
     """
     if source.is_shard:
         shard = Shard(source.path)
@@ -165,16 +166,17 @@ def collect_documents(
     start: int | None = None,
     joined: bool = False,
 ) -> Documents:
-    """Return the first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to that length.
+    """Return all documents of at least `max_length` tokens, or the first `num_documents` of them, truncated to
+    `max_length`.
 
-    `start` is put before every document, unless the document begins with it already, as some prepared documents do.
+    The token `start` is put before each document that does not already begin with it.
 
-    With `repeated`, a document needs only that many tokens: its first `repeated` tokens are tiled to `max_length`, as
-    in Su's pages on ReRoPE (kexue.fm/archives/9708). With `joined`, if too few documents are long enough, the rest of
-    the data is joined into one text and divided into documents.
+    With `repeated`, a document needs only `repeated` tokens. Its first `repeated` tokens are tiled to `max_length`, the
+    method of Su's pages on ReRoPE (kexue.fm/archives/9708). With `joined`, if too few documents are long enough, the
+    rest of the data is joined into one text and divided into documents.
 
-    `names` are those of `find_sources`; text files need the tokenizer. Raises DataError for unreadable sources,
-    EvaluationError for token ids outside 0 .. vocab_size-1 or if no document is long enough.
+    `find_sources` resolves `names`. Text files need the tokenizer. Raises DataError for unreadable sources. Raises
+    EvaluationError for token ids outside 0 .. vocab_size-1, or if no document is long enough.
     """
     sources = find_sources(names)
     check_tokenizers(sources, tokenizer)
@@ -253,7 +255,7 @@ def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int
         evaluation.chosen_start(args.start_token),
     )
     usual = evaluation.tokenizer.usual_start if evaluation.tokenizer is not None else None
-    if any(tokens[0] != usual for tokens in documents.arrays):  # prepared documents may already begin with it
+    if any(tokens[0] != usual for tokens in documents.arrays):  # prepared documents may begin with this token
         evaluation.warn_of_start(args.start_token)
     return documents
 
@@ -276,7 +278,7 @@ def default_data(evaluation: Evaluation) -> list[str]:
 
 
 def test_data(evaluation: Evaluation) -> list[str]:
-    """Return the prefixes of the test shards in the user's overrides, or else those in the checkpoint's config.
+    """Return the prefixes of the test shards from the user's overrides or, without these, from the checkpoint's config.
 
     Raises EvaluationError if the prefixes in the checkpoint's config are URLs, because a checkpoint may be untrusted.
     """
@@ -291,8 +293,10 @@ def test_data(evaluation: Evaluation) -> list[str]:
 
 
 def builtin_root(data: DataConfig) -> Path:
-    """Return the folder of the built-in corpus: the one in the checkpoint's config if the corpus is there, otherwise
-    the default, because a checkpoint may be untrusted and must not choose where files are written.
+    """Return the folder of the built-in corpus.
+
+    This is the folder in the checkpoint's config if the corpus is already there, and the default folder otherwise. A
+    checkpoint may be untrusted, so it must not choose where files are written.
     """
     recorded = Path(data.data_root)
     return recorded if (recorded / FOLDER).is_dir() else Path(DataConfig.model_fields["data_root"].default)

@@ -22,11 +22,14 @@ from megatron_coca.evaluation.tasks import TASKS
 from megatron_coca.work.workers import begin_worker
 
 RunTask = Callable[[Namespace], int]
-"""A function that runs the command for parsed options; defined at module level, so that processes can import it."""
+"""A function that runs the command for parsed options. It is at module level, so that processes can import it."""
 
 
 def shares(args: Namespace, processes: int) -> list[Namespace]:
-    """Split an evaluation into shares and return the options of each, longest inputs first. Raises EvaluationError."""
+    """Split an evaluation into shares and return the options of each share. Shares with the longest inputs are first.
+
+    Raises EvaluationError.
+    """
     if args.output is None:
         option = "--jobs" if args.part is None else "--part"
         raise EvaluationError(f"{option}: needs --output, because the processes share the result files; add --output")

@@ -1,16 +1,16 @@
-"""Labels of models: in file names, in plots and in sentences."""
+"""Conversion of models' labels for file names, plots and sentences."""
 
 from hashlib import sha256
 
 MAX_SLUG_BYTES = 120
-"""File systems limit names to 255 bytes, and file names add a task and a suffix to the slug."""
+"""Largest slug. File systems limit names to 255 bytes, and a file name has a task and a suffix besides the slug."""
 
 
 def slug(label: str) -> str:
-    """Turn a label into a part of a file name, in lower case.
+    """Turn a label into a lower-case part of a file name.
 
-    Each run of characters other than letters, digits, `.` and `-` becomes one `_`. A long label is truncated and gets
-    a hash.
+    Each run of characters other than letters, digits, `.` and `-` becomes one `_`. A long label is truncated, and a
+    hash of the whole label is added.
     """
     kept = "".join(character if character.isalnum() or character in ".-" else " " for character in label.lower())
     name = "_".join(kept.split()) or "unnamed"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_coca.evaluation.results import EvaluationError
 
 MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
-"""One multiple, or a list: "4L", "3L/4", or "1L,4L"."""
+"""One multiple, such as "4L" or "3L/4", or a list of multiples, such as "1L,4L"."""
 
 LENGTH_OPTIONS = ("windows", "lengths", "stride", "max_length", "repeat", "short")
 """Task options whose values may be multiples."""

@@ -1,4 +1,4 @@
-"""The numbers that tasks measure: what each of them is, and how it is read from an entry of a result file.
+"""Declarations of the numbers that tasks measure, with functions that read these numbers from result files.
 
 Pages, results.csv, LaTeX tables, notebooks and ablations read numbers through these declarations, which import no
 PyTorch.
@@ -31,21 +31,21 @@ class Number:
 
     Attributes:
         name: its name in results.csv. `{entry.depth}` in it is replaced by the entry's field `depth`.
-        read: reads it from an entry, or returns None if the entry does not have it; by default it is the accuracy of
-            `tally`.
-        quantity: its name in sentences and at axes; by default `name`.
-        unit: its unit, as in "nats per token"; empty for a plain number.
+        read: returns the number from an entry, or None if the entry does not have it. By default, the number is the
+            accuracy of `tally`.
+        quantity: its name in sentences and on axes; by default `name`.
+        unit: its unit, such as "nats per token"; empty for a plain number.
         best: whether the lowest or the highest number is the best, or neither.
         digits: digits after the decimal point in tables.
-        logarithm: reads its natural logarithm, for numbers that are averaged over seeds as logarithms and drawn on a
-            logarithmic axis.
-        share: whether it lies between 0 and 1.
-        tally: reads the cases behind it, with their Wilson interval.
-        sums: reads one sum per document, or one value per case, for paired comparisons.
-        length: reads the length in tokens at which it was measured.
-        published: the `metric` of its tables in published.yaml.
-        learned: the value that at least one model must reach at some length. If none does, no model has learned the
-            task, and the sentence at the top of a report is about another task if there is one.
+        logarithm: returns the natural logarithm of the number from an entry. If set, the number is averaged over seeds
+            by its logarithm, and its axis is logarithmic.
+        share: whether the number lies between 0 and 1.
+        tally: returns the `Tally` of an entry: the summary of its cases, with a Wilson interval.
+        sums: returns one sum per document or one value per case from an entry, for paired comparisons.
+        length: returns the length in tokens at which the number was measured.
+        published: the `metric` in published.yaml of tables with this number.
+        learned: the value that at least one model must reach at some length. Otherwise no model has learned the task,
+            and the sentence at the top of a report is about another task that a model has learned, if there is one.
     """
 
     name: str
@@ -81,11 +81,11 @@ class Number:
         return None if found is None else found.value
 
     def values(self, entry: Any) -> Sequence[float]:
-        """Return the sum of each document, or the value of each case, of a number that has them."""
+        """Return one sum per document or one value per case; nothing for a number without `sums`."""
         return () if self.sums is None else self.sums(entry)
 
     def averaged(self, entry: Any) -> float | None:
-        """Return the value to average over seeds: the logarithm of a number that has one, otherwise the number."""
+        """Return the value to average over seeds: the logarithm if `logarithm` is set, otherwise the number itself."""
         return self.value(entry) if self.logarithm is None else self.logarithm(entry)
 
     @cached_property

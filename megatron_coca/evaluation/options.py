@@ -1,4 +1,4 @@
-"""Command-line options that several tasks declare, and their values. No PyTorch, so that `--help` is fast."""
+"""Command-line options that several tasks declare, and their values. Imports no PyTorch, so that `--help` is fast."""
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ class SubjectOptions:
 
 
 def whole_number(text: str, least: int = 0, most: int = 2**63 - 1) -> int:
-    """Parse a whole number; an argparse type, like the functions below."""
+    """Parse a whole number. This function and the parsers below are argparse types."""
     if not text.strip().isdecimal() or int(text) < least:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     if int(text) > most:
@@ -220,7 +220,7 @@ def add_chat_options(parser: ArgumentParser, examples: bool = False) -> None:
     add = parser.add_argument
     chat = "send every prompt as a user message, rendered by the tokenizer's chat template"
     add("--apply-chat-template", "--apply_chat_template", action="store_true", help=chat)
-    system = "with --apply-chat-template: the system message, which precedes a task's own"
+    system = "with --apply-chat-template: the system message; a task's own system text follows it"
     add("--system-instruction", "--system_instruction", metavar="TEXT", help=system)
     add_chat_variables(add, "with --apply-chat-template: ")
     if examples:
@@ -264,7 +264,10 @@ def subject_options(args: Namespace) -> SubjectOptions:
 
 
 def read_variants(args: Namespace) -> tuple[Variant, ...]:
-    """Read `--variant`, `--conf_dir`, `--label`, and `--set` (for every variant). Raises EvaluationError."""
+    """Read the variants from `--variant`, `--conf_dir` and `--label`. Every variant has the overrides of `--set`.
+
+    Raises EvaluationError.
+    """
     if not args.variant:
         label = args.label or " ".join([Path(args.checkpoint).resolve().name, *args.overrides])
         return (Variant(label, (), (*args.overrides, *source_keys(args))),)

@@ -41,9 +41,7 @@ class EvaluationError(InputError, ValueError):
 
 
 class Record(BaseModel):
-    """Base of all records in result files. JSON cannot represent infinity and NaN, so they become "Infinity" and
-    "NaN".
-    """
+    """Base of all records in result files. JSON cannot represent infinity and NaN, so they are written as strings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
@@ -60,7 +58,7 @@ ADDED = frozenset(
 """Fields that may be missing in files of earlier versions. Comparisons of measurements ignore a missing field."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
-"""A number between 0 and 1, such as an accuracy. A result file that has NaN here is refused."""
+"""A number between 0 and 1, such as an accuracy. NaN in such a field makes a result file invalid."""
 
 OPEN = ConfigDict(extra="ignore")
 """Configuration of a record that had more fields in earlier versions: extra fields are ignored."""
@@ -76,7 +74,7 @@ class Entry(Record):
 
 
 class CheckpointRecord(Record):
-    """The checkpoint: `identity` is a digest of its content, `seq_length` the length of its last training.
+    """The measured checkpoint. `identity` is a digest of its content; `seq_length` is the length of its last training.
 
     `network` is a digest of the keys that determine how the weights are used. Our own checkpoints need it, because
     their `identity` covers the weights only. `trained_with` lists the frequency extension, distance map and logit
@@ -106,7 +104,7 @@ class EnvironmentRecord(Record):
 
 
 class Missing(Record):
-    """A requested entry, or all entries, without a result.
+    """A requested entry that has no result. `at` is "all" if no entry has one.
 
     `kind` is "refused" if the model does not support the entry.
     """
@@ -138,7 +136,7 @@ class Result(Record):
 
     @property
     def setting(self) -> str:
-        """The training length, and the frequency extension, if there is one, with its original length."""
+        """The training length, followed by the frequency extension and its original length if there is an extension."""
         length = self.checkpoint.seq_length
         scaling: Any = self.overrides.get("rope_scaling", self.checkpoint.trained_with.get("rope_scaling"))
         if not scaling:
@@ -148,7 +146,7 @@ class Result(Record):
         return f"trained at {length}, {extension.name}{origin}"
 
     def measurement(self) -> dict[str, Any]:
-        """Return the fields that identify a measurement, without paths. Files of the same measurement share them."""
+        """Return the fields that identify a measurement. Paths can differ between runs, so they are left out."""
         moved: Any = {"checkpoint": {"path", "seed"}, "documents": {"sources"}}
         moved["protocol"] = {"haystack": {"name"}, "evaluator": {"path"}}
         return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
@@ -164,7 +162,7 @@ class DocumentsRecord(Record):
     count: int
     tokens: int
     max_length: int  # maximum tokens per document
-    repeated: int | None  # length of the prefix that is tiled to max_length; None: documents are not tiled
+    repeated: int | None  # length of the prefix that is tiled to max_length; None if documents are not tiled
     start: int | None = None  # token id put before every document
     sources: list[str]
 
@@ -220,7 +218,10 @@ def check_writable(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary file and rename it: a full disk leaves the earlier file intact. Raises EvaluationError."""
+    """Write to a temporary file and rename it, so that a full disk leaves the earlier file intact.
+
+    Raises EvaluationError.
+    """
     check_writable(path)
     try:
         write_file(path, content)
@@ -233,10 +234,9 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path, kind: type[RecordType], noun: str) -> RecordType:
-    """Read a record from a file. Raises EvaluationError if the file is missing, unreadable or not a record of this
-    kind.
+    """Read a record of type `kind` from a file. `noun` names the record in messages.
 
-    `noun` names the record in messages.
+    Raises EvaluationError if the file is missing or unreadable, or if its content is not such a record.
     """
     try:
         return kind.model_validate_json(read_regular(path))
@@ -261,9 +261,9 @@ def read_yaml_file(path: Path) -> Any:
 
 
 def validated(path: Path, content: Any, kind: type[RecordType], noun: str) -> RecordType:
-    """Return the content of a file as a record. Raises EvaluationError with all faults.
+    """Return the content of the file `path` as a record. `noun` names the record in messages.
 
-    `noun` names the record in messages.
+    Raises EvaluationError, which lists all faults.
     """
     try:
         return kind.model_validate(content)
@@ -283,7 +283,7 @@ def cost_path(path: Path) -> Path:
 
 
 def recorded(path: Path | None, *keys: str) -> str | None:
-    """Return the text below these keys of the result file `path`; None if there is no such file or no such text."""
+    """Return the string at these nested keys of the result file `path`, or None if there is no such file or string."""
     try:
         content = {} if path is None else json.loads(path.read_bytes())
         for key in keys:
@@ -294,7 +294,7 @@ def recorded(path: Path | None, *keys: str) -> str | None:
 
 
 def read_costs(path: Path) -> Costs | None:
-    """Return the costs of the result file `path`, or None. Unreadable costs cause only a warning."""
+    """Return the costs of the result file `path`, or None if it has none. Unreadable costs cause only a warning."""
     if not cost_path(path).is_file():
         return None
     try:
@@ -306,7 +306,7 @@ def read_costs(path: Path) -> Costs | None:
 
 @dataclass
 class Meter:
-    """Time and memory of a `measured` block, set when the block ends."""
+    """Time and memory of a `with measured(...)` block. They are set when the block ends."""
 
     seconds: float = 0.0
     peak_memory_bytes: int | None = None
@@ -314,7 +314,7 @@ class Meter:
 
 @cache
 def _cores(threads: int) -> CrowdedCores:
-    """Return the object with which this process watches for crowded cores. It warns only once."""
+    """Return the one object of this process that detects crowded cores, so that it warns only once."""
     return CrowdedCores(threads)
 
 
@@ -322,8 +322,8 @@ def _cores(threads: int) -> CrowdedCores:
 def measured(device: "torch.device") -> Iterator[Meter]:
     """Measure the enclosed work on `device`.
 
-    On a CUDA device, peak memory is measured by PyTorch. On the CPU, it is the growth of the process's resident memory,
-    or None if the system does not report this. If the cores were crowded, a warning is logged.
+    On a CUDA device, PyTorch measures the peak memory. On the CPU, the peak memory is the growth of the process's
+    resident memory, or None if the system does not report it. If the cores were crowded, a warning is logged.
     """
     import torch
 
@@ -372,11 +372,11 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class Store(Generic[ResultType]):
-    """The result file at `path` (None: in memory only), written after every entry.
+    """The result file at `path`, written after every entry. If `path` is None, the result is in memory only.
 
     A file of the same measurement is resumed and keeps its entries. A file of another measurement is replaced if it has
     no results or if `overwrite` is set; otherwise EvaluationError is raised. The file is created at once, so it exists
-    even if the process is killed. Several processes may fill one file: each reads it again before writing.
+    even if the process is killed. Several processes may write to one file: each reads the file again before writing.
 
     Attributes:
         result: the content of the file.
@@ -398,7 +398,7 @@ class Store(Generic[ResultType]):
         return next((entry for entry in self.result.results if entry.key == key), None)
 
     def put(self, entry: Entry, cost: Cost | None = None) -> None:
-        """Add or replace an entry and write the files. If `cost` is set, its entry no longer counts as missing."""
+        """Add or replace an entry and write the files. With `cost`, remove `cost.at` from the missing entries."""
         with self._latest():
             others = [other for other in self.result.results if other.key != entry.key]
             missing = self.result.missing
@@ -418,7 +418,7 @@ class Store(Generic[ResultType]):
 
     @contextmanager
     def _latest(self, read: Callable[[], ResultType | None] | None = None) -> Iterator[None]:
-        """Read `result` and `costs` from disk, let the caller change them, and write them, under the file's lock."""
+        """Hold the file's lock. Read `result` and `costs` from disk, let the caller change them, and write them."""
         if self.path is None:
             yield
             return
@@ -443,7 +443,10 @@ class Store(Generic[ResultType]):
 
 
 def _same_measurement(path: Path, empty: ResultType, overwrite: bool) -> ResultType | None:
-    """Read the result at `path`; return None if it may be replaced. Raises EvaluationError for another measurement."""
+    """Return the result at `path` if its measurement is the same as that of `empty`, or None if it may be replaced.
+
+    Raises EvaluationError for another measurement that may not be replaced.
+    """
     try:
         earlier = read_record(path, type(empty), f"a result of `megatron-coca evaluate {empty.task}`")
     except EvaluationError as error:

@@ -31,11 +31,12 @@ from megatron_coca.work.workers import begin_worker, safe_path
 OPTION = "--context-parallel-size"
 END, LOAD, SCORE = range(3)
 LONGEST_WAIT = timedelta(hours=6)
-"""The longest wait for a process that still loads or computes. With gloo, the end of a process is noticed at once."""
+"""The longest wait for a process that still loads or computes. With gloo, the processes notice at once if one ends."""
 ScoreSequence = Callable[[GPT, Tensor, Tensor, Tensor], Tensor]
 """(model, rows [n, length + 1] int64, indices [m] of this rank's tokens, bounds [n, 2]) -> float64 sums of this rank.
 
-The model reads a row's first `length` tokens. Its scored tokens begin at the first bound and end before the second.
+The model reads the first `length` tokens of each row. A row's scored tokens begin at its first bound and end before its
+second bound.
 """
 
 
@@ -70,7 +71,7 @@ class SequenceRing:
             self._folder.cleanup()
 
     def use(self, subject: Subject, variant: int) -> None:
-        """Use the model of a variant. `variant` is its index in the options. All ranks load this model."""
+        """Load the model of a variant on all ranks. `variant` is the index of the variant in the options."""
         if self._model is subject.model:
             return
         member = self._member or self._start()
@@ -110,7 +111,7 @@ class SequenceRing:
 
 
 class _Member:
-    """One rank: its groups, and its part of every score."""
+    """One rank's process groups, and its part in the computation of every score."""
 
     def __init__(self, place: str, rank: int, ranks: int, device: str) -> None:
         cuda = torch.device(device).type == "cuda"
@@ -130,7 +131,7 @@ class _Member:
         dist.all_reduce(torch.zeros((), device=self.device))  # NCCL needs all ranks in a group's first operation
 
     def tell(self, what: int, *numbers: int) -> None:
-        """Tell the other ranks what comes next."""
+        """Tell the other ranks what to do next."""
         dist.broadcast(torch.tensor([what, *numbers, 0, 0][:3]), 0, group=self._hosts)
 
     def told(self) -> list[int]:
@@ -174,6 +175,6 @@ def _serve(args: Namespace, task: str, score: ScoreSequence, place: str, rank: i
         else:
             assert model is not None
             rows, bounds = (torch.empty(shape, dtype=torch.int64) for shape in ((first, second), (first, 2)))
-            with suppress(PositionRangeError):  # rank 0 reports it
+            with suppress(PositionRangeError):  # rank 0 reports the error
                 member.scored(model, rows, bounds, score)
     dist.destroy_process_group()

@@ -13,12 +13,12 @@ RESAMPLES = 10_000
 FEWEST_DOCUMENTS = 6
 """Fewest documents for a significant difference: five differences all have the same sign by chance in 6% of cases."""
 ROUNDING = 1e-12
-"""Largest difference, relative to the numbers and to 1, that rounding can cause."""
+"""Largest difference that rounding can cause, as a multiple of the larger number or of 1."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and the ends of its interval (95% by default), or NaN if the `count` values determine no interval."""
+    """A mean of `count` values and the ends of its interval. The ends are NaN if the values determine no interval."""
 
     mean: float
     low: float
@@ -30,7 +30,7 @@ class Estimate:
 def t_quantile(degrees: int, inside: float = 0.95) -> float:
     """Return t such that Student's distribution has probability `inside` between -t and t.
 
-    The default is the 0.975 quantile. The degrees of freedom `degrees` must be at least 1. The closed form for whole
+    By default, t is the 0.975 quantile. The degrees of freedom `degrees` must be at least 1. The closed form for whole
     numbers (Abramowitz and Stegun, 26.7.3 and 26.7.4) is inverted by bisection.
     """
     if degrees < 1:
@@ -57,8 +57,8 @@ def t_probability(angle: float, degrees: int) -> float:
 def estimate(values: Sequence[float], inside: float = 0.95) -> Estimate:
     """Return the mean of the values of one or more seeds, with its t interval at the confidence `inside`.
 
-    There is no interval if a value is infinite or NaN, or if all values are equal up to rounding, as in a task that
-    every seed solves: the interval would have zero width.
+    There is no interval if a value is infinite or NaN, or if all values are equal up to rounding, because the interval
+    would have zero width. Values are equal in a task that every seed solves.
     """
     if not all(map(math.isfinite, values)):
         return Estimate(sum(values), math.nan, math.nan, len(values))
@@ -75,10 +75,10 @@ def equal(values: Sequence[float]) -> bool:
 
 
 def wilson_interval(fraction: float, count: int, inside: float = 0.95) -> tuple[float, float]:
-    """Return the interval of a fraction of `count` trials (Wilson 1927), which is within 0 .. 1 and never empty.
+    """Return the interval of a fraction of `count` trials (Wilson 1927), with the confidence `inside`.
 
-    `inside` is its confidence. If some scores are neither 0 nor 1, the interval is wider than needed: scores of 0 and
-    1 vary most for a given mean.
+    The interval is within 0 .. 1 and never empty. If some scores are neither 0 nor 1, the interval is wider than
+    needed, because scores of 0 and 1 vary most for a given mean.
     """
     z = 1.959963984540054 if inside == 0.95 else NormalDist().inv_cdf(0.5 + inside / 2)
     centre = fraction + z**2 / (2 * count)
@@ -103,7 +103,7 @@ def difference_interval(one: Estimate, other: Estimate) -> tuple[float, float]:
 
 
 def exponential(value: float) -> float:
-    """Return exp(value), or infinity if it overflows: beyond the training length the loss can exceed 709 nats."""
+    """Return exp(value), or infinity if it overflows. Beyond the training length, a loss can exceed 709 nats."""
     try:
         return math.exp(value)
     except OverflowError:
@@ -111,7 +111,7 @@ def exponential(value: float) -> float:
 
 
 def geometric_estimate(logarithms: Sequence[float], inside: float = 0.95) -> Estimate:
-    """Return `estimate` with its mean and ends exponentiated; for mean nll values, the results are perplexities."""
+    """Return the geometric mean and its interval from logarithms. For mean nll values, these are perplexities."""
     return exponentiated(estimate(logarithms, inside))
 
 
@@ -130,9 +130,9 @@ def _drawn(documents: int) -> np.ndarray:
 def bootstrap_interval(differences: Sequence[float], inside: float = 0.95) -> tuple[float, float]:
     """Return the interval of the sum of two or more paired differences, by resampling documents (Efron 1979).
 
-    `inside` is its confidence. The percentiles of a 95% interval are wider than 2.5% and 97.5% (expanded percentile
-    interval, Hesterberg 2015, section 5.3), because the bootstrap's variance is too small by a factor of (n - 1) / n,
-    and the tail of a normal distribution is too short.
+    `inside` is the confidence. A 95% interval ends beyond the percentiles 2.5% and 97.5% (expanded percentile interval,
+    Hesterberg 2015, section 5.3). There are two reasons: with n documents, the bootstrap's variance is too small by a
+    factor of (n - 1) / n, and the tail of a normal distribution is too short.
     """
     count = len(differences)
     tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile(count - 1, inside))
@@ -143,9 +143,9 @@ def bootstrap_interval(differences: Sequence[float], inside: float = 0.95) -> tu
 def differ(nlls: Sequence[float], others: Sequence[float], inside: float = 0.95) -> bool:
     """Return True if the interval of the difference between two models' nll sums excludes 0.
 
-    `inside` is its confidence. One model can have sums of more documents; the documents that both have are compared.
-    The sums are not divided by the number of tokens, because it is the same for both. Return False for fewer than
-    FEWEST_DOCUMENTS documents.
+    `inside` is the confidence of the interval. If one model has more documents, only those that both have are
+    compared. The sums are not divided by the number of tokens, because both models have the same number. Return False
+    for fewer than FEWEST_DOCUMENTS documents.
     """
     if min(len(nlls), len(others)) < FEWEST_DOCUMENTS:
         return False

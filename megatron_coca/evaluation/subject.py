@@ -1,4 +1,4 @@
-"""The evaluated checkpoint and its variants: one model with different config overrides and result files."""
+"""The evaluated checkpoint and its variants. Each variant has its own config overrides and result file."""
 
 import json
 import logging
@@ -93,10 +93,10 @@ class Subject:
 
 
 def with_choices(args: Namespace) -> Namespace:
-    """Return the options of a task with all multiples of the training length in tokens, and with a chosen `--dtype`.
+    """Return the options of a task, with multiples of the training length converted to tokens and the dtype chosen.
 
-    `--dtype auto` becomes the dtype of existing result files, so that they are resumed, or else the faster one, which
-    is logged. Raises EvaluationError, CheckpointError or ConfigError.
+    `--dtype auto` becomes the dtype of existing result files, so that these are resumed. Without such files, it becomes
+    the dtype that `chosen_dtype` chooses. Raises EvaluationError, CheckpointError or ConfigError.
     """
     automatic, multiples = args.dtype == AUTO, has_multiples(args)
     if not automatic and not multiples:
@@ -115,8 +115,10 @@ def with_choices(args: Namespace) -> Namespace:
 
 
 def dtype_of(trained: Config, dtype: str, device: str, outputs: Sequence[Path | None]) -> str:
-    """Return the dtype that `--dtype` means. `AUTO` means the dtype of the first result file, or else the faster
-    dtype.
+    """Return the dtype to use for `--dtype`.
+
+    For `AUTO`, this is the dtype in the first result file of `outputs` that exists. If none exists, it is the dtype
+    that `chosen_dtype` chooses. The choice is printed.
     """
     if dtype != AUTO:
         return dtype
@@ -170,7 +172,7 @@ class Evaluation:
         return self.opened.settings is not None or (bool(self.opened.imported) and not self.opened.step)
 
     def start_token(self, symbol: str | None) -> int | None:
-        """Return what `chosen_start` returns, and warn as `warn_of_start` does. Raises the errors of `chosen_start`."""
+        """Return the result of `chosen_start`, and call `warn_of_start`. Raises the errors of `chosen_start`."""
         start = self.chosen_start(symbol)
         self.warn_of_start(symbol)
         return start
@@ -247,7 +249,7 @@ class Evaluation:
         return Header(label, checkpoint, overrides, fingerprint, environment)
 
     def store(self, subject: Subject | Unusable, kind: type[ResultType], **fields: Any) -> Store[ResultType]:
-        """Return the store of a variant, in which all entries are missing if the variant is unusable."""
+        """Return the store of a variant. If the variant is unusable, the store records all entries as missing."""
         empty = kind(**vars(subject.header), **fields, results=[], missing=[])
         store = Store(self.options.output_of(self.task, subject.header.label), empty, self.options.overwrite)
         if isinstance(subject, Unusable):
@@ -295,12 +297,12 @@ def recipe_of(trained: Config) -> dict[str, Any]:
     recipe = not_at_default(keys, flat)
     if stages := recipe.get("stages"):
         recipe["stages"] = [{key: value for key, value in stage.items() if _in_stage(key)} for stage in stages]
-    found: dict[str, Any] = json.loads(json.dumps(recipe))  # as a result file has it: JSON has no tuples
+    found: dict[str, Any] = json.loads(json.dumps(recipe))  # the form in result files: JSON has no tuples
     return found
 
 
 def _in_stage(key: str) -> bool:
-    """Return whether a key of a stage belongs to the recipe; some keys exist only in stages, such as a stage's name."""
+    """Return whether a stage's key belongs to the recipe. This includes keys that only stages have, like `until`."""
     return key not in KEYS or key in RECIPE_KEYS or KEYS[key].group in (*RECIPE_GROUPS, "model", "position")
 
 
@@ -349,8 +351,10 @@ def changed_keys(trained: Config, used: Config) -> dict[str, Any]:
 
 
 def backend_record(model: GPT, config: Config, device: str, trains: bool = False, decodes: bool = False) -> str:
-    """Return the attention backend for result files and, for `sdpa` on a GPU, the kernel that PyTorch chooses for a
-    forward pass, for a pass that `trains`, or for a query that `decodes` with a cache.
+    """Return the attention backend as result files record it. For `sdpa` on a GPU, also name PyTorch's kernel.
+
+    The kernel is the one that PyTorch chooses for a forward pass without gradients. With `trains`, it is the kernel of
+    a training pass; with `decodes`, that of a decoding step with a cache.
     """
     name = backend_name(model)
     if name != "sdpa" or torch.device(device).type != "cuda":

@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate suite`: many tasks over many checkpoints, from one YAML file, and their report."""
+"""`megatron-coca evaluate suite`: many tasks on many checkpoints, listed in one YAML file, and a report of results."""
 
 import json
 import shlex
@@ -33,15 +33,15 @@ SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "devi
 """Options that the tasks of a suite must not set, because the suite sets them."""
 
 ANY = "any"
-"""The key in a suite's `checkpoints` with settings that apply to any checkpoint named on the command line."""
+"""The key in a suite's `checkpoints` that has the settings for checkpoints which only the command line names."""
 
 
 TextList = Annotated[list[str], BeforeValidator(as_list)]
-"""A list of texts, or only one text."""
+"""A list of strings. A single string becomes a list of one string."""
 
 
 class CheckpointEntry(Record):
-    """A checkpoint: overrides for all variants, and each variant's own changes by variant name."""
+    """A checkpoint. `set` has the overrides for all variants; `variants` maps a variant's name to its own changes."""
 
     path: str | None = None
     set: TextList = []
@@ -49,7 +49,7 @@ class CheckpointEntry(Record):
 
 
 class SuiteFile(Record):
-    """A suite: `tasks` are subcommands, with their options named as on the command line.
+    """A suite. `tasks` maps subcommands to their options, which have the same names as on the command line.
 
     To run a task twice, add a word after the subcommand: "perplexity", "perplexity repeated". The option `variants`
     limits a task to the named variants.
@@ -69,7 +69,7 @@ class SuiteFile(Record):
 
 @dataclass(frozen=True)
 class Command:
-    """One `megatron-coca evaluate` command: its key in `tasks`, checkpoint's name, arguments and result files."""
+    """One `megatron-coca evaluate` command, for the keys `task` and `checkpoint` of a suite, with its result files."""
 
     task: str
     checkpoint: str
@@ -84,7 +84,7 @@ class Command:
 def run(args: Namespace) -> int:
     """Run every command of the suite, write the report, and return the exit status.
 
-    The status is 2 if anything is missing, or 1 if a command was killed: another run may then measure what is missing.
+    The status is 2 if anything is missing. It is 1 if a command was killed, because another run may then succeed.
     """
     suite, planned, unusable = _plan(args)
     page = args.output / "report" / "report.html"
@@ -164,9 +164,10 @@ def training_lengths(suite: SuiteFile) -> tuple[dict[str, int], dict[str, str]]:
 def plan_commands(
     suite: SuiteFile, lengths: Mapping[str, int], results: Path, device: str, dtype: str, shared: Sequence[str] = ()
 ) -> list[Command]:
-    """Return the commands of a suite, task by task, for the checkpoints in `lengths`, with result files in `results`.
+    """Return the commands of a suite, task by task. Their result files are in the folder `results`.
 
-    `shared` are options for every command, which divide its work among processes.
+    `lengths` maps the checkpoints to evaluate to their training lengths. `shared` has the options with which every
+    command divides its work among processes.
 
     Raises EvaluationError for unknown tasks and options, and for labels that lead to the same file name.
     """
@@ -206,7 +207,7 @@ def plan_commands(
 
 
 def task_variants(options: Mapping[str, Any] | None) -> tuple[list[str] | None, dict[str, Any]]:
-    """Return the variants of a task (None: all), and its other options."""
+    """Return the variants to which a task is limited, or None for all variants, and the task's other options."""
     others = dict(options or {})
     return others.pop("variants", None), others
 
@@ -234,7 +235,7 @@ class TaskParser(ArgumentParser):
 
 @cache
 def task_parser(task: str) -> TaskParser:
-    """Return the parser of a task that measures a checkpoint; cached, because a grid needs it for every model."""
+    """Return the parser of a task that measures a checkpoint. It is cached, because a grid needs it for every model."""
     parser = TaskParser(allow_abbrev=False)
     measurements()[task].add_options(parser)
     return parser
@@ -274,7 +275,7 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) 
 
 
 def run_commands(commands: Sequence[Command]) -> list[Failure]:
-    """Run the commands in order, and return those that did not complete."""
+    """Run the commands in order, and return a failure for each command that did not complete."""
     failures = []
     for number, command in enumerate(commands, 1):
         write(f"{number} of {len(commands)}: {command.name}")
@@ -287,7 +288,7 @@ def run_commands(commands: Sequence[Command]) -> list[Failure]:
 
 
 def describe_exit(status: int) -> str:
-    """Return a description of an exit status, given as a shell reports it."""
+    """Return a description of an exit status. `status` has the form in which a shell reports it."""
     name = signal_of(status)
     if name is None:
         return f"ended with status {status}"

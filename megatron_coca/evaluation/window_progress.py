@@ -1,5 +1,5 @@
-"""Progress of evaluations that read texts in windows. It is counted in windows and tokens, so that it advances even
-within one document.
+"""Progress of evaluations that read documents in windows. It counts windows and tokens, so that it advances even within
+one document.
 """
 
 import math
@@ -9,7 +9,7 @@ from megatron_coca.support.console import Progress, short
 
 
 class WindowProgress(Progress):
-    """Progress in windows and in tokens that the model reads. The remaining time follows from the number of tokens."""
+    """Progress in windows and in tokens that the model reads. The remaining time is computed from the tokens."""
 
     def __init__(self, title: str, windows: int, tokens: int, show: bool = True) -> None:
         """`windows` is the number of all windows, and `tokens` the sum of their lengths."""
@@ -17,7 +17,7 @@ class WindowProgress(Progress):
         self._tokens, self._read = tokens, 0.0
 
     def read(self, windows: float, tokens: float) -> None:
-        """Count windows, or a part of one, with this number of tokens in total."""
+        """Count windows, or a part of one window, and the total number of tokens in them."""
         self._read += tokens
         self.details = [f"{short(round(self._read))} of {short(self._tokens)} tokens"]
         if self._read > 0:

@@ -1,6 +1,7 @@
 """Triton kernels: operand preparation and flash attention with distance bands and bias formulas.
 
-The modules here import torch and triton but nothing else from `megatron_coca`. This file imports neither.
+The modules here import torch and triton, but nothing from the rest of `megatron_coca`. This file loads neither torch
+nor triton when it is imported.
 """
 
 from importlib.util import find_spec

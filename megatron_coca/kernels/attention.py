@@ -79,7 +79,7 @@ def _attend(tensors, out, lse, coefficients, starts, turns, sizes, limits, scale
     keys = (tiles[0], tiles[1], turns_of(turns[1], turns[2], batch, 0, KIND), tiles[2], key_length)
     start = start_of_document(starts, batch, m, key_length, KIND)[:, None]
     scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
-    # The initial peak is finite: a tile without visible keys does not change it, and -inf - -inf never occurs.
+    # The initial peak is finite, so a tile without visible keys does not change it, and -inf - -inf never occurs.
     state = (zero_tile(KIND.rows, KIND.value_columns), constant_rows(-1e30, KIND.rows), constant_rows(0.0, KIND.rows))
     phases = key_phases(key_length - query_length + row, starts, batch, key_length, limits, KIND)
     begin, far_end, edge, full, diagonal, end = phases
@@ -167,13 +167,13 @@ def flash_attention(
         formula: name of the distance bias: "linear" -c0 r, "log" -c0 ln(1 + c1 r), "power" -c0 r^c1 (0 at r = 0).
         coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]. Their gradients are computed if the tensor
             requires gradients.
-        starts: int64 [batch, key_length], non-decreasing: the index of the first token of each token's document. Keys
-            before it are masked.
+        starts: for each token, the index of the first token of its document, int64 [batch, key_length], non-decreasing.
+            Keys before a query's document are masked.
         tables: if given, `query` and `key` are magnitudes m, and the kernel computes (m cos, m sin) tile by tile:
             cos and sin of the queries, float32 [query_length, rotated] or [batch or 1, 1, query_length, rotated],
             followed by cos and sin of the keys in the corresponding shape. The features after the rotated ones have the
             angle 0.
-        offset: with `tables`, constant angles that are subtracted from those of the queries, [heads, rotated].
+        offset: with `tables`, constants that are subtracted from the angles of the queries, [heads, rotated].
 
     The softmax is computed in float32, and products of float32 operands are not rounded to TF32. Gradients are bitwise
     reproducible.

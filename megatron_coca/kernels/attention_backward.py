@@ -69,7 +69,7 @@ def _launch(
     beyond: bool,
 ) -> None:
     """Compute dK' and dV of one segment, `segment` = (query, key, dK'). `values` is (dV before this launch, dV after
-    it). `beyond` selects the pairs from the window on.
+    it). `beyond` is True for the segment with the distances that are not below the window.
     """
     launch, key = plan.blocks.key_gradients, operands.key
     grad, *rows = saved
@@ -95,7 +95,7 @@ _STOPS = WeakIdKeyDictionary()
 
 def _stops(starts: Tensor) -> Tensor:
     """Return the index of the first token after each token's document, int64 [batch, key_length]. The result is
-    computed once for each tensor, whose values must not change.
+    computed once for each tensor, so the values of `starts` must not change.
     """
     if starts not in _STOPS:
         tokens = torch.arange(starts.shape[1], device=starts.device).repeat(starts.shape[0], 1)
@@ -121,7 +121,7 @@ def _key_gradients(
     KIND: tl.constexpr,
 ):
     """Run one program per key block and key head, over all query heads that share the key head. It handles the pairs
-    below the window (without a window, all pairs) or, with BEYOND, the pairs from the window on.
+    with distances below the window, or all pairs if there is no window. With BEYOND, it handles the other pairs.
     """
     query, key, value, grad = tensors
     key_out, value_sum, value_out = outputs
@@ -145,8 +145,8 @@ def _key_gradients(
         sums = (none, none, load_tile(place, row, key_length, KIND.value_width, KIND.keys, KIND.value_columns))
     phases = query_phases(row, starts, stops, batch, query_length, key_length, limits, KIND)
     begin, diagonal_end, full, edge, far_begin, end = phases
-    # One loop needs fewer registers than several, but masks every tile. It is used with documents, where every tile
-    # needs the mask; with a window, where most tiles do; and with magnitudes, which need the registers.
+    # One loop needs fewer registers than several, but it masks every tile. It is used with documents, because every
+    # tile needs the mask; with a window, because most tiles need it; and with magnitudes, which need the registers.
     for member in range(0, group):
         head = kv_head * group + member
         offset = (batch * heads + head).to(tl.int64) * query_length
@@ -185,8 +185,8 @@ def _tiles(
     MASKED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Add the query tiles `begin` to `end` to (dK', its second half if there are magnitudes, dV). Tiles have the shape
-    [keys, queries] here, so that no weight matrix has to be transposed.
+    """Add the query tiles `begin` to `end` to `sums`: dK', the second half of dK' if there are magnitudes, and dV.
+    Tiles have the shape [keys, queries] here, so that no weight matrix has to be transposed.
     """
     key_sum, second_sum, value_sum = sums
     query, of_query, query_length, key_length = queries
@@ -196,7 +196,7 @@ def _tiles(
         m = (key_length - query_length + rows)[None, :]
         loaded = load_halves(query, of_query, tile * KIND.rows, query_length, KIND.offset, KIND.rows, KIND)
         grad = load_tile(above[0], tile * KIND.rows, query_length, KIND.value_width, KIND.rows, KIND.value_columns)
-        # Rows beyond the last query get an infinite sum of weights, so that their weights are 0.
+        # The log-sum-exp of rows beyond the last query is infinite, so that their weights are 0.
         lse = tl.load(above[1] + rows, mask=rows < query_length, other=float("inf"))
         delta = tl.load(above[2] + rows, mask=rows < query_length, other=0.0)
         if KIND.frequencies > 0:
@@ -294,7 +294,7 @@ def _query_gradients(
     tiles = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head))
     keys = (tiles[0], tiles[1], turns_of(turns[1], turns[2], batch, 0, KIND), tiles[2], key_length)
     seat = place.to(tl.int64) * query_length + rows
-    # Rows beyond the last query get an infinite sum of weights, so that their weights are 0.
+    # The log-sum-exp of rows beyond the last query is infinite, so that their weights are 0.
     above = (
         load_tile(plane(grad, batch, head), row, query_length, KIND.value_width, KIND.rows, KIND.value_columns),
         tl.load(lse + seat, mask=rows < query_length, other=float("inf")),
@@ -362,8 +362,8 @@ def _query_tiles(
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Add the key tiles `begin` to `end` to the near and far dQ' (or its halves, if there are magnitudes) and to the
-    row sums of dS, dS * db/dc0, dS * db/dc1 / c0, P * db/dc0 and P * db/dc1 / c0, where b is the bias.
+    """Add the key tiles `begin` to `end` to `sums`: the near and far dQ' or, if there are magnitudes, the halves of
+    dQ', and the row sums of dS, dS * db/dc0, dS * db/dc1 / c0, P * db/dc0 and P * db/dc1 / c0. Here b is the bias.
     """
     near_sum, far_sum, slope_sum, first_sum, second_sum, first_mean, second_mean = sums
     near, far, turns, values, key_length = keys
@@ -397,7 +397,7 @@ ROWS = 64
 def backward(
     operands: Operands, plan: AttentionCall, out: Tensor, lse: Tensor, grad: Tensor, with_coefficients: bool
 ) -> tuple[Operands, Tensor | None]:
-    """Compute the gradients of all operands and, if requested, of the coefficients [heads, 2].
+    """Compute the gradients of all operands and, if `with_coefficients` is True, of the coefficients [heads, 2].
 
     `out` and `lse` are the results of `forward`; `grad` is the gradient of `out` with a contiguous last dimension.
     """

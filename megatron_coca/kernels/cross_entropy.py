@@ -50,7 +50,7 @@ def _cross_entropy(logits, labels, losses, vocabulary, ignored, COLUMNS: tl.cons
     kept = label != ignored
     target = tl.load(row + label, mask=kept, other=0.0).to(tl.float32)
     columns = tl.arange(0, COLUMNS)
-    # Every lane has its own peak, so no tile needs a reduction. The initial peak is finite: -inf - -inf would be NaN.
+    # Every lane has its own peak, so no tile needs a reduction. The initial peak is finite, as -inf - -inf is NaN.
     peak = tl.full([COLUMNS], -1e30, tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, vocabulary, COLUMNS):

@@ -31,8 +31,8 @@ def operation(
     Args:
         schema: schema of the arguments and results, in PyTorch's notation.
         fake: function that returns empty results with the same shapes, dtypes and strides.
-        keep, backward: `setup_context` and `backward` as in `torch.library.register_autograd`, except that the
-            context's `needs_input_grad` has one entry for each tensor in a list.
+        keep, backward: the functions `setup_context` and `backward` for `torch.library.register_autograd`, except that
+            the context's `needs_input_grad` has one entry for each tensor in a list.
     """
     plain = run if keep is None or backward is None else _differentiable(run, keep, backward)
     if not hasattr(torch.library, "custom_op"):  # PyTorch before 2.4, which the plugin supports

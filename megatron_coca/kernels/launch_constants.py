@@ -39,11 +39,13 @@ class Launches(NamedTuple):
 
 
 SMALL = Launches(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))
-"""Launches for the interpreter. There, tiles of all sizes take the same time, and tests need several tiles."""
+"""Launch parameters for the interpreter. Tiles are small, because tests need several tiles and the interpreter takes
+the same time for all sizes.
+"""
 
 _SINGLE = Launch(32, 16, 8, 1)
-"""Launch for float32 with 256 features. Larger tiles need more than 99 KiB of shared memory or spill registers; with
-two segments, registers always spill.
+"""Launch parameters for float32 with 256 features. Larger tiles need more than 99 KiB of shared memory or spill
+registers. With two segments, registers always spill.
 """
 _WIDE = {
     (1, 512): Launches(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
@@ -81,20 +83,22 @@ CONFIGS: dict[int, dict[tuple[int, int], Launches]] = {
 }
 """Block sizes on CUDA, by architecture and then by (number of segments, `row_class` of the operands).
 
-These sizes have not been compared with others on a GPU. They were chosen from the compiler's reports (recorded in
+These sizes have not been compared with other sizes on a GPU. They were chosen from the compiler's reports (recorded in
 benchmarks/kernels/budgets.json) so that registers do not spill and loads are pipelined. `with_measured` replaces them
 by sizes that were timed on a GPU, if `MEASURED` contains any.
 """
 MEASURED = Path(__file__).with_name("measured_blocks.json")
 """Block sizes that tools/gpu/sweep.py found to be faster on a GPU: architecture -> "SEGMENTS ROW_CLASS" -> kernel ->
-{"launch": [rows, keys, warps, stages, registers or null], and what was measured}.
+{"launch": [rows, keys, warps, stages, registers or null], and the measurements}.
 """
 
 
 def with_measured(
     configs: dict[int, dict[tuple[int, int], Launches]], measured: Mapping[str, Mapping[str, Mapping[str, Any]]]
 ) -> dict[int, dict[tuple[int, int], Launches]]:
-    """Return `configs` with the launches in the table `measured`, which has the layout of `MEASURED`."""
+    """Return `configs` with the launch parameters in `measured` in place of its own. `measured` has the layout of
+    `MEASURED`.
+    """
     result = {number: dict(rows) for number, rows in configs.items()}
     for number, rows in measured.items():
         for row, kernels in rows.items():
@@ -116,8 +120,9 @@ MAGNITUDES: dict[int, dict[int, Launches]] = {
     90: {**dict.fromkeys((32, 64, 128), _MAGNITUDES_90), 256: _WIDE_MAGNITUDES_90},
     100: {**dict.fromkeys((32, 64, 128), _MAGNITUDES_90), 256: _WIDE_MAGNITUDES_90},
 }
-"""Block sizes for 16-bit operands that are given as magnitudes, by architecture and `row_class` of the magnitudes. For
-float32, these are the block sizes of operands with 256 features. They were chosen like CONFIGS.
+"""Block sizes for 16-bit operands that are given as magnitudes, by architecture and `row_class` of the magnitudes.
+Magnitudes in float32 use the block sizes of operands with 256 features. The sizes were chosen in the same way as those
+in CONFIGS.
 """
 
 
@@ -136,8 +141,8 @@ def padded(head_dim: int) -> int:
 def row_class(query: Tensor) -> int:
     """Return the class of the operands' rows, a key of `CONFIGS`: the number of bytes in a padded row.
 
-    This number is doubled for float32, because float32 products do not use tensor cores and need more registers. 1,024
-    bytes are in the class 512.
+    This number is doubled for float32, because float32 products do not use tensor cores and need more registers. Rows
+    of 1,024 bytes are in the class 512.
     """
     factor = 2 if query.dtype == torch.float32 else 1
     size = padded(query.shape[-1]) * query.element_size() * factor
@@ -152,7 +157,7 @@ def blocks_for(query: Tensor, segments: int, magnitudes: bool = False) -> Launch
 
 
 def launches(number: int, query: Tensor, segments: int, magnitudes: bool) -> Launches:
-    """Return the launch parameters on an architecture, a key of `CONFIGS`."""
+    """Return the launch parameters for the architecture `number`, a key of `CONFIGS`."""
     row = row_class(query)
     if magnitudes and query.dtype != torch.float32:
         return MAGNITUDES[number][row]
@@ -160,11 +165,13 @@ def launches(number: int, query: Tensor, segments: int, magnitudes: bool) -> Lau
 
 
 class KernelKind(NamedTuple):
-    """Compile-time constants of a kernel: whether there is a far segment, a window, `first_keys` and documents; the
-    bias formula; the width of Q' and K' and the columns of their tiles; the width of V and its padded value; the
-    queries and keys per tile. If operands are given as magnitudes, the width and the columns are those of the
-    magnitudes. `frequencies` is the number of rotated magnitudes, or 0 if Q' and K' are given, and `offset` says
-    whether heads have constant angles.
+    """Compile-time constants of a kernel.
+
+    `far`, `window`, `first` and `documents`: whether there is a far segment, a window, a limit `first_keys` and
+    documents. `width`: features of Q' and K' or, if operands are given as magnitudes, of the magnitudes. `value_width`:
+    features of V. `columns` and `value_columns` are these widths with padding. `rows` and `keys`: queries and keys per
+    tile. `frequencies`: number of rotated magnitudes, or 0 if Q' and K' are given. `offset`: whether heads have
+    constant angles.
     """
 
     far: bool
@@ -184,11 +191,11 @@ class KernelKind(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The constants of a call.
+    """The constants of an attention call.
 
     Attributes:
         scale: factor on the dot products.
-        window: the first segment scores the distances below it; None if the first segment scores all distances.
+        window: the first segment scores the distances below this number; None if it scores all distances.
         first_keys: number of keys at the start of a document that the second segment scores; None for all.
         formula: formula of the bias; "none" if there is no bias.
         blocks: launch parameters.
@@ -229,7 +236,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Operands:
-    """The tensors of a call. Their last dimensions are contiguous.
+    """The tensors of an attention call. Their last dimensions are contiguous.
 
     Attributes:
         query, key: Q' and K' of the first segment, [batch, heads, query_length, head_dim] and [batch, kv_heads,
@@ -239,7 +246,7 @@ class Operands:
         coefficients: coefficients of the bias, float32 [heads, 2], or None.
         starts: index of the first token of each token's document, int64 [batch, key_length], or None.
         tables: empty, or cos and sin of the queries and of the keys, if `query` and `key` are magnitudes.
-        offset: constant angles that are subtracted from those of the queries, float32 [heads, frequencies], or None.
+        offset: constants that are subtracted from the angles of the queries, float32 [heads, frequencies], or None.
     """
 
     query: Tensor
@@ -272,7 +279,7 @@ class Operands:
         return heads, heads // self.key.shape[1], query_length, self.key.shape[2]
 
     def filled(self, x: Tensor | None) -> Tensor:
-        """Return `x` or, if it is None, any other tensor: the kernel then does not read the pointer."""
+        """Return `x` or, if it is None, another tensor. The kernel does not read this other tensor."""
         return self.value if x is None else x
 
     @property

@@ -38,8 +38,8 @@ class OperandLayout(NamedTuple):
 
 @triton.jit
 def forward_kernel(query, key, query_tables, key_tables, sizes, LAYOUT: tl.constexpr):
-    """`query` and `key` are (x, y of each segment) as operands; a table is (cos, sin, batch stride, row stride);
-    `sizes` are as in `head_and_place`.
+    """Compute Q' and K'. `query` is (q, Q' of each segment) and `key` is (k, K' of each segment), as operands. A table
+    is (cos, sin, batch stride, row stride). `head_and_place` describes `sizes`.
     """
     head, place = head_and_place(sizes, LAYOUT.rows)
     heads, _, query_length, key_length = sizes
@@ -51,7 +51,9 @@ def forward_kernel(query, key, query_tables, key_tables, sizes, LAYOUT: tl.const
 
 @triton.jit
 def backward_kernel(query, key, query_tables, key_tables, sizes, LAYOUT: tl.constexpr):
-    """`query` and `key` are each (x, gradient of x, gradients of y) as operands; the rest is as in the forward pass."""
+    """Compute the gradients of q and k. `query` is (q, gradient of q, gradient of Q' of each segment), and `key` has
+    the same tensors for k. The other arguments are those of `forward_kernel`.
+    """
     head, place = head_and_place(sizes, LAYOUT.rows)
     heads, _, query_length, key_length = sizes
     if head < heads:
@@ -62,8 +64,8 @@ def backward_kernel(query, key, query_tables, key_tables, sizes, LAYOUT: tl.cons
 
 @triton.jit
 def head_and_place(sizes, ROWS: tl.constexpr):
-    """Return the head of this program, counting those of q and then those of k, and (batch row, row block, number of
-    row blocks). `sizes` are (heads of q, heads of k, rows of q, rows of k).
+    """Return (head, (batch row, row block, number of row blocks)) of this program. The heads of k are counted after
+    those of q. `sizes` are (heads of q, heads of k, rows of q, rows of k).
 
     All indices share one dimension of the grid, because only the first dimension may exceed 65,535. Heads vary fastest,
     because all heads of a row block share its tables in the cache.
@@ -153,7 +155,7 @@ def _form_gradients(x1, x2, g1, g2, cos, sin, IS_QUERY: tl.constexpr, LAYOUT: tl
             slope = g1 * (cos - sin) + g2 * (cos + sin)
         else:
             slope = g1 * cos + g2 * sin
-        # Each member of the pair gets half of the gradient; a pair without a positive mean gets none.
+        # Each member of the pair gets half of the gradient; a pair without a positive mean has gradient 0.
         shared = tl.where(x1 + x2 > 0, 0.5 * slope, 0.0)
         return shared, shared
 
@@ -195,7 +197,8 @@ KernelForm = Literal["rotary", "coca", "coca_strict"]
 FORMS = ("rotary", "coca", "coca_strict")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ELEMENTS = 4096
-"""Numbers per operand that a program processes; divided by the width of a head, this is the number of rows."""
+"""Number of elements of an operand that a program processes. Divided by the width of a head, it is the number of rows.
+"""
 
 
 def fused_operands(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: KernelForm) -> list[Tensor]:
@@ -204,7 +207,7 @@ def fused_operands(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: KernelF
 
     Args:
         q: [batch, heads, query_length, head_dim] with a contiguous last dimension and any other strides.
-        k: [batch, kv_heads, key_length, head_dim] with a contiguous last dimension; t for CoCA.
+        k: [batch, kv_heads, key_length, head_dim] with a contiguous last dimension. For CoCA, it is t.
         tables: for each segment, cos and sin of the queries, float32 [query_length, rotated / 2] or [batch or 1, 1,
             query_length, rotated / 2], followed by cos and sin of the keys in the corresponding shape.
         form: the name of a form in the module docstring.
@@ -329,8 +332,8 @@ def launch(
 
 
 def block_sizes(q: Tensor, k: Tensor, half: int, elements: int = ELEMENTS) -> tuple[int, int, int]:
-    """Return the rows per program (about `elements` numbers, but not more than all rows), and the numbers of features
-    in half of the rotary block and after the block, padded to powers of two.
+    """Return the rows per program, and the numbers of features in half of the rotary block and after the block, padded
+    to powers of two. A program processes about `elements` elements, but not more than all rows.
     """
     tail = q.shape[-1] - 2 * half
     half_block = triton.next_power_of_2(half)

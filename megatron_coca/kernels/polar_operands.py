@@ -1,6 +1,6 @@
 """Fused kernels that compute Q' and K' of the polar score forms for all segments in one launch, and their gradients.
 
-Every term has a magnitude and an angle a, position times frequency, from which the query subtracts its constant delta:
+Every term has a magnitude and an angle a, which is position times frequency. A query subtracts its constant delta:
 
     Q' = (m cos(a - delta), m sin(a - delta))     K' = (u cos a, u sin a)
 
@@ -48,7 +48,7 @@ class PolarLayout(NamedTuple):
         shared: whether both parts have the same angles.
         turned: whether constants are subtracted from the angles of the query.
         learned: whether the backward pass computes the gradients of these constants.
-        segments, half, tail, rows, half_block, tail_block: as in `operands.OperandLayout`.
+        segments, half, tail, rows, half_block, tail_block: the fields of `operands.OperandLayout`.
     """
 
     softplus: bool
@@ -67,8 +67,9 @@ class PolarLayout(NamedTuple):
 
 @triton.jit
 def polar_forward_kernel(query, key, query_tables, key_tables, angles, sizes, LAYOUT: tl.constexpr):
-    """`query` and `key` are (x, y of each segment) as operands; a table is (cos, sin, batch stride, row stride);
-    `angles` holds cos and sin of the constant angles, [2, heads, terms]; `sizes` are as in `head_and_place`.
+    """Compute Q' and K'. `query` is (q, Q' of each segment) and `key` is (k, K' of each segment), as operands. A table
+    is (cos, sin, batch stride, row stride). `angles` has cos and sin of the constant angles, [2, heads, terms].
+    `head_and_place` describes `sizes`.
     """
     head, place = head_and_place(sizes, LAYOUT.rows)
     heads, _, query_length, key_length = sizes
@@ -80,8 +81,9 @@ def polar_forward_kernel(query, key, query_tables, key_tables, angles, sizes, LA
 
 @triton.jit
 def polar_backward_kernel(query, key, query_tables, key_tables, angles, turns, sizes, LAYOUT: tl.constexpr):
-    """`query` and `key` are each (x, gradient of x, gradients of y) as operands; `turns` receives the gradients of the
-    constant angles from each block of rows, [batch, blocks, heads, terms].
+    """Compute the gradients of q and k. `query` is (q, gradient of q, gradient of Q' of each segment), and `key` has
+    the same tensors for k. `turns` receives the gradients of the constant angles from each block of rows, [batch,
+    blocks, heads, terms].
     """
     head, place = head_and_place(sizes, LAYOUT.rows)
     heads, _, query_length, key_length = sizes
@@ -181,7 +183,7 @@ def _slope(x, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
 def _pair_slopes(x1, x2, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
     """Return the derivatives of a pair's magnitude with respect to x1 and x2."""
     if not IS_QUERY:
-        # Each member of the pair gets half of the gradient; a pair without a positive mean gets none.
+        # Each member of the pair gets half of the gradient; a pair without a positive mean has gradient 0.
         shared = tl.where(x1 + x2 > 0, 0.5, 0.0)
         return shared, shared
     elif LAYOUT.power == 2:
@@ -218,7 +220,7 @@ def _rest_slope(x, grad, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
 def _softplus(x):
     """Return max(x, 0) + ln(1 + e), e = exp(-|x|), with a small relative error even if e is small.
 
-    ln(1 + e) = 2 atanh(s) with s = e / (2 + e) <= 1/3, as a series whose remainder is below 2e-9 of the result. The
+    ln(1 + e) = 2 atanh(s) with s = e / (2 + e) <= 1/3, as a series with a remainder below 2e-9 of the result. The
     logarithm of the hardware has an absolute error, which would be larger than softplus(x) for very negative x.
     """
     e = _exp_of_minus_abs(x)
@@ -246,7 +248,7 @@ def _exp_of_minus_abs(x):
 def _turned(
     table, angles, head, heads, batch, start, length, PART: tl.constexpr, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr
 ):
-    """Load cos and sin of the angles of one part, from which the constants of a query's head are subtracted."""
+    """Load cos and sin of the angles of one part. For a query, subtract the constants of its head from the angles."""
     column = 0 if LAYOUT.shared else PART * LAYOUT.half
     skipped = tl.cast(batch, tl.int64) * table[2] + column
     cos = load_tile((table[0] + skipped, table[3]), start, length, LAYOUT.half, LAYOUT.rows, LAYOUT.half_block)
@@ -287,7 +289,9 @@ def _store_turns(sums, turns, PART: tl.constexpr, head, heads, place, LAYOUT: tl
 
 Magnitude = Literal["softplus", "relu_mean"]
 ELEMENTS = 2048
-"""Numbers per operand that a program processes: half of `operands.ELEMENTS`, because Q' and K' are twice as wide."""
+"""Number of elements of an operand that a program processes. It is half of `operands.ELEMENTS`, because Q' and K' are
+twice as wide.
+"""
 
 
 class Terms(NamedTuple):
@@ -307,14 +311,14 @@ def polar_operands(
     Args:
         q: [batch, heads, query_length, head_dim] with a contiguous last dimension and any other strides.
         k: [batch, kv_heads, key_length, head_dim] with a contiguous last dimension.
-        tables: as for `fused_operands`, with one column for each frequency.
+        tables: the tables that `fused_operands` describes, with one column for each frequency.
         terms: a form in the module docstring.
         offset: constants that are subtracted from the angles of q, in radians, [heads, number of terms].
 
     Gradients flow to q, k and offset but not to the tables. Only the arguments are saved for the backward pass.
 
     Raises:
-        ValueError: `unsupported` returns a reason, or the tables or the offset have another shape.
+        ValueError: `unsupported` returns a reason, or the tables or the offset have a wrong shape.
     """
     reason = unsupported(q, k, tables) or _misshapen(q, tables, terms, offset)
     if reason is not None:
@@ -380,8 +384,8 @@ def _make_gradients(
     features: int,
     learned: bool,
 ) -> list[Tensor]:
-    """Compute the gradients of q, k and, if they are `learned`, the constant angles from `made`, the gradients of the
-    operands.
+    """Compute the gradients of q and k from `made`, the gradients of the operands. If the constant angles are
+    `learned`, also compute their gradients.
     """
     layout = _layout(q, k, tables, Terms(magnitude, power, features), offset, learned)
     grads = torch.empty_like(q), torch.empty_like(k)

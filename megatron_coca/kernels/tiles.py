@@ -49,7 +49,7 @@ def load_tile(x, start, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 
 @triton.jit
 def store_tile(tile, x, start, length, WIDTH: tl.constexpr):
-    """Store a tile where `load_tile` would load it: round once to the memory dtype; write nothing beyond the edges."""
+    """Store a tile where `load_tile` would load it. Round once to the memory dtype. Write nothing beyond the edges."""
     rows = tl.arange(0, tile.shape[0])
     columns = tl.arange(0, tile.shape[1])
     pointers = x[0] + tl.cast(start, tl.int64) * x[1] + rows[:, None] * x[1] + columns[None, :]
@@ -89,8 +89,8 @@ def loaded_layout(tile):
     """Return the tile, computed in the layout in which its parts were loaded.
 
     Otherwise Triton would compute it in the layout of an operand of a matrix product, and would then need cos and sin
-    in every warp's registers. Triton does not move a layout across a sum, so the tile is summed over one number, which
-    costs nothing.
+    in every warp's registers. Triton does not move a layout across a sum, so the tile is summed over a dimension of
+    size 1, which costs nothing.
     """
     return tl.sum(tile[:, :, None], 2)
 
@@ -134,7 +134,7 @@ def load_two(
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Load the tiles at row `start` of the segments in use. An unused segment gets the other segment's tile. For
+    """Load the (near, far) tiles at row `start`. If a segment is unused, both tiles are those of the other one. For
     magnitudes, which have one segment, the tiles are the halves of Q' or K'.
     """
     if KIND.frequencies > 0:
@@ -212,7 +212,7 @@ def power_of_distance(distance, exponent):
 
 @triton.jit
 def add_bias(products, m, n, bias, KIND: tl.constexpr):
-    """Add the bias at distances m - n, divided by the scale (like c0 of `load_coefficients`), to the products."""
+    """Add the bias at distances m - n to the products. The bias is divided by the scale, as c0 already is."""
     if KIND.formula == "linear":
         products = products - bias[0] * distances(m, n)
     if KIND.formula == "log":
@@ -225,8 +225,8 @@ def add_bias(products, m, n, bias, KIND: tl.constexpr):
 
 @triton.jit
 def bias_derivatives(m, n, c1, KIND: tl.constexpr):
-    """Return d bias / d c0 and (d bias / d c1) / c0 at distances m - n, for the unscaled bias; the second is zero if
-    the formula has no c1.
+    """Return d bias / d c0 and (d bias / d c1) / c0 at distances m - n, for the unscaled bias. If the formula has no
+    c1, the second result is 0.
     """
     distance = tl.maximum(distances(m, n), 0.0)
     first = -distance
@@ -256,7 +256,7 @@ def logits(
 ):
     """Return the scores of a tile divided by the scale, with -inf for masked pairs. `held` and `loaded` are (near, far)
     tiles, `m` and `n` are the token indices of the queries and keys, and `start` is the first token of each query's
-    document. A tile takes one matrix product, or two if the boundary between near and far distances runs
+    document. A tile needs one matrix product, or two if the boundary between near and far distances runs
     through it.
 
     The scale is applied in the exponent, exp2(score * scale - peak * scale), at the cost of one more instruction.

@@ -1,7 +1,7 @@
-"""Attention of one query per row over the slots of a cache, split into parts of the keys that run side by side.
+"""Attention of one query per row over the slots of a cache. The keys are split into parts that run at the same time.
 
 The number of keys is read on the device, so the launch is the same for every token and a CUDA graph can repeat it. A
-key is loaded only in the segment that scores it.
+key is loaded only for the segment that scores it.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from megatron_coca.kernels.launch_constants import WIDEST
 from megatron_coca.kernels.tiles import operand, plane, unit_stride
 
 BLOCK = 64
-"""Keys per tile. Wide operands in float32 take half as many."""
+"""Number of keys per tile. It is halved if the tile would exceed `TILE_BYTES`."""
 TILE_BYTES, PREFETCHED = 1 << 16, 1 << 15
-"""Maximum bytes of a tile of keys and values in shared memory, and maximum bytes of a tile for the kernel to prefetch
-the next tile.
+"""Maximum bytes of a tile of keys and values in shared memory. Up to the second number, the kernel also prefetches the
+next tile.
 """
 PROGRAMS = 512
 """Number of programs that occupy a whole GPU. The keys are split until there are this many programs."""
@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit
 def _scored(scores, query, key, segment, n, NUMBER: tl.constexpr, KIND: tl.constexpr):
-    """Put the products of the keys in segment NUMBER into `scores`, [rows, keys]."""
+    """Return `scores` [rows, keys] with the products of Q' and K' for the keys in segment NUMBER."""
     SIZE: tl.constexpr = KIND[0]
     GROUP: tl.constexpr = KIND[1]
     WIDTH: tl.constexpr = KIND[2]
@@ -65,7 +65,7 @@ def _attend_part(
     VALUE_COLUMNS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Run one program per key head and part of the keys: its output and the log-sum-exp of its scores."""
+    """Run one program per key head and part of the keys. It stores its output and the log-sum-exp of its scores."""
     SIZE: tl.constexpr = KIND[0]
     GROUP: tl.constexpr = KIND[1]
     kv_heads, extent, span, parts = sizes
@@ -77,7 +77,7 @@ def _attend_part(
     bias = along[0] + batch.to(tl.int64) * along[1] + (head * GROUP + row)[:, None] * along[2]
     values = plane(value, batch, head)
     acc = tl.zeros((SIZE, VALUE_COLUMNS), tl.float32)
-    # The initial peak is finite: a tile without visible keys does not change it, and -inf - -inf never occurs.
+    # The initial peak is finite, so a tile without visible keys does not change it, and -inf - -inf never occurs.
     peak, total = tl.full((SIZE,), -1e30, tl.float32), tl.zeros((SIZE,), tl.float32)
     for start in range(first, end, KEYS):
         n = start + tl.arange(0, KEYS)
@@ -124,7 +124,7 @@ def _merge_parts(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Run one program per query head: the sum of its parts' outputs, weighted by their share of the softmax."""
+    """Run one program per query head. It sums the outputs of the parts, weighted by their shares of the softmax."""
     place = tl.program_id(0)
     number, column = tl.arange(0, PARTS), tl.arange(0, COLUMNS)
     own = (place // GROUP * parts + number) * GROUP + place % GROUP
@@ -179,7 +179,7 @@ def token_attention(
         along: bias of each slot, [heads, slots] or [batch, heads, slots], or None.
         index: int64 [1]; slots beyond it are hidden.
         softcap: c, or None. Scaled scores s become c tanh(s / c) before the bias is added.
-        sinks: [heads], each head's score of one more key with value 0, or None.
+        sinks: the score of an additional key with value 0 in each head, [heads], or None.
 
     Raises:
         ValueError: the operands are not supported.

@@ -26,7 +26,7 @@ class Option:
         least, most: limits of a number, if they are narrower than the limits of its kind.
         default: the value if the option is not set. None if `by_length` computes it or the formula needs no value.
         by_length: a function of the training length L and the given options that returns the default.
-        shown: the text for a default from `by_length` in tables.
+        shown: the text that tables show for a default from `by_length`.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Use:
-    """The model in which a choice is used, for the checks of the choice.
+    """Facts about the model in which a choice is used. The checks of the choice read them.
 
     Attributes:
         options: the options of the choice with their defaults.
@@ -74,7 +74,7 @@ class Choice:
 
     Attributes:
         label: the name in tables and figures.
-        source: the paper, article or code.
+        source: the paper, article or code from which the choice comes.
         meaning: a few words that explain the label below a report.
         options: all options that the formula reads.
         trained: whether the choice is part of training. Weights are evaluated with it if and only if they were trained
@@ -82,11 +82,11 @@ class Choice:
         length_dependent: whether the result depends on the input length.
         checks: functions that check the requirements of the choice.
         huggingface: `stock` if transformers' own classes implement the choice; `file` if the modelling file of our
-            exports does; else the reason why the choice cannot be exported.
-        neox: `upstream` if GPT-NeoX implements the choice; `plugin` if our plugin does; else the reason why not.
-            `plugin` is the default, except for biases, which the plugin does not compute.
-        compute: the formula of a choice that a user's file declares. None for a choice of this package, whose formula
-            is in a table of `attention`.
+            exports implements it; else the reason why the choice cannot be exported.
+        neox: `upstream` if GPT-NeoX implements the choice; `plugin` if our plugin implements it; else the reason why
+            neither does. The default is `plugin`, except for biases, which the plugin does not compute.
+        compute: the formula of a choice that a user's file declares. None for a choice of this package, because its
+            formula is in a table of `attention`.
     """
 
     key: ClassVar[str]
@@ -117,7 +117,7 @@ class Choice:
         return None if said in expressed else f"{self.key} {self.name}: {said}"
 
     def option(self, name: str) -> Option | None:
-        """Return the option of that name, or None."""
+        """Return the option with this name, or None."""
         return next((option for option in self.options if option.name == name), None)
 
     def resolved(self, given: Values, seq_length: int) -> dict[str, Any]:
@@ -159,9 +159,9 @@ class PositionEmbedding(Choice):
         biased: whether a bias is added to the scores.
         by_query: whether the bias also depends on the query's position in its document.
         weights: where the learned weights are: in each layer, shared by all layers, or in a table of positions. None if
-            there are none.
-        frequencies: whether each pair of rotated features has a frequency, or each feature. The option of the same
-            name, if the embedding has one, overrides it.
+            the embedding has no learned weights.
+        frequencies: whether each pair of rotated features or each single feature has a frequency. If the embedding has
+            an option `frequencies`, the option overrides this attribute.
     """
 
     key: ClassVar[str] = "pos_emb"
@@ -190,10 +190,11 @@ class PositionEmbedding(Choice):
 
 @dataclass(frozen=True)
 class StockRope:
-    """A frequency extension as transformers' own code implements it.
+    """How transformers' own code implements a frequency extension.
 
     Attributes:
-        length: the key of L: `original_max_position_embeddings`, `max_position_embeddings`, or None without L.
+        length: the key that contains L: `original_max_position_embeddings` or `max_position_embeddings`. None if the
+            formula has no L.
         derives_factor: whether a missing factor is computed as max_position_embeddings / original length.
         by_longest: whether the longest text of a batch sets the frequencies of all rows. Our modelling file uses the
             length of each row.
@@ -317,7 +318,7 @@ class LogitScaling(Choice):
 
     Attributes:
         rule: the formula of the factor, for tables.
-        learned: whether each head multiplies the factor by a learned number, initially the option `initial`.
+        learned: whether each head multiplies the factor by a learned number. The option `initial` is its initial value.
         evaluation_only: whether models are trained without the factor.
     """
 
@@ -364,7 +365,7 @@ def declare(choices: Iterable[Choice]) -> None:
 
 
 def find(key: str, name: str) -> Any:
-    """Return the declaration of a choice. Raises KeyError if there is none."""
+    """Return the declaration of a choice. Raises KeyError if the choice is not declared."""
     return TABLES[key][name]
 
 

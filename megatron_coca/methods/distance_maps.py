@@ -108,7 +108,7 @@ declare(
                 Option(
                     "local",
                     "count",
-                    "New distance of pairs at distance w, which is the smallest shifted distance.",
+                    "New distance of pairs at distance w. Larger distances shift by the same amount.",
                     by_length=lambda _, given: min(128, max(given["window"] // 2, 1)),
                     shown="at most 128",
                 ),

@@ -7,8 +7,8 @@ from megatron_coca.methods.declaration import Option, PositionEmbedding, declare
 _OFFSET = Option(
     "offset",
     "choice",
-    "Constant angles that each head learns, one per magnitude. zero, uniform: initial values, with the angles clamped"
-    " to [-2 pi, 0] as in the paper; free: angles that start at zero and have no limits; none: no angles.",
+    "Constant angles that each head learns, one per magnitude. zero and uniform are initial values; the angles are"
+    " clamped to [-2 pi, 0] as in the paper. free: the angles start at zero and have no limits. none: no angles.",
     default="zero",
     choices=("none", "zero", "uniform", "free"),
 )
@@ -91,8 +91,8 @@ declare(
                 Option(
                     "magnitude",
                     "choice",
-                    "softplus: of every feature of q and k. relu_mean: the length of every pair of features of q, and"
-                    " relu of the mean of every pair of k, as in CoCA.",
+                    "softplus: softplus of every feature of q and k. relu_mean: the length of every feature pair of q,"
+                    " and relu of the mean of every feature pair of k, as in CoCA.",
                     default="softplus",
                     choices=("softplus", "relu_mean"),
                 ),

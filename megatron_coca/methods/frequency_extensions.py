@@ -5,11 +5,12 @@ from dataclasses import replace
 from megatron_coca.methods.declaration import FrequencyExtension, Option, StockRope, Use, declare
 
 MEASURED = "original_max_position_embeddings"
-"""Key of L in transformers' rope section. If it is not set, transformers uses max_position_embeddings."""
+"""The key in transformers' rope section that contains L. If it is not set, transformers uses max_position_embeddings.
+"""
 
 _FACTOR = Option("factor", "factor", "Scaling factor s.", default=1.0, required=True)
 _ATTENTION = Option(
-    "attention_factor", "positive", "Multiplier of cos and sin; null: the method's formula.", default=None
+    "attention_factor", "positive", "Multiplier of cos and sin; null: the extension's formula.", default=None
 )
 _YARN = (
     Option(
@@ -33,7 +34,7 @@ _STRENGTHS = (
     Option(
         "mscale",
         "positive",
-        "With mscale_all_dim and without attention_factor: cos and sin are multiplied by (0.1 mscale ln s + 1) / (0.1"
+        "With mscale_all_dim and without attention_factor, cos and sin are multiplied by (0.1 mscale ln s + 1) / (0.1"
         " mscale_all_dim ln s + 1), as in DeepSeek 2.",
         default=None,
     ),
@@ -41,7 +42,7 @@ _STRENGTHS = (
         "mscale_all_dim",
         "positive",
         "All logits are multiplied by (0.1 mscale_all_dim ln s + 1)^2, as in DeepSeek 2. Only with kv_lora_rank; null:"
-        " by 1.",
+        " no factor.",
         default=None,
     ),
 )

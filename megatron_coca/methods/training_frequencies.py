@@ -1,4 +1,4 @@
-"""Values of `rotary_frequencies.type`: rotary frequencies for training other than base^(-2j/d)."""
+"""Values of `rotary_frequencies.type`: rotary frequencies that replace base^(-2j/d) in training."""
 
 import math
 
@@ -7,7 +7,7 @@ from megatron_coca.methods.declaration import Option, TrainingFrequencies, Use, 
 
 def _period(length: int, given: Values) -> float:
     """Return the default of `period`: 32 tokens, as in the paper. For lengths below 4,096, it is 1/128 of the length,
-    which is the ratio in the paper, but at least 2 pi, the period of RoPE's fastest frequency.
+    which is the ratio in the paper. It is never below 2 pi, the period of RoPE's fastest frequency.
     """
     return min(32.0, max(2 * math.pi, length / 128))
 

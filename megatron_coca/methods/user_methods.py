@@ -32,7 +32,7 @@ def register(choice: Choice, compute: Any) -> Choice:
             CONTRIBUTING.md and the example in docs/own_methods.md).
 
     Raises:
-        ValueError: a built-in choice has the name.
+        ValueError: a built-in choice has this name.
     """
     table = TABLES[choice.key]
     if choice.name in table and table[choice.name].compute is None:
@@ -55,9 +55,9 @@ def _digest(source: bytes) -> str:
 def import_file(name: str, folder: Path) -> str:
     """Run a file, and return its absolute path with a digest of its contents. Unchanged files are run only once.
 
-    `name` is relative to `folder`. It may end with a digest, as in a checkpoint's configuration; the file must then
-    match this digest. The path of a file that declares only sinks has no digest, because the file does not change the
-    weights.
+    `name` is relative to `folder`. It may end with a digest, and it does in a checkpoint's configuration. The file must
+    then match this digest. The path of a file that declares only sinks has no digest, because the file does not change
+    the weights.
 
     Raises:
         ImportedFileError: the file cannot be read, fails, or does not match the digest.

@@ -54,8 +54,9 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
     """Initialise weight matrices with the configured methods and biases with 0. Norms keep weight 1 and bias 0.
 
     The values depend only on the seed and on the shapes and order of the parameters. The modules of the position method
-    and then the output gates are initialised last, so the other layers get the same initial weights with every position
-    method, with or without gates. The global random state is preserved.
+    are initialised after all other layers, and the output gates after these modules. The other layers therefore receive
+    the same initial weights with every position method, with or without output gates. The global random state is
+    preserved.
     """
     base = _base_model(model)
     inner, output = INITIALIZERS[model.init_method](base), INITIALIZERS[model.output_layer_init_method](base)
@@ -70,7 +71,7 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
                 parameter.zero_()
             elif parameter.dim() >= 2 and "_layernorm." not in name:
                 fill = output if name.endswith(OUTPUT_LAYERS) else inner
-                for matrix in parameter if parameter.dim() == 3 else (parameter,):  # the matrices of experts
+                for matrix in parameter if parameter.dim() == 3 else (parameter,):  # one per expert
                     fill(matrix)
                 if model.use_mup:
                     parameter.mul_(initial_factor(name, model))
@@ -84,7 +85,7 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
 
 
 def _base_model(model: ModelConfig) -> ModelConfig:
-    """Return the model whose width determines the standard deviations of the initial values."""
+    """Return the configuration with the width that determines the standard deviations of the initial values."""
     return model.model_copy(update={"hidden_size": model.mup_base_hidden_size}) if model.use_mup else model
 
 
@@ -147,7 +148,7 @@ def choose_backends(config: Config, device: str) -> dict[str, str]:
     """Return the name of the attention backend for each layer type of a model that trains on `device`.
 
     Raises:
-        BackendError: no backend supports one of the layer types.
+        BackendError: one of the layer types is not supported by any backend.
     """
     device_type, types = device.partition(":")[0], config.layer_types
     return {
@@ -159,7 +160,8 @@ def choose_backends(config: Config, device: str) -> dict[str, str]:
 def build_model(config: Config, device: str = "cpu", training: bool = True) -> GPT:
     """Build an initialised float32 model on `device`, with its position methods and attention backends.
 
-    If `training` is False, the backend does not have to support dropout or maps that only training uses.
+    If `training` is False, the backend does not have to support dropout or relative-position maps that only training
+    uses.
 
     Raises:
         ConfigError: `vocab_size` is not known.
@@ -194,10 +196,11 @@ def empty_model(
 
 
 def use_ring_backends(model: GPT, config: Config, device: str) -> None:
-    """Replace the backends of a model for evaluation by backends with which ranks can divide a sequence.
+    """Replace the attention backends of a model, for evaluation, by backends with which several ranks can divide a
+    sequence.
 
     Raises:
-        BackendError: no such backend supports one of the layer types.
+        BackendError: one of the layer types is not supported by any of these backends.
     """
     device_type, encodings = device.partition(":")[0], model.encodings()
     for name, method in list(model.methods.items()):
@@ -213,17 +216,17 @@ def use_ring_backends(model: GPT, config: Config, device: str) -> None:
 class Attention(nn.Module):
     """Causal self-attention with the position method of a configuration, for use in your own network.
 
-    Only the attention keys of the configuration matter. The initial weights depend on these keys and on PyTorch's
-    random state.
+    Only the configuration keys that describe attention matter. The initial weights depend on these configuration keys
+    and on PyTorch's random state.
 
     Raises:
         ConfigError: `pos_emb` adds positions to the embedding instead of the attention.
-        BackendError: as for `build_model`.
+        BackendError: the attention backend or a kernel does not support this attention on `device`.
     """
 
     def __init__(self, config: Config, layer: int = 0, device: str = "cpu", training: bool = True) -> None:
-        """`layer` is the index of the layer, from 0; it matters only if the layer types differ. `training` is as for
-        `build_model`.
+        """`layer` is the index of the layer, from 0; it matters only if the layer types differ. `training` has the
+        same meaning as in `build_model`.
         """
         super().__init__()
         name = config.model.layer_names[layer]

@@ -37,14 +37,14 @@ COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
 """
 
 UNCOMPILED = {name: declared.uncompiled for name, declared in BACKENDS.items() if declared.uncompiled is not None}
-"""The attention backends with which blocks are not compiled, each with the reason."""
+"""The reason why blocks are not compiled, for each attention backend that prevents compilation."""
 
 
 def reason_not_compiled(config: Config, backend: str, device_type: str) -> str | None:
     """Return the reason why the blocks of a training run with this attention backend are not compiled, or None if they
     are compiled.
 
-    A block is compiled only once, so the data may reach it only in tensors of fixed shapes.
+    A block is compiled only once, so every batch must reach it as tensors of the same shapes.
     """
     if backend in UNCOMPILED:
         return f"attention_backend {backend}: {UNCOMPILED[backend]}"

@@ -15,9 +15,9 @@ from megatron_coca.config.model import EXPERTS, GATED_ACTIVATIONS, GAU, LOSS_CHU
 from megatron_coca.config.optimization import AdapterTarget, TrainablePart
 
 Backends = Mapping[str, str]
-"""The attention backend of each layer type; `sdpa` for types that are missing."""
+"""Maps each layer type to its attention backend. A layer type that is missing uses `sdpa`."""
 PADDING = frozenset({"sdpa", "merge"})
-"""Backends with kernels that need values as wide as Q' and K'."""
+"""Backends that pad values to the width of Q' and K', because their kernels need equal widths."""
 
 NORM_VECTORS: dict[str, int] = {
     "layernorm": 2,
@@ -25,8 +25,8 @@ NORM_VECTORS: dict[str, int] = {
     "non_parametric_layernorm": 0,
     "non_parametric_rmsnorm": 0,
 }
-"""Number of learned vectors of size hidden_size in one norm, including its bias. ScaleNorm is not in this table: it has
-a single scalar.
+"""Number of learned vectors of size hidden_size in one norm, including its bias. ScaleNorm is not in this table,
+because it has a single scalar.
 """
 
 
@@ -34,11 +34,11 @@ a single scalar.
 class ParameterCount:
     """Parameter counts of the parts of a model.
 
-    `embedding` includes the padded rows. If the weights are tied, it is also the output head, and `head` counts only a
-    layer before the head and a bias. `norms` includes the final norm and the factors of `layer_scale`. `position`
-    counts the table, bias or network of the position methods. `idle` counts the parameters of the experts that do not
-    process a token; `mlp` includes these parameters too. `adapters` counts the parameters of the adapters that a run
-    adds.
+    `embedding` includes the padded rows. If the weights are tied, the embedding is also the output matrix, and `head`
+    counts only the bias of the output head and a layer before it. `norms` includes the final norm and the factors of
+    `layer_scale`. `position` counts the table, bias or network of the position methods. `idle` counts the parameters of
+    the experts that do not process a token; `mlp` includes these parameters too. `adapters` counts the parameters of
+    the adapters that a run adds.
     """
 
     embedding: int
@@ -57,7 +57,7 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """The sum of `numel()` over the parameters of the model that `build_model` returns, and those of adapters."""
+        """Number of parameters of the model that `build_model` returns, plus the parameters of adapters."""
         return self.embedding + self.non_embedding + self.head + self.adapters
 
     @property
@@ -73,13 +73,13 @@ class Flops:
     Attributes:
         model: 6N + 12 L h n, the basis of model FLOPs utilisation (MFU) (Chowdhery et al. 2022, "PaLM", appendix B). N
             is the number of weights in matrix products, including the output head but not the embedding; L is the
-            number of layers, h their width, and n the number of queries and of keys. In mixtures of experts, only the
-            experts that process a token count. Frozen weights count 4 instead of 6, because they have no gradients, and
-            N includes adapters. This count ignores causality and recomputation, so that MFU is comparable between
-            training frameworks.
+            number of layers, h their width, and n the number of queries and of keys. In mixtures of experts, N counts
+            only the experts that process a token. N includes adapters. A frozen weight adds 4 operations instead of 6,
+            because its gradient is not computed. This count ignores causality and recomputation, so that MFU is
+            comparable between training frameworks.
         executed: the operations that a causal kernel runs, with (n + 1) / 2 keys per query on average, plus a second
             forward pass of the blocks if activations are recomputed.
-        forward: the operations of one forward pass in `executed`.
+        forward: the part of `executed` that one forward pass runs.
     """
 
     model: float
@@ -137,8 +137,8 @@ def trained_count(config: Config) -> ParameterCount:
 
 
 def adapter_count(config: Config) -> int:
-    """Count the parameters of the adapters that a run adds to the model: rank (inputs + outputs) for each matrix, and
-    with DoRA one for each output.
+    """Count the parameters of the adapters that a run adds to the model. Each adapted matrix adds rank (inputs +
+    outputs) parameters. With DoRA, it also adds one parameter for each output.
     """
     lora = config.optimizer.lora
     if lora is None:
@@ -148,7 +148,7 @@ def adapter_count(config: Config) -> int:
 
 
 def _adapted_matrices(config: Config, name: str) -> list[tuple[int, int]]:
-    """Return the inputs and outputs of the matrices with adapters in one block of a layer type."""
+    """Return the numbers of inputs and outputs of each matrix that has an adapter in one block of a layer type."""
     lora, model = config.optimizer.lora, config.model.with_heads(name)
     keys, hidden, inner = model.num_kv_heads * model.head_dim, model.hidden_size, model.ffn_hidden_size
     sizes: dict[AdapterTarget, list[tuple[int, int]]] = {
@@ -162,16 +162,17 @@ def _adapted_matrices(config: Config, name: str) -> list[tuple[int, int]]:
         heads, rank, queries = model.num_attention_heads, model.kv_lora_rank, model.q_lora_rank
         scored, up = heads * model.score_dim, heads * (model.unrotated_dim + model.value_dim)
         sizes["query"] = [(hidden, scored)] if queries is None else [(hidden, queries), (queries, scored)]
-        sizes |= {"key": [(hidden, rank + model.head_dim), (rank, up)], "value": []}  # one matrix computes both
+        # The matrices of keys also compute the values.
+        sizes |= {"key": [(hidden, rank + model.head_dim), (rank, up)], "value": []}
     return [size for target in (lora.targets if lora is not None else ()) for size in sizes[target]]
 
 
 def flops_per_token(config: Config, length: int | None = None, backends: Backends | None = None) -> Flops:
-    """Return the mean cost of a token in samples of `length` tokens (default: seq_length) with these attention backends
-    (default: sdpa); see `Flops`.
+    """Return the mean cost of a token in samples of `length` tokens, by default seq_length. Attention uses `backends`,
+    by default sdpa.
 
-    Only matrix products and attention are counted. Norms, activations, rotations and the loss add a few percent, and
-    relative-position maps with several bands cost more.
+    Only matrix products and attention are counted. Norms, activations, rotations and the loss add a few percent.
+    Relative-position maps with several bands cost more than this count.
 
     Raises:
         ConfigError: `vocab_size` is not known.
@@ -184,7 +185,7 @@ def flops_per_token(config: Config, length: int | None = None, backends: Backend
     blocks += sum(gates * (positions[name].gate is not None) for name in names)
     head = model.padded_vocab_size * model.token_width + 2 * model.hidden_size * (model.embedding_width or 0)
     head += model.use_output_transform * model.hidden_size**2
-    # Mean width of q k^T and the product with v: as counted in `Flops.model`, and as executed.
+    # The mean width of q k^T and of the product with v, as a pair (for `Flops.model`, for `Flops.executed`).
     gau = ((model.gau_key_width + model.gau_features) / 2, model.gau_features)
     wider = {name: _operand_width(model.of_type(name), position) for name, position in positions.items()}
     mean = {name: (wider[name] + model.with_heads(name).attention_width) / 2 for name in positions}
@@ -220,8 +221,8 @@ def _operand_width(model: ModelConfig, position: PositionConfig) -> int:
 
 
 def recomputes_blocks(model: ModelConfig) -> bool:
-    """Return True if the backward pass recomputes complete blocks. With selective checkpointing it keeps the matrix
-    products instead.
+    """Return True if the backward pass recomputes complete blocks. With selective checkpointing, it does not recompute
+    the matrix products.
     """
     return model.checkpoint_activations and getattr(model, "checkpoint_policy", "full") == "full"
 
@@ -240,7 +241,8 @@ def _last_width(model: ModelConfig, name: str, mlp: str) -> int:
     """Return the number of input features of a block's last matrix product if no gradient needs its result, else 0."""
     if name == GAU:
         return model.gau_features
-    if mlp == EXPERTS:  # gradients of routers need the experts' results, and those of a gate the shared MLP's
+    if mlp == EXPERTS:
+        # The router's gradient needs the experts' results. The shared gate's gradient needs the shared MLP's result.
         return 0 if model.moe_shared_gate else model.moe_shared_intermediate_size or 0
     return model.ffn_hidden_size
 
@@ -251,8 +253,8 @@ def _layers(model: ModelConfig) -> list[tuple[str, str]]:
 
 
 def norms_per_block(model: ModelConfig, name: str) -> int:
-    """Return the number of norms in one block of a layer type: on the inputs of attention and MLP, which may share a
-    norm, and on their outputs or on the residual sums.
+    """Return the number of norms in one block of a layer type. Norms can be on the inputs of attention and MLP, on
+    their outputs, and on the residual sums. Attention and MLP may share the norm on their inputs.
 
     Gated attention units have no MLP, so they have at most one norm on the input and one on the output.
     """
@@ -271,15 +273,15 @@ def norms_of_ends(model: ModelConfig) -> int:
 
 
 def packed_mlp_width(model: ModelConfig, width: int | None = None) -> int:
-    """Return the number of rows of the first matrix of an MLP with `width` inner features, by default those of the
-    dense MLPs. With a gated activation, these are the rows of value and gate together.
+    """Return the number of rows of the first matrix of an MLP with `width` inner features, by default
+    ffn_hidden_size. With a gated activation, these are the rows of value and gate together.
     """
     width = model.ffn_hidden_size if width is None else width
     return width * (2 if model.activation in GATED_ACTIVATIONS else 1)
 
 
 def _weights_per_block(model: ModelConfig, name: str, mlp: str) -> dict[TrainablePart, int]:
-    """Count the weights in the matrices of one block that each token is multiplied with, by trainable part."""
+    """Count the weights that one block multiplies each token with, for each trainable part of the block."""
     h = model.hidden_size
     if name == GAU:
         return {"query": h * (2 * model.gau_features + model.gau_key_width), "attention_output": h * model.gau_features}
@@ -295,8 +297,8 @@ def _weights_per_block(model: ModelConfig, name: str, mlp: str) -> dict[Trainabl
 
 
 def _mlp_rows(model: ModelConfig, mlp: str) -> int:
-    """Return the sum of the dimensions other than hidden_size of the matrices of an MLP. For a mixture of experts,
-    count only the matrices that each token is multiplied with, without the router.
+    """Return the number of weights, divided by hidden_size, in the matrices of an MLP. For a mixture of experts, count
+    only the matrices that each token is multiplied with, without the router.
     """
     if mlp != EXPERTS:
         return packed_mlp_width(model) + model.ffn_hidden_size
@@ -305,8 +307,8 @@ def _mlp_rows(model: ModelConfig, mlp: str) -> int:
 
 
 def _latent_weights(model: ModelConfig, bias: int) -> dict[TrainablePart, int]:
-    """Count the weights of queries, keys and values in latent attention; `bias` is 1 if the maps to latents have one.
-    The map to the latent of keys and values counts as a part of the keys.
+    """Count the weights of queries, keys and values in latent attention. `bias` is 1 if the maps to latents have a
+    bias, else 0. The map to the latent of keys and values counts as a part of the keys.
     """
     rank, heads, h = model.kv_lora_rank or 0, model.num_attention_heads, model.hidden_size + bias
     queries = heads * model.score_dim
@@ -319,7 +321,7 @@ def _latent_weights(model: ModelConfig, bias: int) -> dict[TrainablePart, int]:
 
 
 def _product_rows(model: ModelConfig) -> int:
-    """Count the features that attention and its matrix products return, without the output projection."""
+    """Count the features per token that attention and its matrix products, except the output projection, return."""
     outputs = model.attention_width + model.output_gates
     if model.kv_lora_rank is None:
         return model.packed_attention_width + outputs
@@ -401,7 +403,7 @@ def _position(config: Config, frozen: bool = False) -> int:
     for name, position in config.layer_types.items():
         method = build_method(position, model.of_type(name))
         makers = method.learned() * model.layer_names.count(name) + [method.bias.shared, method.clex]
-        # Counting must not draw random numbers: a resumed run counts after it has restored the generators.
+        # Counting must not draw random numbers, because a resumed run counts after it has restored the generators.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             made = [make() for make in makers if make is not None]
         weights = [weight for part in made if part is not None for weight in part.parameters()]
@@ -428,8 +430,8 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("V100", 125e12),
     ("RTX 4090", 165e12),
 )
-"""Pairs (words of the device name, peak FLOP/s); more specific names come first. Figures are for dense bfloat16 with
-float32 accumulation, from the vendors' data sheets. V100 has no bfloat16, so its figure is for float16. Set
+"""Pairs (words of the device name, peak FLOP/s); more specific names come first. The peaks are from the vendors' data
+sheets, for dense bfloat16 products with float32 accumulation. V100 has no bfloat16, so its peak is for float16. Set
 `peak_theoretical_tflops` for other devices.
 """
 
@@ -446,8 +448,8 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Size of a number in bytes, by dtype."""
 
 COEFFICIENTS = {"coca": 0.65, "coca_strict": 0.5}
-"""Additional activations of CoCA per token, as a multiple of hidden_size numbers: the rectified or squared coefficients
-in float32.
+"""Number of additional float32 activations that CoCA saves per token, divided by hidden_size. They are its rectified or
+squared coefficients.
 """
 
 
@@ -473,8 +475,8 @@ def activations(
     among `tensor` ranks, the tokens among `sequence` ranks.
 
     The estimate is for fused attention with these backends (default: sdpa). The reference backend, and attention
-    dropout on the CPU, also save N x N tensors. Dropout masks are counted in the dtype of the activations, as on the
-    CPU.
+    dropout on the CPU, also save N x N tensors. Dropout masks are counted in the dtype of the activations, in which the
+    CPU stores them.
     """
     model, size = config.model, BYTES[config.precision.dtype]
     tokens = micro * model.seq_length / sequence
@@ -497,7 +499,7 @@ def loss_bytes(config: Config, micro: int, sequence: int = 1) -> float:
     auto = model.loss_chunk_size == "auto"
     chunk = LOSS_CHUNK_TOKENS if auto else int(model.loss_chunk_size)
     if chunk == 0:
-        # The logits, their float32 copy (in half precision), the log-probabilities and their gradient.
+        # The logits, the log-probabilities, their gradient and, in half precision, the float32 copy of the logits.
         return tokens * vocabulary * (size + 8 + (4 if size < 4 else 0))
     trained = config.optimizer.trains("output_head" if model.no_weight_tying else "embedding")
     head = vocabulary * model.token_width * trained  # a frozen head has no gradient
@@ -546,8 +548,8 @@ def _adapter_numbers(config: Config, name: str, mlp: str, size: int) -> float:
     """Count the additional numbers of `size` bytes per token that one block saves with adapters. The result is usually
     negative, because frozen matrices do not save their inputs.
 
-    An adapter saves its product with A. With dropout, it also saves its input after dropout and the mask; with DoRA,
-    the products of weight and adapter.
+    An adapter saves the product of its input with A. With dropout, it also saves its input after dropout and the mask.
+    With DoRA, it also saves the outputs of the weight and of the adapter.
     """
     lora, model = config.optimizer.lora, config.model.with_heads(name)
     if lora is None:
@@ -561,7 +563,8 @@ def _adapter_numbers(config: Config, name: str, mlp: str, size: int) -> float:
         saved -= _not_kept(config, name)
     reading = {*lora.also, *(() if lora.dropout else lora.targets)}  # parts with matrices that save their inputs
     routed = mlp == EXPERTS and "router" in reading
-    inputs = [bool(reading & projections), "mlp" in reading or (routed and size == 4)]  # of attention and MLP
+    # Whether attention and the MLP save their inputs.
+    inputs = [bool(reading & projections), "mlp" in reading or (routed and size == 4)]
     if model.gpt_j_residual and model.gpt_j_tied:
         inputs = [any(inputs)]  # both have the same input
     saved -= inputs.count(False) * model.hidden_size
@@ -570,14 +573,14 @@ def _adapter_numbers(config: Config, name: str, mlp: str, size: int) -> float:
     if mlp != EXPERTS:
         return saved - model.ffn_hidden_size * ("mlp" not in reading)
     if not routed and size < 4:
-        saved -= model.hidden_size * 4 / size  # the token in float32
+        saved -= model.hidden_size * 4 / size  # the router's copy in float32
     rows = model.moe_top_k * (model.expert_width + model.hidden_size) + (model.moe_shared_intermediate_size or 0)
     return saved - rows * ("mlp" not in reading)
 
 
 def _not_kept(config: Config, name: str) -> int:
-    """Count the numbers per token in queries and keys that are not saved if queries, keys and values are separate
-    tensors. A rotation saves neither queries nor keys; polar forms save the inputs of their magnitudes.
+    """Count the numbers per token in the queries and keys that a block does not save if queries, keys and values are
+    separate tensors. A rotation saves neither queries nor keys. Polar forms save the inputs of their magnitudes.
     """
     model, position = config.model.with_heads(name), config.layer_types[name]
     normed = model.use_qk_layernorm or model.qk_norm is not None or model.unweighted_qk_norm
@@ -615,7 +618,7 @@ def _inner_numbers(model: ModelConfig, width: int) -> int:
 
 def _operand_bytes(config: Config, size: int, backends: Backends) -> float:
     """Return the bytes per token of the rotated queries and keys and of the activations saved to compute them, averaged
-    over all layers. Non-rotary methods save none.
+    over all layers. Non-rotary methods save no such tensors.
     """
     types = config.layer_types
 
@@ -624,8 +627,9 @@ def _operand_bytes(config: Config, size: int, backends: Backends) -> float:
         method = operand_method(position, model, backend)
         queries = model.num_attention_heads
         operands = (queries + model.num_kv_heads) * saved_width(method)
-        if backend in PADDING:  # the output with its padding, and a copy of it without
-            operands += queries * method.operand_dim * (1 + (method.latent is not None))  # and the padded values
+        if backend in PADDING:
+            # The padded output and its copy without padding. With latents, the padded values are also saved.
+            operands += queries * method.operand_dim * (1 + (method.latent is not None))
         elif backend != "triton":  # its output needs no copy
             operands += queries * model.value_dim
         coefficients = COEFFICIENTS.get(position.pos_emb, 0.0) * position.rotary_pct
@@ -636,12 +640,14 @@ def _operand_bytes(config: Config, size: int, backends: Backends) -> float:
 
 
 def operand_method(position: PositionConfig, model: ModelConfig, backend: str) -> PositionMethod:
-    """Build the position method for a backend, which determines whether it receives magnitudes."""
+    """Build the position method for `backend`. The backend determines whether it receives magnitudes or operands."""
     return build_method(position, model).with_backend(BACKENDS[backend])
 
 
 def saved_width(method: PositionMethod) -> int:
-    """Return the number of features of a head that attention saves and caches: features of Q' or K', or magnitudes."""
+    """Return the number of features per head that attention saves and caches. They are features of Q' or K', or
+    magnitudes.
+    """
     return method.head_dim if method.magnitudes else method.operand_dim
 
 

@@ -1,7 +1,7 @@
 """Mixtures of experts: a router sends each token to a few of many MLPs, without dropping tokens.
 
-Every sum has a fixed order, so that a repeated step has the same results: gradients of an expert are summed over its
-rows, and results of a token over its choices.
+Every sum has a fixed order, so that a repeated step has the same results. Gradients of an expert are summed over its
+rows in order. Results of a token are summed over its choices in order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from megatron_coca.config import ModelConfig
 from megatron_coca.model.layers import MLP, FeedForward
 
 TINY = 1e-20
-"""Number that is added to a sum of weights, as in DeepSeek 3, so that nothing is divided by 0 if the sum is 0."""
+"""Number that is added to a sum of weights before a division, as in DeepSeek 3, so that the divisor is not 0."""
 GROUPED_BYTES = 16
 """`torch._grouped_mm` reads rows in units of this many bytes."""
 
@@ -44,8 +44,8 @@ class ExpertRouter(nn.Module):
     """Scores the experts for each token, in float32 or better, and chooses the best ones.
 
     `correction_bias` [experts] changes only which experts are chosen, not `Routing.weights`. It is not trained by
-    gradients, and stays in float32 if the module is converted to a dtype with fewer bits, in which the small updates of
-    its values would be lost.
+    gradients. If the module is converted to half precision, `correction_bias` stays in float32, because rounding would
+    remove its small updates.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -53,7 +53,7 @@ class ExpertRouter(nn.Module):
         experts = model.moe_num_experts
         self.top_k, self.normalizes = model.moe_top_k, model.moe_norm_topk_prob
         self.groups, self.chosen_groups = model.moe_num_groups, model.moe_top_k_groups
-        self.summed = 1 if model.moe_group_scores == "max" else 2  # scores of a group
+        self.summed = 1 if model.moe_group_scores == "max" else 2  # best scores per group
         self.sigmoid, self.factor = model.moe_router_scores == "sigmoid", model.moe_routed_scaling_factor
         self.weight = nn.Parameter(torch.empty(experts, model.hidden_size))
         self.bias = nn.Parameter(torch.zeros(experts)) if model.moe_router_bias else None
@@ -108,15 +108,15 @@ class StackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(experts, outputs)) if bias else None
 
     def forward(self, x: Tensor, sorted_experts: Tensor, load: Tensor) -> Tensor:
-        """Map rows x [rows, in] with the expert of each row. `sorted_experts` are these experts in ascending order, and
-        `load` has the number of rows of each expert.
+        """Apply the linear map of each row's expert to x [rows, in]. `sorted_experts` has the expert of each row, in
+        ascending order. `load` has the number of rows of each expert.
         """
         if can_group(x, self.weight):
             ends = load.cumsum(0).to(torch.int32)
             out = torch._grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)
             if self.bias is None:
                 return out
-            # The gradient of this product is summed in a fixed order. On a GPU, the gradient of indexing is not.
+            # The gradient of this product is summed in a fixed order. On a GPU, the gradient of indexing has no order.
             return out + F.one_hot(sorted_experts, len(load)).to(x.dtype) @ self.bias
         biases = [None] * len(load) if self.bias is None else self.bias.unbind()
         parts = zip(x.split(load.tolist()), self.weight.unbind(), biases, strict=True)
@@ -147,7 +147,9 @@ class _Sent(torch.autograd.Function):
 
 
 class _Returned(torch.autograd.Function):
-    """Reorder rows [T k, width] of experts by token and choice, or the reverse with `order` and `places` exchanged."""
+    """Reorder rows [T k, width] from the order of experts to the order of tokens and choices. If `order` and `places`
+    are exchanged, do the reverse.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -161,13 +163,13 @@ class _Returned(torch.autograd.Function):
 
 
 class ExpertMixture(FeedForward):
-    """sum_i w_i MLP_i(x) over the experts i that the router chooses for a token, plus an MLP for all tokens, if any.
-    With `moe_weights_on_input`, the terms of the sum are MLP_i(w_i x).
+    """sum_i w_i MLP_i(x) over the experts i that the router chooses for a token. If the model has a shared MLP, its
+    output is added for every token. With `moe_weights_on_input`, the terms of the sum are MLP_i(w_i x).
 
     Input and output are hidden states [..., hidden_size].
 
     Attributes:
-        routing: the router's result of the last forward pass in training, within `recorded_routing`; else None.
+        routing: the router's result in the last forward pass within `recorded_routing`, or None if none was recorded.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -217,7 +219,7 @@ def mixtures_of(module: nn.Module) -> list[ExpertMixture]:
 
 @contextmanager
 def recorded_routing(mixtures: Sequence[ExpertMixture]) -> Iterator[None]:
-    """Keep in `ExpertMixture.routing` the results of the routers in forward passes within the `with` block."""
+    """Keep the routers' results of forward passes within the `with` block, in `ExpertMixture.routing`."""
     for each in mixtures:
         each.records = True
     try:
@@ -228,12 +230,12 @@ def recorded_routing(mixtures: Sequence[ExpertMixture]) -> Iterator[None]:
 
 
 class StepRouting(NamedTuple):
-    """What the routers of all layers with mixtures did in a step.
+    """The routers' choices and losses in a training step, for all layers with mixtures.
 
     Attributes:
         load: number of tokens that chose each expert, int64 [layers, experts].
-        balance: the balancing loss of each layer, float64 [layers], a mean over passes.
-        z: the mean squared log-sum-exp of the logits of each layer, float64 [layers], a mean over passes.
+        balance: the balancing loss of each layer, averaged over forward passes, float64 [layers].
+        z: the mean squared log-sum-exp of each layer's logits, averaged over forward passes, float64 [layers].
     """
 
     load: Tensor
@@ -242,7 +244,7 @@ class StepRouting(NamedTuple):
 
 
 class Balancing:
-    """The losses that balance the experts of a model, and the sums of what its routers do in a step.
+    """Computes the losses that balance the experts of a model, and collects the routers' results of each step.
 
     Attributes:
         mixtures: the mixtures of the model, in the order of its layers.
@@ -260,12 +262,12 @@ class Balancing:
         before = [None if bias is None else bias.detach().clone() for bias in biases]
         yield
         for bias, values in zip(biases, before, strict=True):
-            if bias is not None and values is not None and bias.shape == values.shape:  # ZeRO 3 divides it
+            if bias is not None and values is not None and bias.shape == values.shape:  # ZeRO 3 divides biases
                 bias.data = values.to(bias.device)
 
     def gradient_of(self, routings: list[Routing]) -> Tensor:
-        """Return a scalar with the value 0 and the gradient of the balancing losses. `routings` has the result of each
-        router in a pass.
+        """Return a scalar with the value 0 and the gradient of the balancing losses. `routings` has the results of all
+        routers in one forward pass.
         """
         self._seen.append([each._replace(balance=each.balance.detach(), z=each.z.detach()) for each in routings])
         balance, z = (torch.stack(values).mean() for values in zip(*((r.balance, r.z) for r in routings), strict=True))
@@ -273,7 +275,7 @@ class Balancing:
         return added - added.detach()
 
     def take(self) -> StepRouting | None:
-        """Return the sums over the passes since the last call, and forget them; None without mixtures or passes."""
+        """Combine and forget the results of the forward passes since the last call. Return None if there are none."""
         passes, self._seen = self._seen, []
         if not passes:
             return None
@@ -284,7 +286,9 @@ class Balancing:
 
     @torch.no_grad()
     def update(self, load: Tensor) -> None:
-        """Update every `correction_bias` at `moe_bias_update_rate`, for the load of a step, [layers, experts]."""
+        """Update every `correction_bias` after a step with this `load` [layers, experts]. Experts below the mean load
+        gain `moe_bias_update_rate`, and experts above the mean lose it.
+        """
         if self._rate == 0:
             return
         below = (load.double().mean(-1, keepdim=True) - load).sign()

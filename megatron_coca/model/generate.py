@@ -16,14 +16,14 @@ from megatron_coca.model.gpt import GPT
 from megatron_coca.model.static_decoding import StaticDecoder
 
 NOT_GENERATED = -1
-"""Fills the rest of a row after its last generated token."""
+"""The value that fills the rest of a row after its last generated token."""
 
 DynamicLength = Literal["current", "prompt", "total"]
-"""Which length the length-dependent extensions use during generation: a key of `DYNAMIC_LENGTHS`."""
+"""A key of `DYNAMIC_LENGTHS`. It selects the length that length-dependent extensions use during generation."""
 
 DYNAMIC_LENGTH: DynamicLength = "current"
-"""The default in generation and evaluation. Exported models support only this value, because transformers does not tell
-a model the final length.
+"""The default in generation and evaluation. Exported models support only this value, because transformers does not pass
+the final length to a model.
 """
 
 DYNAMIC_LENGTHS: dict[str, Callable[[int, int], int | None]] = {
@@ -36,8 +36,8 @@ DYNAMIC_LENGTHS: dict[str, Callable[[int, int], int | None]] = {
 Decoding = Literal["growing", "static", "auto"]
 """How tokens after the first one are decoded. "growing": the tensors of the cache have one more token after every step.
 "static": every step has the same shapes, and on CUDA its operations are captured in a graph. "auto" is "static" on CUDA
-if the model supports it (`static_decoding.unsupported`), and otherwise "growing". The tokens are the same up to
-rounding. "growing" is the default, because no graph has been compared with it on a GPU yet
+if the model supports it (`static_decoding.unsupported`), and otherwise "growing". All values generate the same tokens,
+up to rounding. "growing" is the default, because no graph has been compared with it on a GPU yet
 (tests/gpu/test_decoding_cuda.py).
 """
 
@@ -144,8 +144,8 @@ def generate_tokens(
         seeds: one seed for each row; by default the seeds that `row_seeds` returns.
         vocab_size: ids at or above it are never generated; by default the model's vocabulary size without padding.
         dynamic_length: a key of `DYNAMIC_LENGTHS`.
-        cache: a cache that contains the first tokens of the prompts, but not all, from `SharedPrefix`. The tokens are
-            added to it. By default an empty cache.
+        cache: a cache from `SharedPrefix` that contains the first tokens of the prompts, but not all tokens. The other
+            tokens are added to it. By default, the cache is empty.
         decoding: how tokens are decoded; see `Decoding`.
 
     Raises:
@@ -196,8 +196,8 @@ class TokenChoice:
     def __call__(self, logits: Tensor, ids: Tensor, number: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return the next tokens, int64 [batch, 1], and whether the logits of each row are finite, bool [batch, 1].
 
-        `logits` are [batch, vocabulary] after the new input tokens `ids`, int64 [batch, length]. `number` counts the
-        generated tokens from 0; it may be a tensor int64 [1].
+        `ids`, int64 [batch, length], are the new input tokens, and `logits` [batch, vocabulary] are the model's output
+        for the last of them. `number` is the index of the generated token, from 0, as an int or an int64 tensor [1].
         """
         finite = logits[:, : self._limit].amax(dim=-1, keepdim=True) < torch.inf  # False for NaN
         if self._sampling.repetition_penalty != 1:
@@ -222,7 +222,7 @@ def _decoder(
     if decoding == "growing" or (decoding == "auto" and prompts.device.type != "cuda"):
         return None
     (batch, length), decoder = prompts.shape, cache.decoder
-    total = length + max_new_tokens - 1  # no token follows the last one
+    total = length + max_new_tokens - 1  # the last token is never an input
     if (reason := static_decoding.unsupported(model, cache, total, length)) is not None:
         if decoding == "static":
             raise DecodingError(f"decoding: static does not support this model or text ({reason}); use growing")
@@ -234,8 +234,8 @@ def _decoder(
 
 
 def _on_host(found: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tokens [batch] from `found`, int64 [batch, 2] in host memory, which also says whether the logits of
-    each row are finite. Raises FloatingPointError if they are not.
+    """Return the tokens [batch], which are the first column of `found`, int64 [batch, 2] in host memory. The second
+    column is 1 if the logits of a row are finite. Raises FloatingPointError if the logits of a row are not finite.
     """
     new, finite = found.unbind(1)
     if not finite.all():
@@ -312,7 +312,7 @@ def uniform_draws(seeds: Sequence[int], count: int) -> Tensor:
     device.
     """
     rows = [torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
-    # The limit keeps a draw times the sum of the probabilities below that sum.
+    # This limit keeps the product of a draw and the sum of the probabilities below that sum.
     return torch.stack(rows).clamp_(max=1 - 2**-40)
 
 
@@ -333,8 +333,8 @@ def draw(scores: Tensor, uniform: Tensor) -> Tensor:
 
 
 def equal_length_batches(lengths: Sequence[int], max_new_tokens: int, tokens_per_batch: int) -> Iterator[list[int]]:
-    """Yield the prompt indices of each batch, shortest prompts first. All prompts of a batch have the same length, and
-    a batch has at most `tokens_per_batch` tokens including `max_new_tokens` per prompt, or a single prompt.
+    """Yield the prompt indices of each batch, shortest prompts first. All prompts of a batch have the same length. A
+    batch with several prompts has at most `tokens_per_batch` tokens, including `max_new_tokens` per prompt.
     """
     for length in sorted(set(lengths)):
         indices = [index for index, other in enumerate(lengths) if other == length]

@@ -64,7 +64,7 @@ BlockStep = Callable[[Tensor, Contexts], Tensor]
 def trained_steps(blocks: nn.ModuleList, model: ModelConfig, draws: bool) -> Iterator[BlockStep]:
     """Yield the functions that a training forward pass calls in turn: one per block or, with activation checkpointing,
     one per group of `checkpoint_num_layers` blocks. The results with and without activation checkpointing are
-    bit-identical, because recomputation restores the random state. `draws`: whether the blocks draw random numbers.
+    bit-identical, because recomputation restores the random state. `draws` is True if the blocks draw random numbers.
     """
     if not model.checkpoint_activations:
         yield from (partial(_through, [block]) for block in blocks)
@@ -84,8 +84,8 @@ def _through(group: Sequence[nn.Module], x: Tensor, contexts: Contexts) -> Tenso
 
 
 class OutputHead(nn.Linear):
-    """An untied output matrix. It maps hidden states [..., width] to logits [..., vocabulary], or computes the loss if
-    it gets labels.
+    """An untied output matrix. It maps hidden states [..., width] to logits [..., vocabulary]. If it receives labels,
+    it computes the loss.
 
     The loss is computed in this module's forward pass, because ZeRO stage 3 gathers the module's weights only there.
     """
@@ -117,7 +117,7 @@ class GPT(ShardedModule):
     Attributes:
         methods: the position method of every layer type.
         vocab_size: number of rows of the output head, padding included.
-        draws: whether the blocks draw random numbers in training. Adapters with dropout set it, too.
+        draws: whether the blocks draw random numbers in training. Adapters with dropout also set it to True.
     """
 
     def __init__(
@@ -270,12 +270,12 @@ class GPT(ShardedModule):
         return self.norm(x)
 
     def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
-        """Create an empty cache with memory for `capacity` tokens. `length` is as in `Cache`."""
+        """Create an empty cache with memory for `capacity` tokens. `length` has the same meaning as in `Cache`."""
         return Cache([self.methods[name].window for name in self.layer_types], length, capacity)
 
     def outgrown(self, cache: Cache, new: int) -> bool:
         """Return True if `new` more tokens make LongRoPE switch to its frequencies for long texts. The model must then
-        process all tokens again, with a new cache. A cache with a length never switches.
+        process all tokens again, with a new cache. If the cache has a fixed length, LongRoPE never switches.
         """
         switches = {method.switch for method in self.methods.values()} if cache.length is None and len(cache) else ()
         return any(switch is not None and cache.reached <= switch < cache.reached + new for switch in switches)
@@ -296,10 +296,11 @@ class GPT(ShardedModule):
 
     def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
         """Return the mean cross-entropy in nats per token, float32, of labels int64 [batch, length] given
-        `hidden_states` [batch, length, hidden_size]. It is computed in chunks of `loss_chunk_size` tokens (0: all at
-        once).
+        `hidden_states` [batch, length, hidden_size]. It is computed in chunks of `loss_chunk_size` tokens. If
+        `loss_chunk_size` is 0, all tokens are one chunk.
 
-        With `loss_mask`, bool [batch, length], the mean is over the labels that it selects, and 0 if it selects none.
+        With `loss_mask`, bool [batch, length], the mean is over the labels that the mask selects. If the mask selects
+        no label, the loss is 0.
         """
         chunk = self._config.loss_chunk_size
         if chunk == 0:
@@ -347,7 +348,8 @@ class LanguageModelLoss(ShardedModule):
     `documents` and `positions`, integer [batch, length], are passed to the model. `loss_mask`, bool [batch, length],
     selects the inputs whose next token counts in the loss. The loss is multiplied by `loss_weight`.
 
-    In training, the gradient of the balancing losses of mixtures of experts is added, but not their value.
+    In training, the gradients also include those of the balancing losses of mixtures of experts. The returned value
+    does not include these losses.
     """
 
     def __init__(self, model: GPT, balancing: Balancing | None = None) -> None:

@@ -242,7 +242,7 @@ class AllHeadsNorm(nn.Module):
 
 
 def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
-    """Build the norms for queries and keys [..., heads, head_dim], at most two, by their names in SelfAttention."""
+    """Build the norms for queries and keys [..., heads, head_dim]. The result maps names in SelfAttention to norms."""
     if model.use_qk_layernorm:
         return {"qk_layernorm": QK_NORMS[model.norm](model)}
     if model.qk_norm == "head":
@@ -260,8 +260,8 @@ def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
 
 
 def unweighted_qk_norms(model: ModelConfig, method: PositionMethod) -> dict[str, nn.Module]:
-    """Build the norms of queries and keys that have no weights, by their names in SelfAttention. Only layers that
-    rotate have them.
+    """Build norms without weights for queries and keys. The result maps names in SelfAttention to norms. Only layers
+    with a rotary method have these norms.
     """
     if not (model.unweighted_qk_norm and method.form.rotary):
         return {}
@@ -270,7 +270,9 @@ def unweighted_qk_norms(model: ModelConfig, method: PositionMethod) -> dict[str,
 
 
 def value_norms(model: ModelConfig) -> dict[str, nn.Module]:
-    """Build the norm of values [..., heads, head_dim], which has no weights, by its name in SelfAttention."""
+    """Build the norm without weights for values [..., heads, head_dim]. The result maps a name in SelfAttention to the
+    norm.
+    """
     norm = nn.RMSNorm(model.head_dim, model.rms_norm_epsilon, elementwise_affine=False)
     return {"value_layernorm": norm} if model.value_norm else {}
 
@@ -281,8 +283,8 @@ ActivationFunction = Callable[[Tensor], Tensor]
 class XIELU(nn.Module):
     """The expanded integral of the ELU (Huang and Schlag 2024, arXiv:2411.13010), as in Apertus.
 
-    With a = softplus(weight[0]), c = beta + softplus(weight[1]) and (beta, eps) = weight[2:]: a x^2 + beta x for
-    x > 0, else c (expm1(min(x, eps)) - x) + beta x. beta and eps are not trained.
+    The result is a x^2 + beta x for x > 0, else c (expm1(min(x, eps)) - x) + beta x. Here a = softplus(weight[0]),
+    c = beta + softplus(weight[1]) and (beta, eps) = weight[2:]. beta and eps are not trained.
     """
 
     def __init__(self) -> None:
@@ -326,11 +328,15 @@ LEARNED: dict[str, type[nn.Module]] = {"xielu": XIELU}
 """Activations with learned parameters, without a gate."""
 
 TOKENS_AT_ONCE = 8192
-"""Tokens per chunk of the MLP if no gradients are needed. Chunking limits the memory for the inner features."""
+"""Number of tokens that an MLP processes at once if no gradients are needed. This limits the memory for the inner
+features.
+"""
 
 
 def clamped(value: Tensor, gate: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Return value and gate of `clamped_swiglu`: v + 1 and g, for values and gates that are clamped at `limit`."""
+    """Return (value + 1, gate) of `clamped_swiglu`. First the value is clamped to [-limit, limit], and the gate is
+    clamped to at most `limit`.
+    """
     return value.clamp(-limit, limit) + 1, gate.clamp(max=limit)
 
 
@@ -344,7 +350,9 @@ class FeedForward(nn.Module):
         self.activation = build_activation(model)
 
     def inner(self, packed: Tensor) -> Tensor:
-        """Return the inner features of the results of the first map, which have value and gate side by side."""
+        """Return the inner features. `packed` is the output of the first linear map; if the activation is gated, it has
+        value and gate side by side.
+        """
         if not self.gated:
             return self.activation(packed)
         value, gate = packed.chunk(2, dim=-1)
@@ -366,14 +374,14 @@ class FeedForward(nn.Module):
 
 
 class MLP(FeedForward):
-    """linear2(act(linear1 x)), or with a gated activation linear2(value * act(gate)) with (value | gate) = linear1 x,
-    which is GPT-NeoX's packing.
+    """linear2(act(linear1 x)) or, with a gated activation, linear2(value * act(gate)). Then (value | gate) = linear1 x,
+    packed as in GPT-NeoX.
 
     Input and output are hidden states [..., hidden_size].
     """
 
     def __init__(self, model: ModelConfig, width: int | None = None) -> None:
-        """`width` is the number of inner features, by default that of the configuration."""
+        """`width` is the number of inner features, by default `ffn_hidden_size`."""
         super().__init__(model)
         width = model.ffn_hidden_size if width is None else width
         self.linear1 = nn.Linear(model.hidden_size, 2 * width if self.gated else width, bias=model.use_bias_in_mlp)
@@ -407,7 +415,9 @@ class OutputTransform(nn.Module):
 
 
 def build_output_transform(model: ModelConfig) -> nn.Module | None:
-    """Build the layer between the final norm and the output head: [..., hidden_size] to [..., token_width]."""
+    """Build the layer between the final norm and the output head, if the model has one. The layer maps
+    [..., hidden_size] to [..., token_width].
+    """
     if model.embedding_width:
         return nn.Linear(model.hidden_size, model.embedding_width, bias=False)
     return OutputTransform(model) if model.use_output_transform else None
@@ -480,7 +490,7 @@ class Block(nn.Module):
         layer_type: str,
         mlp: type[FeedForward] = MLP,
     ) -> None:
-        """`mlp` is the class of the MLP. Layers of type `gau` have none."""
+        """`mlp` is the class of the MLP. Layers of type `gau` have no MLP."""
         super().__init__()
         self.layer_type = layer_type
         self.parallel, self.tied_norm, self.dropout = model.gpt_j_residual, model.gpt_j_tied, model.hidden_dropout

@@ -14,15 +14,16 @@ from megatron_coca.model.layers import soft_capped
 IGNORED = -100
 """The label of tokens that do not count in the loss, as in PyTorch."""
 CHUNK_MULTIPLE = 128
-"""Tokens per chunk are a multiple of this, because the tiles of matrix products have at most this many rows."""
+"""The number of tokens per chunk is a multiple of this number, because the tiles of matrix products have no more rows.
+"""
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
     """Return the mean cross-entropy in nats per token, in float32 or better, of labels [batch, length] given logits
     [batch, length, vocabulary].
 
-    With `loss_mask`, bool [batch, length], the mean is over the labels that it selects, as in GPT-NeoX and Megatron,
-    and 0 if it selects none.
+    With `loss_mask`, bool [batch, length], the mean is over the labels that the mask selects, as in GPT-NeoX and
+    Megatron. If the mask selects no label, the loss is 0.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     if loss_mask is None:
@@ -41,8 +42,8 @@ def linear_cross_entropy(
     cap: float | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time
-    (None: all tokens at once).
+    """Return the mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time. If
+    `chunk` is None, all tokens are computed at once.
 
     `hidden` is [tokens, width], `weight` is [vocabulary, width] with the same dtype, and `labels` is int64 [tokens].
     Labels with the value `IGNORED` do not count; if no label counts, the loss is 0. Logits have the dtype of `hidden`.
@@ -69,8 +70,9 @@ def linear_cross_entropy(
 
 
 def _even_chunk(tokens: int, most: int) -> int:
-    """Return the size of equal chunks. There are as many of them as there would be chunks of `most` tokens. A small
-    last chunk would use only a small part of a GPU, but read and write the head's gradient like a full chunk.
+    """Return the size of chunks that divide `tokens` about equally, with at most `most` tokens in each and as few
+    chunks as possible. A small last chunk would use only a small part of a GPU, but it would read and write the whole
+    gradient of the head.
     """
     chunks = max(1, -(-tokens // most))
     each = -(-tokens // chunks)
@@ -166,7 +168,7 @@ class _SummedLoss(torch.autograd.Function):
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """Add the matrix product a b to `total`, or set `total` to the product if it is the `first` one. The dtype of
-    `total` may be wider than that of a and b.
+    `total` may be wider than the dtype of a and b.
     """
     if a.dtype != total.dtype and not a.is_cuda:
         product = a @ b

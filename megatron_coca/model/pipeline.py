@@ -22,8 +22,8 @@ TOKEN_TABLE = "embedding.word_embeddings"
 
 
 class StageInput(NamedTuple):
-    """A micro-batch: the arguments of `LanguageModelLoss`. `samples` is int64 [batch, length + 1], the other tensors
-    are [batch, length].
+    """A micro-batch, which contains the arguments of `LanguageModelLoss`. `samples` is int64 [batch, length + 1]; the
+    other tensors are [batch, length].
     """
 
     samples: Tensor
@@ -61,8 +61,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Sharing:
-    """A module that is copied to several pipeline stages and trained as one module. `path` is its name in the
-    model, `weights` are the names of its parameters, and the first of `stages` owns it.
+    """A module that is copied to several pipeline stages and trained as one module. `path` is its name in the model,
+    and `weights` are the names of its parameters. `stages` are the stages with a copy; the first of them owns it.
     """
 
     path: str

@@ -1,7 +1,7 @@
 """Process prompts that begin with the same tokens: the keys and values of the common beginning are computed once.
 
-The results equal those of separate prompts except for rounding: the remaining tokens go through the same formulas in
-smaller matrix products.
+The results differ from those of separate prompts only by rounding, because the remaining tokens go through the same
+formulas in smaller matrix products.
 """
 
 import numpy as np
@@ -11,10 +11,10 @@ from megatron_coca.model.gpt import GPT
 
 
 class SharedPrefix:
-    """The cache of the previous prompt. The next prompt continues it after the tokens with which both prompts begin.
+    """Keeps the cache of the previous prompt. The next prompt reuses the cached tokens with which both prompts begin.
 
-    Length-dependent extensions rotate a beginning with the frequencies of the whole prompt. Therefore only prompts of
-    the same number of tokens share their beginning.
+    With length-dependent extensions, the rotation of the first tokens depends on the length of the whole prompt.
+    Therefore only prompts with the same number of tokens share cached tokens.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -22,13 +22,13 @@ class SharedPrefix:
         self._prompt: np.ndarray | None = None
         self._cache: Cache | None = None
         methods = model.methods.values()
-        # A window has dropped tokens that a cut cache needs, and LongRoPE may have started again with a new cache.
+        # A window drops tokens that a shortened cache needs. LongRoPE may have started again with a new cache.
         self._supported = all(method.window is None and method.switch is None for method in methods)
 
     def cache_for(self, prompt: np.ndarray, new_tokens: int, length: int | None = None) -> Cache:
-        """Return a cache with the tokens with which `prompt`, integers [tokens], and the previous prompt begin. At
-        least the last token of `prompt` is left to process. The cache has memory for `new_tokens` more tokens; `length`
-        is as in `Cache`.
+        """Return a cache with the tokens with which `prompt`, integers [tokens], and the previous prompt begin. It
+        never contains the last token of `prompt`. It has memory for the whole prompt and `new_tokens` more tokens.
+        `length` has the same meaning as in `Cache`.
         """
         last, cache = self._prompt, self._cache
         self._prompt, self._cache = None, None  # an interrupted computation leaves no cache behind
@@ -52,7 +52,8 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def prefix_order(prompt: np.ndarray) -> tuple[int, list[int]]:
-    """Return a sort key for prompts: length, then tokens. In this order each prompt shares most with the one before.
+    """Return a sort key for prompts: length, then tokens. In this order, each prompt shares as many first tokens as
+    possible with the prompt before it.
 
     Prompts that hide a fact in the same filler are thus ordered by the depth of the fact.
     """

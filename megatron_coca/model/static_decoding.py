@@ -1,4 +1,4 @@
-"""Decode tokens one by one with fixed shapes: on CUDA, the operations of a token are captured once in a CUDA graph, and
+"""Decode tokens one by one with fixed shapes. On CUDA, the operations of a token are captured once in a CUDA graph, and
 the host launches the graph for every token.
 
 A step reads its token and its index from the device, and it writes the next token and the next index there. The host
@@ -27,9 +27,9 @@ ChooseTokens = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 int64 [batch, 1], and whether the logits are finite, bool [batch, 1]. It must not wait for the device."""
 
 LEAST_EXTENT = 512
-"""The smallest number of slots that attention reads. The number doubles when the sequence reaches it."""
+"""The smallest number of cache slots that attention reads. The number doubles when the sequence reaches it."""
 AHEAD = 2
-"""Steps on a GPU that the host launches before it reads the tokens of a step."""
+"""Number of later steps that the host launches on a GPU before it reads the tokens of a step."""
 LEAST_CAPTURED = 4
 """A graph is captured only if at least this many tokens remain. Capturing takes the host about as long as one token
 without a graph.
@@ -39,7 +39,7 @@ without a graph.
 def unsupported(model: GPT, cache: Cache, total: int, past: int = 0) -> str | None:
     """Return None, or the reason why a sequence of `past` to `total` tokens cannot be decoded with fixed shapes.
 
-    `PositionMethod.moving` declares this for every position method.
+    `PositionMethod.moving` returns the reasons that come from a position method.
     """
     for name, method in model.methods.items():
         if (reason := method.moving(cache.length)) is not None:
@@ -59,7 +59,7 @@ def unsupported(model: GPT, cache: Cache, total: int, past: int = 0) -> str | No
 
 
 class StaticDecoder:
-    """Decodes the tokens that follow the tokens in a cache, in the buffers of the cache.
+    """Decodes the tokens that follow the tokens in a cache. New keys and values go into the buffers of the cache.
 
     It can be used for one sequence after another. The captured graphs are kept while the cache keeps its buffers.
     """
@@ -104,15 +104,15 @@ class StaticDecoder:
         return self._token.is_cuda
 
     def fits(self, model: GPT, batch: int, total: int, rule: Hashable | None, past: int) -> bool:
-        """Return whether this decoder does the same as a new one with these arguments."""
+        """Return whether this decoder can replace a new decoder with these arguments."""
         same = (len(self._token), self._total, self._rule, self._past) == (batch, total, rule, past)
         return same and rule is not None and model is self._model
 
     def tokens(self, cache: Cache, new: Tensor, number: int, count: int) -> Iterator[Tensor]:
         """Yield the next tokens and whether their logits were finite, int64 [batch, 2] in host memory, `count` times.
 
-        The cache is that of the constructor. `new`, int64 [batch, 1], are the tokens after the cached ones. The first
-        yielded tokens are number `number` of the generated tokens, counted from 0.
+        `cache` is the cache that the constructor received. `new`, int64 [batch, 1], are the tokens after the cached
+        ones. `number` is the index of the first yielded token among the generated tokens, from 0.
         """
         past = start = len(cache)
         self._begin(cache, new, number)
@@ -200,9 +200,10 @@ class _Turning:
     """Frequencies that depend on the number of tokens, so that all keys are rotated again in every step.
 
     Attributes:
-        lengths: the numbers of tokens.
-        frequencies, multiplier: as in `RotaryFrequencies` for each length, float64 [lengths, d/2] and [lengths, 1].
-        both: as in `RotaryFrequencies`.
+        lengths: the numbers of tokens for which frequencies are stored.
+        frequencies, multiplier: the fields of `RotaryFrequencies` for each length, float64 [lengths, d/2] and
+            [lengths, 1].
+        both: the field of `RotaryFrequencies` with this name.
         places: the positions to which each band rotates queries and keys, float64 [tokens].
         factor: the logit scaling of each token, float64 [tokens], or None.
     """
@@ -215,7 +216,7 @@ class _Turning:
     factor: Tensor | None
 
     def context(self, context: PositionContext, index: Tensor, extent: int) -> PositionContext:
-        """Replace the tables of the token's context by those at its number of tokens, for the first `extent` keys."""
+        """Return a token's context with the tables for its number of tokens and for the first `extent` keys."""
         row = index + 1 - self.lengths.start
         theta, multiplier = (x.index_select(0, row) for x in (self.frequencies, self.multiplier))
         of_query, of_key = (multiplier, multiplier) if self.both else (multiplier**2, torch.ones_like(multiplier))

@@ -18,7 +18,7 @@ class WeightKind(NamedTuple):
     Attributes:
         deviation: the exponent for the standard deviation of the initial values.
         rate: the exponent for the learning rate of Adam and Lion.
-        orthogonal_rate: the exponent for the learning rate of Muon, if it makes the steps of the weight orthogonal.
+        orthogonal_rate: the exponent for the learning rate of Muon, if Muon makes the steps of the weight orthogonal.
     """
 
     deviation: float
@@ -27,13 +27,16 @@ class WeightKind(NamedTuple):
 
 
 CONSTANT = WeightKind(0.0, 0.0)
-"""Vectors and embeddings, whose number of inputs does not grow, and the output head. As the width grows,
-`final_logit_scale` falls instead of the head's weights, so that tied and untied heads are alike.
+"""Exponents for vectors and embeddings, which have a constant number of inputs, and for the output head. As the width
+grows, `final_logit_scale` falls instead of the head's weights, so that tied and untied heads are alike.
 """
 HIDDEN = WeightKind(-0.5, -1.0, -0.5)
-"""Matrices whose inputs and outputs grow. Steps of Muon have the spectral norm lr sqrt(max(out, in))."""
+"""Exponents for matrices with inputs and outputs that grow with the width. Steps of Muon have the spectral norm
+lr sqrt(max(out, in)).
+"""
 TO_FEW = WeightKind(-1.0, -1.0)
-"""Matrices whose inputs grow, but not their outputs: with HIDDEN's exponents, their norm would exceed sqrt(out / in).
+"""Exponents for matrices with inputs that grow with the width and outputs that do not. With HIDDEN's exponents, the
+norm of these matrices would exceed sqrt(out / in).
 """
 
 KINDS: tuple[tuple[str, WeightKind], ...] = (
@@ -56,13 +59,13 @@ def kind_of(name: str) -> WeightKind:
 
 
 def initial_factor(name: str, model: ModelConfig) -> float:
-    """Return the factor of `use_mup` on the initial values of the named matrix; 1 without `use_mup`."""
+    """Return the factor that `use_mup` applies to the initial values of the named matrix, or 1 without `use_mup`."""
     return model.mup_init_scale * model.width_ratio ** kind_of(name).deviation if model.use_mup else 1.0
 
 
 def rate_factor(name: str, width_ratio: float, orthogonal: bool = False) -> float:
-    """Return the factor on the learning rate of the named parameter, in a model `width_ratio` times as wide as the base
-    model. `orthogonal`: whether Muon makes the steps of this parameter orthogonal.
+    """Return the factor on the learning rate of the named parameter. The model is `width_ratio` times as wide as the
+    base model. `orthogonal` is True if Muon makes the steps of this parameter orthogonal.
     """
     if width_ratio == 1.0:
         return 1.0

@@ -29,11 +29,11 @@ def run(
     logs: Path,
     second: CommandTask | None = None,
 ) -> int:
-    """Run the parts `step.numbers`, then those of `second`, and then `finish`. Return the exit status.
+    """Run the parts of `step`, then the parts of `second`, and then `finish`. Return the exit status.
 
     With Slurm, this function submits an array for each step and a job that depends on the arrays, and returns at once.
     With the other engines, it returns at the end of the work. `second` and `finish` run even if tasks failed. `finish`
-    does the work that failed tasks left, and decides the status.
+    does the work that failed tasks did not complete, and decides the exit status.
 
     `logs` is a folder that all hosts share; each call writes into a new folder below it. Raises ClusterError.
     """
@@ -82,7 +82,7 @@ def _ray(settings: EngineSettings, steps: Sequence[CommandTask], finish: Command
         failures = [failure for step in steps for failure in _report(step, _on_ray(ray, settings, step))]
         if finish is None:
             return status_of(failures)
-        # `finish` is a task on Ray as well, because the work that is left may need the device of a task.
+        # `finish` is a task on Ray as well, because the remaining work may need the device of a task.
         last = replace(finish, logs=logs)
         status = FAILED
         try:

@@ -1,9 +1,9 @@
-"""The report of an error that ends a process, which a child process passes to the process that started it.
+"""The report of the error that ended a child process, for the process that started it.
 
-A process whose environment variable ERROR_FILE names a file writes its error there. The process that started it prints
-the first error of all its child processes (`training/launch/processes.py`). The variable (TORCHELASTIC_ERROR_FILE) and
-the format are torchrun's, so torchrun finds the first error, too. A process without this variable prints its error
-itself.
+If the environment variable TORCHELASTIC_ERROR_FILE names a file, a process writes its error to this file. The process
+that started it prints the first error of all its child processes (`training/launch/processes.py`). The variable and
+the format are those of torchrun, so torchrun also finds the first error. A process without this variable prints its
+error itself.
 
 This module imports only the standard library, because a failed import of another library may be the error to report.
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 from megatron_coca.support.plain_text import plain
 
 COMMUNICATION = ("distributed_c10d.py", f"{os.sep}deepspeed{os.sep}comm{os.sep}")
-"""Parts of the paths of files whose code waits for other ranks."""
+"""Parts of the paths of source files with code that waits for other ranks."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
@@ -51,7 +51,7 @@ class ErrorReport(NamedTuple):
 
     @classmethod
     def read(cls, file: Path) -> Self | None:
-        """Return the report in an error file, or None if there is none."""
+        """Return the report in an error file, or None if the file is missing or incomplete."""
         try:
             message = json.loads(file.read_text(encoding="utf-8"))["message"]
             extra = message["extraInfo"]
@@ -63,7 +63,7 @@ class ErrorReport(NamedTuple):
                 bool(extra["communication"]),
                 float(extra["time"]),
             )
-        except (OSError, ValueError, KeyError, TypeError):  # missing, or incomplete after a kill
+        except (OSError, ValueError, KeyError, TypeError):  # incomplete if the process was killed
             return None
 
     def write(self, file: Path) -> None:
@@ -82,7 +82,7 @@ def install() -> None:
 
 
 def tell(message: object) -> None:
-    """Report why the process exits, for an expected exit that needs no traceback."""
+    """Report the reason for an expected exit, which needs no traceback."""
     text = plain(str(message))
     if not _wrote(ErrorReport(text.partition("\n")[0], text, False, False, time.time())):
         print(text, file=sys.stderr)
@@ -96,8 +96,8 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 def _wrote(report: ErrorReport) -> bool:
-    """Write the error file, and return whether the launcher will print it. Under torchrun, the process itself must
-    print the error.
+    """Write the error file, and return whether the launcher will print the error. Under torchrun, the process itself
+    must print the error.
     """
     file = os.environ.get(ERROR_FILE)
     if not file:

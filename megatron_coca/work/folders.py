@@ -1,4 +1,5 @@
-"""The results of units of work: folders that are either complete or absent, even after a kill or a power loss.
+"""The results of units of work. A result is a folder that is either complete or absent, even if a process is killed or
+the power fails.
 
 The content is written to a hidden folder beside the final one, under a lock. Then the hidden folder is flushed to disk
 and renamed.
@@ -47,7 +48,7 @@ def partial_folder(final: Path) -> Path:
 
 
 def make_once(final: Path, make: Callable[[Path], None], error: Error, wait: bool = False) -> bool:
-    """Make a folder unless it exists: `make` fills a new folder, which is then renamed to `final`.
+    """Make the folder `final` unless it exists. `make` fills a new folder, which is then renamed to `final`.
 
     Return False if another process is making the folder. With `wait`, wait for that process instead, and make the
     folder if that process did not.
@@ -85,7 +86,7 @@ def atomic_dir(final: Path, error: Error) -> Iterator[Path]:
 @contextmanager
 def scratch_dir(final: Path, error: Error) -> Iterator[Path]:
     """Yield an empty folder beside `final`; `final` may exist. The new folder is removed at the end of the block, if it
-    still exists. After a kill, the next process with the same `final` removes it.
+    still exists. If this process is killed, the next process with the same `final` removes the new folder.
 
     Raises:
         error: the folder cannot be written, or another process uses it.

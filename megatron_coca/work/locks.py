@@ -1,4 +1,4 @@
-"""Locks between processes, also on several hosts. A lock ends with the process that holds it, even if it is killed."""
+"""Locks between processes, also on several hosts. A lock ends when the process that holds it ends or is killed."""
 
 import fcntl
 import os
@@ -48,8 +48,8 @@ def exclusive_lock(
     protects nothing any more, and `HeldLock.intact` returns False.
 
     Args:
-        busy: what to do if another process holds the lock: raise `error` with this message, or raise this exception;
-            None waits for the lock.
+        busy: the message for `error`, or the exception, that is raised if another process holds the lock. With None,
+            wait for the lock.
         temporary: whether to remove the file at the end of the block, before it is unlocked.
 
     Raises:
@@ -58,7 +58,8 @@ def exclusive_lock(
     """
     from filelock import FileLock, Timeout  # the GPT-NeoX plugin imports this module, but does not need filelock
 
-    # Not 0: if another process removes its temporary file after this process has opened it, a retry is needed.
+    # With a timeout of 0, there would be no retry after another process has removed its temporary file, which this
+    # process has already opened.
     lock = FileLock(path, timeout=-1 if busy is None else 0.1, poll_interval=0.05)
     try:
         lock.acquire()
@@ -77,8 +78,8 @@ def exclusive_lock(
 
 
 def is_locked(lock: Path) -> bool:
-    """Return whether a process holds a lock. This check takes the lock for a moment, but a process that wants it
-    meanwhile retries for longer.
+    """Return whether a process holds a lock. This check holds the lock for a moment. A process that tries to lock the
+    file at this moment retries for a longer time.
     """
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

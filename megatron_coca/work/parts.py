@@ -15,7 +15,7 @@ PART_HELP = (
 def part_of(text: str, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """Convert a text such as "2/8" to (1, 8): the part, counted from 0, and the number of parts.
 
-    The number of parts is always given, because no scheduler tells a task the size of the whole array: if one task of a
+    The number of parts is always given, because no scheduler gives a task the size of the whole array. If one task of a
     Slurm array is submitted again, `SLURM_ARRAY_TASK_COUNT` and `SLURM_ARRAY_TASK_MAX` describe only the new array.
     """
     part, _, parts = text.partition("/")

@@ -26,9 +26,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def ending_with_parent() -> Callable[[], None]:
-    """Return a `preexec_fn` of `Popen`: the child is killed when the thread that starts it ends, even by SIGKILL.
+    """Return a `preexec_fn` for `Popen`. The child is then killed when the thread that starts it ends, even if SIGKILL
+    ends this thread.
 
-    The function takes no lock that another thread could hold.
+    The function acquires no lock that another thread could hold.
     """
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
@@ -41,7 +42,7 @@ def ending_with_parent() -> Callable[[], None]:
 
 
 def start(command: Sequence[str], log: Path | None = None, **options: Any) -> Popen[bytes]:
-    """Start a process that is killed when this one ends, with standard output and error appended to `log`, if set.
+    """Start a process that is killed when this process ends. If `log` is set, the output and errors are appended to it.
 
     `options` are those of `Popen`.
     """

@@ -39,7 +39,7 @@ class EngineSettings(BaseModel):
         time: time limit of a task, as sbatch reads it. Two minutes before the limit, the task saves and is requeued.
         partition: Slurm's partition.
         address: address of the Ray cluster; `auto` finds the cluster of this machine.
-        sbatch_args: further options of sbatch, without their leading dashes; they take precedence over all others.
+        sbatch_args: further options of sbatch, without their leading dashes. They override all other settings.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -82,7 +82,7 @@ def _name_or_file(text: str) -> str:
 
 
 def engine_of(options: Namespace) -> EngineSettings | None:
-    """Return the settings that the options mean, or None without `--engine`. Raises ClusterError."""
+    """Return the settings that the options select, or None without `--engine`. Raises ClusterError."""
     given: dict[str, Any] = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
     if options.engine is None:
         if given:

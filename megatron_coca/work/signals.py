@@ -12,9 +12,9 @@ from megatron_coca.support.output import STDERR, put
 from megatron_coca.work.statuses import Preempted, Unsaved
 
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP)
-"""Signals that ask a command to save and end: SIGTERM (the default of schedulers), SIGUSR1 and SIGUSR2 (what a batch
-script requests before a time limit; SIGUSR2 is submitit's), SIGXCPU (a limit of processor time) and SIGHUP (a terminal
-or connection is closed).
+"""Signals that ask a command to save and end. SIGTERM is the default of schedulers. Batch scripts request SIGUSR1 or
+SIGUSR2 before a time limit; submitit uses SIGUSR2. SIGXCPU reports a limit of processor time. SIGHUP reports that a
+terminal or connection was closed.
 """
 FORWARDED = (*PREEMPTION, signal.SIGINT)
 """Signals that a command forwards to its child processes, which are in sessions of their own."""
@@ -43,8 +43,8 @@ def _restore(number: signal.Signals, before: Any) -> None:
 
 @contextmanager
 def handled(signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Call `handler` for these signals inside the block, except for ignored ones. Outside the main thread this has no
-    effect, because Python lets only the main thread set handlers.
+    """Call `handler` for these signals inside the block, except for ignored signals. Outside the main thread this has
+    no effect, because Python lets only the main thread set handlers.
     """
     before = _install(signals, handler)
     try:
@@ -69,9 +69,9 @@ class CaughtSignals:
     ) -> None:
         """`answer` is written to standard error immediately when the first signal arrives.
 
-        `last` says that the process ends after the block. If this or another rank was preempted, the process then
-        ignores the signals of `PREEMPTION`, because they may come again: SIGXCPU does in every second of processor
-        time.
+        `last` is True if the process ends after the block. If this or another rank was preempted, the process then
+        ignores the signals of `PREEMPTION`, because they may come again. For example, SIGXCPU comes again in every
+        second of processor time.
         """
         self.requested: str | None = None
         self._answer, self._last = answer, last

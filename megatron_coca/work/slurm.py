@@ -16,14 +16,14 @@ from megatron_coca.work.tasks import CommandTask, TaskFailed
 REQUEUES = 20
 """Number of times that Slurm starts a task again."""
 SAVING_SECONDS = 120
-"""Seconds before the time limit at which a task is told to save."""
+"""A task receives the signal to save this number of seconds before its time limit."""
 
 
 class SlurmTasks(SlurmPipelineExecutor):
     """An array of tasks.
 
-    A task that ends with a status other than FINAL is requeued by its batch script. If Slurm kills the script as well,
-    the job that depends on the array does the work of the task. That job starts in any case.
+    A task that ends with a status that is not in FINAL is requeued by its batch script. If Slurm also kills the script,
+    the job that depends on the array does the work of the task. That job starts even if tasks failed.
     """
 
     def __init__(

@@ -30,14 +30,16 @@ EXIT_STATUSES = tuple(MEANINGS)
 FINAL = (DONE, UNUSABLE, DIVERGED, UNSAVED, INTERRUPTED)
 """Exit statuses after which a restart does not help: the command would end the same way, or a user ended the run."""
 TEMPORARY = (UNAVAILABLE, PREEMPTED, HUNG, UNJOINED)
-"""Exit statuses of a child process after which a repetition may succeed. It may also succeed after a signal.
+"""Exit statuses of a child process after which a repetition may succeed. A repetition may also succeed if a signal
+ended the process.
 
-FAILED is not among them: every error with a traceback has this status, and most such errors would occur again.
+FAILED is not in this list, because every error with a traceback has this status, and most of these errors would occur
+again.
 """
 
 
 def exit_status(status: int) -> int:
-    """Return the exit status of a child process as a shell does: 128 + n after signal n (-n in `subprocess`)."""
+    """Convert a status of `subprocess` to the status that a shell reports: -n, for signal n, becomes 128 + n."""
     return 128 - status if status < 0 else status
 
 

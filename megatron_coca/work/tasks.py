@@ -1,4 +1,4 @@
-"""A task: a command of this program as a child process, which is started again if it is killed."""
+"""A task, which runs a command of this program as a child process and starts the command again if that may help."""
 
 import shlex
 from collections.abc import Sequence
@@ -81,8 +81,9 @@ def status_of_task(task: CommandTask, rank: int = 0, commands: "Commands | None"
 class Commands(ExitStack):
     """The running commands of a process, perhaps in several threads.
 
-    Inside the block, a signal of `PREEMPTION` sends SIGTERM to all of them, so that they save, and no other command is
-    started. This works only if the block is in the main thread, because Python allows no signal handlers elsewhere.
+    If a signal of `PREEMPTION` arrives inside the block, all running commands receive SIGTERM, so that they save. No
+    other command is started after the signal. This works only if the block is in the main thread, because Python allows
+    no signal handlers elsewhere.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Worker processes that multiprocessing starts, and pools of them: where they import from, and how they end."""
+"""Worker processes of multiprocessing, and pools of these processes: from where they import, and how they end."""
 
 import os
 import signal

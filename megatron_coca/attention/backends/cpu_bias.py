@@ -2,8 +2,8 @@
 
 The bias b(r) depends only on the distance r = m - n between query m and key n, so the mask of all pairs is constant
 along each diagonal. If the rows of a query block are reversed, mask entry (row, column) is element row + column of one
-vector: b at decreasing distances, then -inf for later keys. A view of this vector with strides (1, 1) is the mask; the
-rows x columns numbers are never stored:
+vector: b at decreasing distances, then -inf for later keys. The mask is a view of this vector with strides (1, 1), so
+its rows x columns numbers are never stored:
 
     queries 3 to 5, keys 0 to 5               along = b5 b4 b3 b2 b1 b0 -- --       (--: -inf)
 
@@ -13,8 +13,8 @@ rows x columns numbers are never stored:
     query 3 (row 2)   b3  b2  b1  b0  --  --    along[2:8]
 
 The gradient of b(r) is the sum of the score gradients on one diagonal. Score gradients are computed tile by tile. A
-tile is written through a view of a wider buffer (one extra column per row), in which each diagonal of the tile is a
-column.
+tile is written through a view of a wider buffer. Each row of the view starts one column further to the right, so each
+diagonal of the tile is a column of the buffer.
 """
 
 import math
@@ -31,20 +31,20 @@ aten = torch.ops.aten
 QUERY_BLOCK = 512
 """Query rows per kernel call. Larger blocks compute more masked pairs; smaller blocks need more calls."""
 TILE_ROWS, KEY_BLOCK = 256, 1024
-"""Query rows and key columns of a tile of score gradients: 1 MiB, which fits in a core's cache. With fewer rows per
-tile, more masked keys are skipped.
+"""Query rows and key columns of a tile of score gradients. A tile takes 1 MiB, which fits in a core's cache. With fewer
+rows per tile, more masked keys are skipped.
 """
 
 
 def biased_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, bias: DistanceBias | None, window: int | None = None
 ) -> Tensor:
-    """Causal softmax(scale * Q' K'^T + b(r)) V, [batch, heads, query_length, head_dim] in the query's dtype. With a
-    window, only pairs with r < window are visible. Without a bias, b is 0.
+    """Compute causal softmax(scale * Q' K'^T + b(r)) V, [batch, heads, query_length, head_dim] in the query's dtype.
+    With a window, only pairs with r < window are visible. Without a bias, b is 0.
 
     The operands are those of `AttentionInputs`, on the CPU. Gradients flow to the operands and to the bias
-    coefficients. A coefficient's gradient is a sum over all pairs in which most terms cancel, so with a learned bias
-    half-precision operands are converted to float32.
+    coefficients. Most terms of a coefficient's gradient, which is a sum over all pairs, cancel. With a learned bias,
+    half-precision operands are therefore converted to float32.
     """
     rows, dtype = min(QUERY_BLOCK, query.shape[2]), query.dtype
     along = diagonals(bias, key.shape[2], rows, query, window).contiguous()
@@ -56,7 +56,7 @@ def biased_attention(
 def diagonals(
     bias: DistanceBias | None, key_length: int, rows: int, query: Tensor, window: int | None = None
 ) -> Tensor:
-    """The bias at distances key_length - 1, ..., 0, followed by `rows - 1` entries of -inf for later keys,
+    """Return the bias at distances key_length - 1, ..., 0, followed by `rows - 1` entries of -inf for later keys,
     [heads, ...]. Entries at distances >= `window` are -inf too.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -68,8 +68,8 @@ def diagonals(
 
 
 def reversed_mask(along: Tensor, rows: int, columns: int, key_length: int) -> Tensor:
-    """The mask [1, heads, rows, columns] of a query block with its rows reversed; the block's last query sees `columns`
-    keys.
+    """Return the mask [1, heads, rows, columns] of a query block with its rows reversed. The block's last query sees
+    `columns` keys.
     """
     heads, length = along.shape
     return along.as_strided((1, heads, rows, columns), (0, length, 1, 1), storage_offset=key_length - columns)
@@ -85,7 +85,9 @@ class _Rows(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    "Buffers for weights and score gradients [rows, columns]; `scores` is a view of a buffer [rows, rows + columns]."
+    """The attention weights and the score gradients of a tile, [rows, columns] each. `scores` is a view of `skewed`
+    [rows, rows + columns].
+    """
 
     weights: Tensor
     scores: Tensor
@@ -116,7 +118,7 @@ def biased_gradients(
     scale: float,
     learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and `along` (zeros unless the bias is `learned`)."""
+    """Return the gradients of query, key, value and `along`. The last is zero unless the bias is `learned`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     query_grad = torch.empty_like(query)
     key_grad, value_grad = (torch.zeros(x.shape, dtype=wide) for x in (key, value))
@@ -193,8 +195,8 @@ def _tiled_backward(
     sums: tuple[Tensor, Tensor],
     diagonal_sums: Tensor,
 ) -> Tensor:
-    """Like `_flash_backward`, but also add the gradient of mask entry (row, column) to `diagonal_sums` [heads, ...] at
-    index row + column.
+    """Compute the same as `_flash_backward`, and also add the gradient of mask entry (row, column) to `diagonal_sums`
+    [heads, ...] at index row + column.
     """
     wide = diagonal_sums.dtype
     query_grad = torch.zeros(rows.query.shape, dtype=wide)
@@ -226,7 +228,7 @@ def _tiles(rows: int, visible: int) -> Iterator[tuple[slice, slice]]:
 def _tile(
     query: Tensor, grad: Tensor, shares: Tensor, lse: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float
 ) -> _Tile:
-    """The attention weights of a tile and the gradient of its scores, weight * (grad . value - share).
+    """Compute the attention weights of a tile and the gradient of its scores, weight * (grad . value - share).
 
     The gradient is written through a strided view of a wider buffer. Tile entry (row, column) is in buffer column
     row + column, so column sums of the buffer are diagonal sums of the tile.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # at run time, imported on first use: this module imports Tor
 BLOCK = 128
 """Queries and keys per block of the mask."""
 MOST_SHAPES = 256
-"""Maximum number of compiled shapes per process (PyTorch's default: 8). In evaluation `padded_size` limits the number
+"""Maximum number of compiled shapes per process; PyTorch's default is 8. In evaluation, `padded_size` limits the number
 of shapes.
 """
 
@@ -30,8 +30,8 @@ little shared memory for the default of three stages.
 
 
 class FlexBackend:
-    """FlexAttention for one segment. `compiled=False` runs FlexAttention's dense PyTorch version on any device (for
-    tests).
+    """FlexAttention for one segment. For tests, `compiled=False` runs FlexAttention's dense PyTorch version on any
+    device.
     """
 
     def __init__(self, compiled: bool = True) -> None:
@@ -123,7 +123,8 @@ def _flex_attention() -> Any:
 
 @lru_cache(maxsize=1)
 def _compiled_kernel() -> Callable[..., Any]:
-    """Compile for each length, because indexing captured tensors of variable length fails (PyTorch 2.13, CPU).
+    """Return FlexAttention, compiled for each length. A kernel for variable lengths is not possible, because indexing
+    captured tensors of variable length fails (PyTorch 2.13 on the CPU).
 
     With `fullgraph`, too many lengths raise an error, instead of a silent change to the dense version.
     """
@@ -132,8 +133,8 @@ def _compiled_kernel() -> Callable[..., Any]:
 
 
 LIMITS_EACH = "recompile_limit" in inspect.signature(torch.compile).parameters
-"""Whether `torch.compile` accepts a limit for one function (PyTorch 2.13). Otherwise every call changes the common
-limit, which takes the host 0.05 ms.
+"""Whether `torch.compile` accepts a limit for one function, as PyTorch 2.13 does. Otherwise every call changes the
+common limit, which takes the host 0.05 ms.
 """
 
 
@@ -145,7 +146,7 @@ def _compiled(*operands: Tensor, **options: Any) -> Any:
 
 
 def _score_mod(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
-    """The score modification: soft-capping, then the bias."""
+    """Return the score modification, which is soft-capping followed by the bias, or None if the model has neither."""
     add, cap = None if inputs.bias is None else _bias_mod(inputs.bias, inputs), inputs.softcap
     if cap is None:
         return add
@@ -160,9 +161,9 @@ def _score_mod(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
 def _bias_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Tensor]:
     """Return a score_mod that computes the bias from fixed slopes, or looks it up in a table [heads, key_length].
 
-    Both give the same values, but slopes need no load per pair. Other biases need the table: in the kernel, gradients
-    of learned coefficients would take an atomic addition per pair, and tensors created in a score_mod are compiled
-    wrongly.
+    Both give the same values, but slopes need no memory access per pair. Other biases need the table for two reasons.
+    In the kernel, gradients of learned coefficients would need an atomic addition per pair, and tensors created in a
+    score_mod are compiled wrongly.
     """
     past = inputs.past
     wide = torch.promote_types(inputs.value.dtype, torch.float32)
@@ -192,7 +193,7 @@ def _block_mask(inputs: AttentionInputs, band: Band) -> "BlockMask":
 
 
 def _mask(query_length: int, key_length: int, band: Band, starts: Tensor | None, device: torch.device) -> "BlockMask":
-    """Build the same mask as `create_block_mask`, but without an N x N tensor; `starts` is as in `PackedDocuments`."""
+    """Build the same mask as `create_block_mask`, but without an N x N tensor. See `PackedDocuments` for `starts`."""
     from torch.nn.attention.flex_attention import BlockMask
 
     first = torch.zeros(1, key_length, dtype=torch.long, device=device) if starts is None else starts
@@ -218,10 +219,12 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(query_length: int, key_length: int, band: Band, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Two masks [batch, 1, query blocks, key blocks]: blocks that may contain visible pairs (a superset of those that
-    do), and blocks known to contain only visible pairs (a subset of those that do).
+    """Return two masks [batch, 1, query blocks, key blocks]. The first marks every block with visible pairs, and
+    possibly also blocks without any. The second marks only blocks in which all pairs are visible, but possibly not all
+    such blocks.
 
-    The distances in a block are contiguous, and document starts are ascending.
+    Both use only the edges of a block, because the distances in a block are contiguous and document starts are
+    ascending.
     """
     past = key_length - query_length
     high = key_length if band.high is None else band.high
@@ -237,7 +240,7 @@ def _blocks(query_length: int, key_length: int, band: Band, starts: Tensor) -> t
 
 
 def _edges(start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and last token of every block between tokens `start` and `stop`."""
+    """Return the first and the last token of every block between tokens `start` and `stop`."""
     first = torch.arange(start, stop, BLOCK, device=like.device)
     return first, (first + BLOCK).clamp(max=stop) - 1
 

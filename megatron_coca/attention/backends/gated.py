@@ -1,14 +1,16 @@
 """Forgetting gates for kernels that have no gates: the gates become extra operand features, one query block at a time.
 
 The bias of query m and key n is F_m - F_n, where F is the running sum of log gates. A term that is the same for all
-keys of a row cancels in softmax, so c - F_n works for any constant c of the row, called its origin. F grows with the
-length, so each query block has its own origins: the F of a few of its tokens. Near the diagonal, where most attention
-weight is, |c - F_n| then stays as small as the sum of log gates between a row and its origin.
+keys of a row cancels in softmax, so c - F_n works for any constant c of the row. This c is called the row's origin. F
+grows with the length, so each query block has its own origins, which are the F of a few of its tokens. Near the
+diagonal, where most attention weight is, |c - F_n| then stays as small as the sum of log gates between a row and its
+origin.
 
-Q' gets constant features, and K' gets features whose products with those of Q' are c - F_n. The kernel therefore also
-computes the gradients of the gates, in linear memory. In half precision, c - F_n is the sum of three features; in other
-precisions the same features allow more origins. On the CPU, half-precision inputs are converted to float32: a gate's
-gradient is a running sum of key gradients, and the kernel would round each of these.
+Q' gets constant features, and K' gets features whose products with these constants are c - F_n. The kernel therefore
+also computes the gradients of the gates, in linear memory. In half precision, c - F_n is the sum of three features. In
+other precisions, one feature is enough, so the same number of features allows more origins. On the CPU, half-precision
+inputs are converted to float32, because a gate's gradient is a running sum of key gradients, and the kernel would round
+each of them.
 
 Strong gates are bounded: once the sum of log gates between a key and its query is below `_closed`, the key has no
 weight and the exact sum makes no difference.
@@ -120,7 +122,7 @@ def _biases(total: Tensor, rows: int, size: int, closed: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
-    """Split the float64 tensor x into `count` tensors of `dtype` that sum to x; x gets the gradient of the first."""
+    """Split x, a float64 tensor, into `count` tensors of `dtype` that sum to x. Only the first passes gradients on."""
     parts = [x.to(dtype)]
     for _ in range(count - 1):
         x = x.detach() - parts[-1].detach()

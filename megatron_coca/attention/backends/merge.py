@@ -95,8 +95,8 @@ def _restore(x: Tensor, piece: BlockPiece) -> Tensor:
 class Accumulator:
     """A tensor [batch, heads, length, ...] to which pieces are added, and a record of the rows written so far.
 
-    The tensor is not cleared first: the first piece of a row is copied, not added, and a piece with all rows replaces
-    the tensor. For ReRoPE this avoids clearing and reading most of the tensor.
+    The tensor is not cleared first. Instead, the first piece of a row overwrites the row, and a piece with all rows
+    replaces the tensor. For ReRoPE, this avoids clearing and reading most of the tensor.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -144,9 +144,9 @@ class Accumulator:
 
 
 def _sum_dtype(x: Tensor, spans: Sequence[tuple[int, int]], others: int = 0) -> torch.dtype:
-    """Return the dtype in which terms in the dtype of `x` are summed: one term is added to the rows of each span
-    (start, size), and `others` terms are added to all rows. A sum of two terms needs no wider dtype, because it is
-    rounded only once.
+    """Return the dtype in which terms of the dtype of `x` are summed. Each span (start, size) adds one term to its
+    rows, and `others` terms are added to all rows. A sum of two terms needs no wider dtype, because it is rounded only
+    once.
     """
     terms = max((sum(low <= start < low + size for low, size in spans) for start, _ in spans), default=0)
     return x.dtype if terms + others <= 2 else torch.promote_types(x.dtype, torch.float32)
@@ -157,8 +157,8 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Return the output in the query's dtype and the log-sum-exp [batch, heads, query_length] in float32 or better.
 
-    `operands` are the query and key of each segment; `bands` has four numbers per segment, from `_numbers`; `sinks` is
-    empty or one tensor [heads], which is included in the log-sum-exp.
+    `operands` are the query and key of each segment. `bands` is the result of `_numbers`, four numbers per segment.
+    `sinks` is empty or contains one tensor [heads], which is included in the log-sum-exp.
     """
     op, query = flash_op(value), operands[0]
     pieces = _pieces(bands, query, value, op.windows)
@@ -254,8 +254,9 @@ def add_gradients(
     keys: Sequence[Tensor | None],
     sums: Sequence[Accumulator],
 ) -> None:
-    """Add the gradients of pieces to `sums`: of the value, then of the query and the key of each segment. `rows` are
-    the gradient of the output, the output and the log-sum-exp; the other arguments are those of `add_pieces`.
+    """Add the gradients of pieces to `sums`, which has one sum for the value, followed by those for the query and the
+    key of each segment. `rows` are the gradient of the output, the output and the log-sum-exp. The other arguments are
+    those of `add_pieces`.
     """
     grad, out, lse = rows
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -331,8 +332,8 @@ def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Any, ...]:
 
 
 def sink_gradient(sink: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """The gradient of the sink logits, [heads]. The gradient of a score is p (dp - sum_j p_j dp_j); for a sink dp = 0,
-    because its value is 0.
+    """Return the gradient of the sink logits, [heads]. The gradient of a score is p (dp - sum_j p_j dp_j). For a sink,
+    dp is 0, because its value is 0.
     """
     row = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     return -((sink.to(lse.dtype)[:, None] - lse).exp() * row).sum((0, 2)).to(sink.dtype)

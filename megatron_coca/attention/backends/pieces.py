@@ -31,12 +31,12 @@ class BlockPiece:
 
     @property
     def query_span(self) -> tuple[int, int]:
-        """The first query row of all blocks, and the number of rows up to the last one."""
+        """The first query row of the first block, and the number of rows from it to the end of the last block."""
         return self.query, (self.blocks - 1) * self.step + self.rows
 
     @property
     def key_span(self) -> tuple[int, int]:
-        """The first key of all blocks, and the number of keys up to the last one."""
+        """The first key of the first block, and the number of keys from it to the end of the last block."""
         return self.key, (self.blocks - 1) * self.step + self.columns
 
 
@@ -63,10 +63,10 @@ def _window(band: Band, past: int, length: int) -> BlockPiece | None:
 
 
 def area_pieces(band: Band, queries: range, keys: range, begin: int) -> tuple[BlockPiece, ...]:
-    """Return the pieces of `band` for tokens `queries` and `keys` of the document that begins at token `begin`.
+    """Return the pieces of `band` for the tokens in `queries` and `keys`, in the document that begins at token `begin`.
 
-    The indices in the pieces are those of tokens. Either all keys are before the queries, or the keys end with the
-    queries.
+    The indices in the pieces are token indices. Either all keys are before the queries, or the last key and the last
+    query are the same token.
 
     With row = m - low, the query at token m sees the keys row - width < n <= row, limited to the given keys and to the
     band's first keys. From row to row, the range of visible keys first grows by one. Then it slides, or does not change

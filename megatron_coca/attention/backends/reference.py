@@ -68,7 +68,7 @@ def widened(inputs: AttentionInputs) -> AttentionInputs:
 QUERY_ROWS = 256
 """Maximum queries per block in `attend_in_blocks`."""
 LEAST_ROWS, MOST_ROWS, PAIRS = 64, 128, 1 << 20
-"""Minimum and maximum queries, and target number of pairs, of a block if a network computes the bias of each pair."""
+"""Minimum queries, maximum queries and target number of pairs of a block, if a network computes each pair's bias."""
 
 
 def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
@@ -101,9 +101,9 @@ def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def gate_bias(gates: Tensor, queries: int | Tensor) -> Tensor:
-    """For each query and key, sum the log gates [batch, heads, length] of the tokens after the key up to the query:
-    [batch, heads, queries, length] float64, meaningless for keys after the query. `queries` are the queries' token
-    indices, or the index of the first of them.
+    """For each query and key, return the sum of the log gates [batch, heads, length] of the tokens after the key up to
+    the query, [batch, heads, queries, length] float64. Sums for keys after the query have no meaning. `queries` are the
+    queries' token indices, or the index of the first query.
     """
     total = gates.double().cumsum(-1)
     rows = total[:, :, queries:] if isinstance(queries, int) else total[:, :, queries]
@@ -146,8 +146,9 @@ def _scores(inputs: AttentionInputs) -> Tensor:
 
 
 def visible(band: Band, distance: Tensor, key: Tensor, first: Tensor | None) -> Tensor:
-    """Return the mask of the pairs in the band, with the shape of `distance`, m - n, or that of `first` and `distance`
-    broadcast. `key` is the index n of every key, and `first` the index of the first key in each query's document.
+    """Return the mask of the visible pairs in the band. `distance` is m - n of every pair, `key` is the index n of
+    every key, and `first` is the index of the first key in each query's document, or None. The three tensors broadcast
+    against each other.
     """
     inside, begin = distance >= 0, 0 if first is None else first
     if band.low or band.high is not None:

@@ -45,8 +45,8 @@ def folded_query(query: Tensor, key: Tensor) -> Tensor:
     """For decoding in half precision on the CPU, regroup the single queries [batch, heads, 1, head_dim]: the queries of
     a key head become its rows, [batch, kv_heads, heads / kv_heads, head_dim]. Return all other queries unchanged.
 
-    PyTorch's CPU kernel takes several times as long for a single row in bfloat16. In float32 a single row is not slow,
-    and regrouping would change the order of the sums.
+    PyTorch's CPU kernel is several times slower if each head has a single row in bfloat16. In float32, a single row is
+    not slower, and regrouping would change the order of the sums.
     """
     half = query.dtype in (torch.bfloat16, torch.float16) and query.device.type == "cpu"
     grouped = query.shape[1] > key.shape[1]
@@ -56,12 +56,12 @@ def folded_query(query: Tensor, key: Tensor) -> Tensor:
 
 
 class CpuFlash:
-    """PyTorch's CPU kernel: float64, float32, bfloat16, float16, grouped heads.
+    """PyTorch's CPU kernel, which supports float64, float32, bfloat16, float16 and grouped heads.
 
     Operands are [batch, heads, length, head_dim]; the log-sum-exp is [batch, heads, length].
 
     Attributes:
-        windows: whether `forward` and `backward` take a window above 0.
+        windows: whether `forward` and `backward` support a window above 0.
     """
 
     windows = False
@@ -98,12 +98,12 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """PyTorch's FlashAttention-2 with the interface of `CpuFlash`: bfloat16 and float16, grouped heads."""
+    """PyTorch's FlashAttention-2 with the interface of `CpuFlash`. It supports bfloat16, float16 and grouped heads."""
 
     @property
     def windows(self) -> bool:
-        """Whether the kernel is called with windows. Deterministic runs do without windows, because no test on a GPU
-        has shown yet that the gradients with windows repeat bit for bit.
+        """Whether the kernel is called with windows. Deterministic runs use no windows, because no test on a GPU has
+        shown yet that the gradients with windows repeat bit for bit.
         """
         return WINDOWED and not torch.are_deterministic_algorithms_enabled()
 
@@ -148,8 +148,8 @@ class CudaFlash:
 
     @staticmethod
     def _windowed(q: Tensor, k: Tensor, window: int) -> tuple[tuple[Any, ...], dict[str, int]]:
-        """Return the arguments that both passes share: no packing, the lengths, no dropout and, because the window says
-        which keys are seen, no causal mask.
+        """Return the arguments that both passes share: the lengths, the window, and arguments that turn off packing,
+        dropout and the causal mask. The window already hides the keys that a causal mask would hide.
         """
         queries, keys = q.shape[2], k.shape[2]
         left = -1 if window >= keys else window - 1  # the kernel counts the keys before the query's own
@@ -285,7 +285,8 @@ def without_cudnn() -> Iterator[None]:
 
 def _sdpa(inputs: AttentionInputs, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     decodes = inputs.past > 0 or inputs.query.shape[2] == 1
-    if not decodes or torch.is_grad_enabled() or torch.compiler.is_compiling() or not GROUPED:  # no switch before 2.5
+    # PyTorch before 2.5 has no switch for cuDNN attention.
+    if not decodes or torch.is_grad_enabled() or torch.compiler.is_compiling() or not GROUPED:
         return _call_sdpa(inputs, mask, causal)
     with without_cudnn():
         return _call_sdpa(inputs, mask, causal)
@@ -314,7 +315,7 @@ def cuda_kernel(
     heads: int, kv_heads: int, length: int, head_dim: int, dtype: torch.dtype, trains: bool, decodes: bool = False
 ) -> str:
     """Return the name of the kernel that PyTorch chooses on the current GPU for causal attention, and the version of
-    cuDNN. With `decodes` it is the kernel of one query after a cache of `length` keys.
+    cuDNN. With `decodes`, there is a single query, which sees `length` cached keys.
 
     PyTorch does not report its choice. If a library path contains another cuDNN that is too old, PyTorch silently runs
     FlashAttention-2.

@@ -14,7 +14,7 @@ WIDEST_HEAD = 256
 class TritonBackend:
     """Flash attention kernels of `megatron_coca.kernels`, compiled on CUDA.
 
-    On the CPU they run only in Triton's interpreter, which is slow and meant for tests.
+    On the CPU, the kernels run only in Triton's interpreter, which is slow and meant for tests.
     """
 
     expands = True
@@ -64,7 +64,9 @@ class TritonBackend:
 
 
 def _unsupported_bands(bands: tuple[Band, ...]) -> str | None:
-    "Return None if the bands are [0, high), optionally followed by [high, infinity), else why they are not supported."
+    """Return None, or the reason why the bands are not supported. The kernels support the band [0, high), optionally
+    followed by [high, infinity).
+    """
     near, *far = bands
     if any(band.chunk is not None for band in bands):
         return "its kernels measure distances in tokens, not in chunks"

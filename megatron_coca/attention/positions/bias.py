@@ -52,7 +52,7 @@ class DistanceBias(Protocol):
 
 CPU = torch.device("cpu")
 PAIRWISE = frozenset({"fire"})
-"""Formulas that depend on the query's position as well as the distance; their `at` takes both."""
+"""Formulas that depend on the query's position as well as the distance. Their `at` has an argument for each."""
 SMALLEST = 0.01
 """Lower bound of KERPLE's p and a, which must be positive; the value is from the authors' code."""
 LARGEST_POWER = 2.0
@@ -69,7 +69,7 @@ def _columns(coefficients: Tensor, distance: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class AlibiBias:
-    """-slope_h * r (Press et al. 2022, section 3), one slope per query head."""
+    """-slope_h * r, with one slope per query head (Press et al. 2022, section 3)."""
 
     slopes: tuple[float, ...]
     device: torch.device = CPU
@@ -188,7 +188,7 @@ class FireBias(_OfCoefficients):
         c, threshold = values[0, -2].abs(), (values[0, -1] * FIRE_THRESHOLD).abs()
         furthest = torch.maximum(query.to(distance), threshold)
         share = (c * distance).log1p() / (c * furthest).log1p().clamp(min=torch.finfo(distance.dtype).tiny)
-        hidden = F.linear(share[..., None], weight[:, None], bias).relu()  # fewest passes over W numbers per pair
+        hidden = F.linear(share[..., None], weight[:, None], bias).relu()  # fewest passes over the W values per pair
         return F.linear(hidden, values[:, :FIRE_WIDTH]).movedim(-1, 0)
 
 
@@ -223,11 +223,11 @@ class BucketBias(_OfCoefficients):
 
 @cache
 def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
-    """Return the smallest distance in each bucket, ascending. A bucket that contains no integer gets the value of the
-    next bucket.
+    """Return the smallest distance in each bucket, ascending. A bucket that contains no integer has the same value as
+    the next bucket.
 
-    The computation uses integers, because a floating-point logarithm can round a distance on a boundary either way:
-    r is in bucket E + k or a later one if (r/E)^(B - E) >= (max_distance/E)^k.
+    A distance r is in bucket E + k or a later one if (r/E)^(B - E) >= (max_distance/E)^k. The computation uses
+    integers, because a floating-point logarithm could put a distance on a boundary into the wrong bucket.
 
     `buckets` must be at least 2, and `max_distance` must be greater than buckets / 2.
     """
@@ -259,8 +259,8 @@ def _geometric_slopes(count: int) -> list[float]:
 
 
 class _Bounded(torch.autograd.Function):
-    """clamp(weight, low, high), except that beyond a bound the gradient passes if a descent step would move the weight
-    back. The gradient of `clamp` would be zero there; the authors' code overwrites the weight instead.
+    """Compute clamp(weight, low, high). Beyond a bound, the gradient of `clamp` is zero; here it passes if a descent
+    step would move the weight back. The authors' code overwrites the weight instead.
     """
 
     @staticmethod
@@ -300,8 +300,8 @@ class LearnedBias(nn.Module, ABC):
 
 
 class HeadWeights(nn.Module):
-    """One learned number per query head of a layer (`weight` [heads]), or two (`weight` and `bias`, each [heads]). The
-    forward pass returns them as one tensor, [heads] or [heads, 2], for the same reason as in LearnedBias.
+    """One or two learned numbers for each query head of a layer: `weight` [heads] and, if `biased`, `bias` [heads]. The
+    forward pass returns them as one tensor, [heads] or [heads, 2], for the reason that `LearnedBias` explains.
     """
 
     def __init__(self, heads: int, initial: float, biased: bool = False) -> None:

@@ -66,9 +66,9 @@ class Clex(nn.Module):
     def in_training(self, positions: Tensor, length: int, reached: int) -> tuple[int, Tensor]:
         """Return t and the float64 positions to rotate by, for `length` training tokens at `positions` below `reached`.
 
-        Positions that reach t times the length use the factor t. If floor(length/L) is above 1, positions are divided
-        by it. In the authors' code, the last position is t*length/floor(length/L) - 1, which can be smaller than the
-        position before it; here the last position is divided like all others.
+        If the positions go up to t times the length, the factor is t. If floor(length/L) is above 1, positions are
+        divided by it. In the authors' code, the last position is t*length/floor(length/L) - 1, which can be smaller
+        than the position before it; here the last position is divided like all others.
         """
         t = min(math.ceil(reached / length), self.max_factor)
         return t, positions.to(torch.float64) / max(1, length // self.original_length)
@@ -118,7 +118,7 @@ class Clex(nn.Module):
         The method integrates w = y W_up, which obeys dw/dt = tanh(w + drive(t)) W_down W_up. Each evaluation then needs
         only one small matrix product, and W_down is applied only once, to the sum of all steps, to get y.
         """
-        steps = max(1, math.ceil((t - 1) / self.ode_step - 1e-9))  # 1e-9: 15 / 0.1 is 150.00000000000003 or 150
+        steps = max(1, math.ceil((t - 1) / self.ode_step - 1e-9))  # 1e-9: rounding must not add a step
         step = (t - 1) / steps
         drive = (self._log_ntk(1 + step / 2 * torch.arange(2 * steps + 1, dtype=torch.float64)) @ (2 * up)).unbind(0)
         matrix = (down @ up).T

@@ -58,21 +58,21 @@ MapOptions = Mapping[str, Any]
 
 
 def _rerope(s: MapOptions, training_length: int) -> tuple[Band, ...]:
-    """ReRoPE (Su 2023, kexue.fm/archives/9708): min(r, w)."""
+    """ReRoPE scores every pair at the distance min(r, w) (Su 2023, kexue.fm/archives/9708)."""
     return Band(high=s["window"]), Band(
         low=s["window"], query_positions=_constant(s["window"]), key_positions=_constant(0)
     )
 
 
 def _leaky_rerope(s: MapOptions, training_length: int) -> tuple[Band, ...]:
-    """Leaky ReRoPE (Su 2023, kexue.fm/archives/9708): r below w, then (r - w)/k + w."""
+    """Leaky ReRoPE keeps distances below w. From w on, r becomes (r - w)/k + w (Su 2023, kexue.fm/archives/9708)."""
     return _leaking(s["window"], s["leak"])
 
 
 def _inv_leaky_rerope(s: MapOptions, training_length: int) -> tuple[Band, ...]:
-    """Inverse Leaky ReRoPE (Su 2023, kexue.fm/archives/9728): Leaky ReRoPE with k = L/(2L'), so that steps beyond the
-    window are longer than 1. The map is used in training, so that plain rotation in evaluation produces only distances
-    seen in training.
+    """Inverse Leaky ReRoPE is Leaky ReRoPE with k = L/(2L'), so that steps beyond the window are longer than 1 (Su
+    2023, kexue.fm/archives/9728). The map is used only in training. The plain rotation in evaluation then produces only
+    distances that were seen in training.
     """
     return _leaking(s["window"], training_length / (2 * s["target_length"]))
 
@@ -88,7 +88,9 @@ def _leaking(window: int, leak: float) -> tuple[Band, ...]:
 
 
 def _self_extend(s: MapOptions, training_length: int) -> tuple[Band, ...]:
-    """SelfExtend (Jin et al. 2024, section 3): floor(m/G) + w - floor(w/G) against floor(n/G)."""
+    """SelfExtend keeps distances below w. From w on, the query is at position floor(m/G) + w - floor(w/G) and the key
+    is at position floor(n/G) (Jin et al. 2024, section 3).
+    """
 
     def query(positions: Tensor, first: Tensor) -> Tensor:
         return key(positions, first) + s["window"] - s["window"] // s["group_size"]
@@ -100,8 +102,8 @@ def _self_extend(s: MapOptions, training_length: int) -> tuple[Band, ...]:
 
 
 def _string(s: MapOptions, training_length: int) -> tuple[Band, ...]:
-    """STRING (An et al. 2024, "Why Does the Effective Context Length of LLMs Fall Short?", section 4): r below w, then
-    r - w + local, so that far pairs get the distances that are most frequent in training.
+    """STRING keeps distances below w. From w on, r becomes r - w + local, so that far pairs have the distances that are
+    most frequent in training (An et al. 2024, "Why Does the Effective Context Length of LLMs Fall Short?", section 4).
     """
 
     def query(positions: Tensor, first: Tensor) -> Tensor:
@@ -114,9 +116,9 @@ def _dual_chunk(s: MapOptions, training_length: int) -> tuple[Band, ...]:
     """Dual chunk attention (An et al. 2024, "Training-Free Long-Context Scaling of Large Language Models", section 3).
 
     Keys are at position n mod c. A query is at m mod c for keys in its own chunk, at m mod c + c for keys in the
-    previous chunk, and at 2c - 1 for older keys, but never beyond C, `max_position`. In the paper, C is the largest
-    position in training; in its code, C is 3L/4 and c is 11L/16. Distances are unchanged within a chunk, and from a
-    chunk's first C - c tokens to the previous chunk.
+    previous chunk, and at 2c - 1 for older keys. Positions above C, `max_position`, are replaced by C. In the paper, C
+    is the largest position in training; in its code, C is 3L/4 and c is 11L/16. Distances within a chunk are unchanged.
+    Distances to keys in the previous chunk are unchanged if m mod c <= C - c.
     """
     size, furthest = s["chunk_size"], s["max_position"]
 
@@ -135,14 +137,17 @@ def _dual_chunk(s: MapOptions, training_length: int) -> tuple[Band, ...]:
 
 
 def _lm_infinite(s: MapOptions, training_length: int) -> tuple[Band, ...]:
-    """LM-Infinite (Han et al. 2023, section 3): the keys in the window, and the first keys, scored at distance w."""
+    """LM-Infinite scores keys in the window at their own distances, and the first keys before the window at distance w
+    (Han et al. 2023, section 3).
+    """
     return Band(high=s["window"]), Band(
         s["window"], None, s["sinks"], query_positions=_constant(s["window"]), key_positions=_constant(0)
     )
 
 
 def _streaming(s: MapOptions, training_length: int) -> tuple[Band, ...]:
-    """StreamingLLM (Xiao et al. 2023, section 3.2): positions are indices in a cache of the sinks and the last w keys.
+    """In StreamingLLM (Xiao et al. 2023, section 3.2), a position is an index in a cache of the sinks and the last w
+    keys.
 
     Pairs in the window keep their distance but not their absolute positions, so the configuration must not select a
     score form that depends on absolute positions.
@@ -169,5 +174,6 @@ DISTANCE_MAPS: dict[str, Callable[[MapOptions, int], tuple[Band, ...]]] = {
     "lm_infinite": _lm_infinite,
     "streaming": _streaming,
 }
-"""Maps by name. Each function turns the options (with the window and the defaults) and the training length into bands.
+"""Maps by name. Each function turns the options and the training length into bands. The options include the window and
+default values.
 """

@@ -178,7 +178,7 @@ class _PositiveMean(torch.autograd.Function):
 
 
 class _Softplus(torch.autograd.Function):
-    """Saves the result, which later operations also save, instead of a float32 copy of x."""
+    """Save the result for the backward pass instead of a float32 copy of x. Later operations save the result anyway."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ def _identity(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ScoreForm:
-    """One score form: a value of `SCORE_FORMS`.
+    """One score form, as listed in `SCORE_FORMS`.
 
     `query` and `key` take x and the tables of cosines and sines, and return the operand in the dtype of the tables; the
     form then rounds it once. They must be linear in the tables, because factors on the scores are multiplied into the
@@ -269,8 +269,8 @@ class ScoreForm:
         kernel: the name of the form in the fused kernel, or None.
         polar: the options `magnitude` and `power` of a form that the fused kernel of polar forms computes, or None.
         decay: whether the tables include xPos's exponential factors.
-        magnitude: maps q to the numbers a for which Q' = R_m (a, 0), if the form has no angle that depends on q or k.
-            Only such a form can be turned by a constant angle.
+        magnitude: maps q to the numbers a for which Q' = R_m (a, 0), or None if the form has an angle that depends on q
+            or k. Only a form with `magnitude` can be turned by a constant angle.
         angle: constant angle phi of every term, m_j u_j cos(r theta_j + phi).
         features: number of rotated features per frequency.
         operand_features: number of features of the rotated part of Q' and K' per rotated feature.
@@ -363,7 +363,7 @@ class ScoreForm:
         factor: Tensor | None = None,
     ) -> Tensor:
         width, wide = self.features * tables.cos.shape[-1], tables.cos.dtype
-        # Softplus saves its result, which attention saves too, so it is computed in x's dtype.
+        # Softplus is computed in x's dtype, so that its backward pass and that of attention save the same tensor.
         block = of(x[..., :width] if of is softplus else x[..., :width].to(wide)).to(x.dtype)
         m, _ = _matched(block, tables)
         if width == x.shape[-1]:
@@ -393,8 +393,8 @@ def _split(x: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _slack_query(q: Tensor, tables: RotaryTables) -> Tensor:
-    """Return q * (R_m q), elementwise (the slack form of Zhu et al. 2024, "CoCA", which the paper writes as a
-    contraction).
+    """Return q * (R_m q), elementwise. This is the slack form of Zhu et al. 2024, "CoCA"; the paper writes it as a
+    contraction.
     """
     return times_rotated(q, tables)
 
@@ -469,8 +469,8 @@ _MAGNITUDES: dict[tuple[str, int], _Magnitudes] = {
     ("relu_mean", 1): _Magnitudes(pair_length, coefficients, torch.abs, torch.relu),
     ("relu_mean", 2): _Magnitudes(squared_length, coefficients, torch.square, torch.relu),
 }
-"""Magnitudes by the options `magnitude` and `power`. Unrotated features with `softplus` are scored as in RoFormer, as
-they are in public code of PoPE. With `relu_mean` they are |q|^power and relu(t), which is CoCA's rule for power 2.
+"""Magnitudes by the options `magnitude` and `power`. With `softplus`, unrotated features do not change, as in public
+code of PoPE. With `relu_mean`, they become |q|^power and relu(t); for power 2, this is CoCA's rule.
 """
 
 
@@ -508,7 +508,7 @@ def _rotated_query(magnitude: MagnitudeFunction, q: Tensor, tables: RotaryTables
 
 
 PAPER = {"power": 1, "frequencies": "feature", "magnitude": "softplus"}
-"""The options of `polar` with which it is PoPE."""
+"""The options with which `polar` returns PoPE."""
 
 SCORE_FORMS: dict[str, ScoreForm] = {
     "rotary": ROTATED,
@@ -538,7 +538,7 @@ def without_kernels(form: ScoreForm) -> ScoreForm:
 
 
 def _angled(options: Mapping[str, Any]) -> ScoreForm:
-    """CoCA-Strict with a constant initial angle."""
+    """Return CoCA-Strict with a constant initial angle."""
     return replace(SCORE_FORMS["coca_strict"], angle=_constant_angle(options))
 
 

@@ -18,8 +18,8 @@ from megatron_coca import methods
 
 @dataclass(frozen=True)
 class Ramp:
-    """The transition between `slow` and `fast` numbers of rotations within L; `truncate` rounds its ends to integer
-    dimensions.
+    """The transition between features that rotate `slow` times within L and features that rotate `fast` times.
+    `truncate` rounds the ends of the transition to integer dimensions.
     """
 
     slow: float
@@ -41,7 +41,7 @@ def kept_by_dimension(theta: Tensor, rotary: "Rotary", ramp: Ramp) -> Tensor:
     low, high = (
         dim * math.log(length / (2 * math.pi * turns)) / (2 * math.log(rotary.base)) for turns in (ramp.fast, ramp.slow)
     )
-    if ramp.truncate:  # frequencies may be chosen so that a pair rotates exactly `slow` times
+    if ramp.truncate:  # round to 9 digits first: a pair may rotate exactly `slow` times
         low, high = math.floor(round(low, 9)), math.ceil(round(high, 9))
     low, high = max(low, 0), min(high, dim - 1)
     index = torch.arange(dim // 2, dtype=theta.dtype, device=theta.device)
@@ -116,8 +116,8 @@ class Rotary:
 
     @property
     def logit_factor(self) -> float:
-        """The factor on all logits, those of unrotated features included: 1, or with YaRN's `mscale_all_dim` its
-        temperature squared.
+        """The factor on all logits, including those of unrotated features. It is 1 or, if YaRN's `mscale_all_dim` is
+        set, the square of the temperature for this strength.
         """
         strength = self.scaling.options.get("mscale_all_dim")
         return 1.0 if strength is None else temperature(self.scaling.factor, strength) ** 2
@@ -134,8 +134,9 @@ def geometric(dim: int, base: float, device: torch.device | None = None) -> Tens
 
 
 def rope_id(dim: int, options: Mapping[str, Any], length: int) -> tuple[float, float]:
-    """RoPE-ID (Wertheimer et al. 2026, "Frayed RoPE and Long Inputs"): d/2 frequencies from 2 pi / period to 2 pi turns
-    / L in equal ratios. Return the fastest and the base: the slowest is fastest * base^(-(d-2)/d).
+    """RoPE-ID has d/2 frequencies in equal ratios, from 2 pi / period to 2 pi turns / L (Wertheimer et al. 2026,
+    "Frayed RoPE and Long Inputs"). Return the fastest frequency and the base, so that the slowest frequency is
+    fastest * base^(-(d-2)/d).
     """
     fastest, slowest = 2 * math.pi / options["period"], 2 * math.pi * options["turns"] / length
     return fastest, (fastest / slowest) ** (dim / max(dim - 2, 1))
@@ -149,7 +150,7 @@ theta_0 * base^(-2j/d). A type that is not listed here has the function `compute
 
 def resonant(theta: Tensor) -> Tensor:
     """Return 2 pi / round(2 pi / theta_j). Wavelengths are then whole numbers of tokens, so each period of a feature
-    repeats the values of the first (Wang et al. 2024, "Resonance RoPE", section 4). Frequencies of 0 stay 0.
+    repeats the values of the first period (Wang et al. 2024, "Resonance RoPE", section 4). Frequencies of 0 stay 0.
     """
     return 2 * math.pi / (2 * math.pi / theta).round()
 
@@ -247,8 +248,8 @@ def _dynamic_yarn(rotary: Rotary, length: int) -> Tensor:
 
 
 def _longrope(rotary: Rotary, length: int) -> Tensor:
-    """LongRoPE (Ding et al. 2024, section 3): theta_j / lambda_j, where lambda are the short or the long factors that
-    the authors' search found.
+    """LongRoPE (Ding et al. 2024, section 3): theta_j / lambda_j. The authors found lambda_j by a search. They are the
+    long factors for inputs of more than L tokens, and the short factors otherwise.
     """
     scaling = rotary.scaling
     factors = scaling.long_factor if length > rotary.original_length else scaling.short_factor
@@ -290,14 +291,16 @@ EXTENSIONS: dict[str, Callable[[Rotary, int], Tensor]] = {
 
 
 def _longrope_multiplier(rotary: Rotary, length: int) -> float:
-    """Return sqrt(1 + ln s / ln L) (Ding et al. 2024, the released code), at every length as in Hugging Face."""
+    """Return sqrt(1 + ln s / ln L) (Ding et al. 2024, the released code). As in Hugging Face, it applies at every
+    length.
+    """
     factor = rotary.scaling.factor
     return math.sqrt(1 + math.log(factor) / math.log(rotary.original_length)) if factor > 1 else 1.0
 
 
 def _yarn_multiplier(rotary: Rotary, length: int) -> float:
-    """Return 0.1 ln s + 1 or, if `mscale` and `mscale_all_dim` are set, the ratio of their temperatures, as in Hugging
-    Face.
+    """Return 0.1 ln s + 1. If `mscale` and `mscale_all_dim` are set, return the ratio of their temperatures, as in
+    Hugging Face.
     """
     own, of_all = rotary.scaling.mscale, rotary.scaling.mscale_all_dim
     if own is None or of_all is None:

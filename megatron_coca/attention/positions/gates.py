@@ -15,7 +15,7 @@ LogGate = Callable[[Tensor], Tensor]
 
 
 def _cable(x: Tensor) -> Tensor:
-    """Return -softplus(x) (Veisi et al. 2025, "Context-aware Biases for Length Extrapolation", the authors' code). This
+    """Return -softplus(x), as in the code of Veisi et al. 2025, "Context-aware Biases for Length Extrapolation". This
     is FoX's gate with weights of the opposite sign, because softplus(x) = -ln sigmoid(-x).
     """
     return F.logsigmoid(-x)

@@ -1,4 +1,4 @@
-"""Constant angles of polar score forms: one per query head and magnitude, learned or drawn once."""
+"""Constant angles of polar score forms. Each query head has one angle per magnitude, either learned or drawn once."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class HeadOffsets(nn.Module):
-    """The offsets delta of one layer, in radians: `bias` [heads, number of magnitudes].
+    """The offsets delta of one layer, in radians, in the parameter `bias` [heads, number of magnitudes].
 
     Learned offsets that start as `zero` or `uniform` are clamped to [-2 pi, 0], as in PoPE's paper. `free` offsets
     start at 0 without limits. Drawn offsets are uniform in [-pi, pi) and never trained. Offsets have no weight decay.
@@ -36,7 +36,7 @@ class HeadOffsets(nn.Module):
 
 
 INITIAL = {"zero": (0.0, 0.0), "uniform": (-2 * math.pi, 0.0), "free": (0.0, 0.0), "random": (-math.pi, math.pi)}
-"""Range of the initial offsets."""
+"""Lowest and highest initial offset for each value of `HeadOffsets.initial`."""
 CLAMPED = ("zero", "uniform")
 
 

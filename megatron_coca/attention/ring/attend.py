@@ -19,7 +19,7 @@ from megatron_coca.attention.ring.rounds import Attended, Backward, Forward, Key
 
 
 class Kernel(NamedTuple):
-    """How rounds are computed: the forward and the backward pass."""
+    """The functions that start the forward and the backward pass of a ring."""
 
     forward: Callable[[Scoring, RingPlan, Queries, int], Forward]
     backward: Callable[[Scoring, RingPlan, Queries, Attended], Backward]
@@ -29,7 +29,7 @@ KERNELS: dict[type, Kernel] = {
     MergeBackend: Kernel(FlashForward, FlashBackward),
     ReferenceBackend: Kernel(DenseForward, DenseBackward),
 }
-"""The computation of a round for each backend that a ring can use."""
+"""The kernel for each backend that a ring can use."""
 
 
 def ring_attend(backend: Backend, inputs: AttentionInputs, ring: Ring, length: int) -> Tensor:
@@ -37,8 +37,8 @@ def ring_attend(backend: Backend, inputs: AttentionInputs, ring: Ring, length: i
     the query's dtype. Every rank must call this, with the same bands and documents.
 
     The operands, values and gates have only this rank's tokens; `documents` are those of all tokens. Gradients of keys
-    and values are sums over the queries of all ranks. Gradients of sinks and bias coefficients are only this rank's
-    terms of such sums. All sums have a fixed order.
+    and values are sums over the queries of all ranks. Gradients of sinks and bias coefficients are sums over only this
+    rank's queries. All sums have a fixed order.
     """
     bands = tuple(segment.band for segment in inputs.segments)
     plan = ring_plan(ring.division(length), ring.rank, bands, inputs.documents)
@@ -145,8 +145,8 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _returned(call: _Call, each: Round, found: Keys | None, value: Tensor, keys: Sequence[Tensor]) -> Message:
-    """Begin to return the gradients of a round's keys to their rank, and to receive those of the keys that were sent in
-    that round.
+    """Begin to return the gradients of a round's keys to their rank, and to receive the gradients of the keys that this
+    rank sent in that round.
     """
     sent = (
         None if found is None else packed([x.to(value.dtype) for x in (found.value, *found.operands) if x is not None])

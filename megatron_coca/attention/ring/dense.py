@@ -25,10 +25,10 @@ class _Block:
     """A part of an area.
 
     Attributes:
-        area: its tokens.
-        batch: its batch rows.
-        rows, columns: the indices of its queries among this rank's queries, and of its keys among the keys of the
-            round.
+        area: the queries and keys of the block.
+        batch: the batch rows of the block.
+        rows, columns: the indices of the block's queries among this rank's queries, and the indices of its keys among
+            the keys of the round.
     """
 
     area: Area
@@ -51,7 +51,7 @@ def _blocks(each: Round, plan: RingPlan) -> Iterator[_Block]:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply a [batch, heads, n, m] by b [batch, kv_heads, m, k] of each head's key head."""
+    """Multiply a [batch, heads, n, m] of every head by b [batch, kv_heads, m, k] of its key head."""
     return torch.einsum("bghnm,bgmk->bghnk", a.unflatten(1, (b.shape[1], -1)), b).flatten(1, 2)
 
 
@@ -71,7 +71,7 @@ def _scores(
     gates: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Return the scores [batch, heads, rows, columns] of a block; pairs that are not visible get -inf. `gates` are the
-    running sums of the log gates of its queries and keys.
+    running sums of the log gates of the block's queries and keys.
     """
     device = queries[0].device
     row, column = (
@@ -94,7 +94,7 @@ def _scores(
 
 
 class _Pass:
-    """What both passes share: the operands of a block in float32 or better."""
+    """The base class of both passes. It converts the operands of a block to float32 or better."""
 
     def __init__(self, scoring: Scoring, plan: RingPlan, queries: Queries) -> None:
         self._scoring, self._plan, self._queries = scoring, plan, queries
@@ -199,8 +199,8 @@ class DenseBackward(_Pass):
 
 
 def _with_leaf(bias: Any) -> tuple[DistanceBias | None, Tensor | None]:
-    """Return the bias with its coefficients as a leaf of the graph, and this leaf, which is None if they are not
-    learned.
+    """If the coefficients are learned, return the bias with a leaf of the graph as its coefficients, and this leaf.
+    Otherwise return the bias unchanged, and None.
     """
     if bias is None or not bias.coefficients.requires_grad:
         return bias, None

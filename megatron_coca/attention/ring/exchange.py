@@ -29,8 +29,8 @@ class Ring(NamedTuple):
 
 
 class Message:
-    """An exchange in progress: this rank sends one tensor to one rank and receives one from another. Either tensor may
-    be missing. The tensors must not change before `wait` returns.
+    """An exchange in progress, in which this rank sends one tensor to one rank and receives one from another rank.
+    Either tensor may be missing. The tensors must not change before `wait` returns.
     """
 
     def __init__(self, ring: Ring, target: int, sent: Tensor | None, source: int, received: Tensor | None) -> None:
@@ -63,13 +63,17 @@ def unpacked(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def keys_of(x: Tensor, needed: KeySlice, held: KeySlice) -> Tensor:
-    """Select the keys `needed` from the keys [batch, heads, tokens, width] of the tokens `held`."""
+    """Return the keys of the tokens in `needed`. The rows of x [batch, heads, tokens, width] are the keys of the tokens
+    in `held`.
+    """
     parts = [x.narrow(2, held.index(tokens.start), len(tokens)) for tokens in needed.ranges if len(tokens)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def add_keys(total: Tensor, part: Tensor, needed: KeySlice, held: KeySlice) -> None:
-    """Add `part`, with rows for the keys `needed`, in place to `total`, with rows for the tokens `held`."""
+    """Add `part` to `total` in place. `part` has the rows of the tokens in `needed`, and `total` has the rows of the
+    tokens in `held`.
+    """
     first = 0
     for tokens in needed.ranges:
         if len(tokens):
@@ -87,7 +91,7 @@ class _Whole(torch.autograd.Function):
         for chunk in ring.division(length).chunks(ring.rank):
             whole[..., chunk.start : chunk.stop] = own[..., first : first + len(chunk)]
             first += len(chunk)
-        dist.all_reduce(whole, group=ring.group)  # each number has one term that is not 0
+        dist.all_reduce(whole, group=ring.group)  # only one term of each sum is not 0
         return whole
 
     @staticmethod
@@ -99,8 +103,8 @@ class _Whole(torch.autograd.Function):
 
 
 def whole(own: Tensor, ring: Ring, length: int) -> Tensor:
-    """Gather this rank's tokens [..., own tokens] and those of the other ranks to [..., length]. The gradient is summed
-    over the ranks.
+    """Gather the values of this rank's tokens [..., own tokens] and those of the other ranks to [..., length]. The
+    gradient is summed over the ranks.
     """
     gathered: Tensor = _Whole.apply(own, ring, length)
     return gathered

@@ -1,5 +1,5 @@
 """Compute the rounds of a ring with PyTorch's flash kernels, for scores without bias, soft-capping and gates. This
-needs linear memory and computes only visible pairs, as in the backend `merge`.
+needs linear memory and computes only visible pairs, like the backend `merge`.
 """
 
 from collections.abc import Sequence

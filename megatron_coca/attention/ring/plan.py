@@ -1,4 +1,4 @@
-"""Which tokens each rank of a ring has, and which keys it needs from the others.
+"""The plan of a ring: which tokens each rank has, and which keys it needs from the other ranks.
 
 The sequence is cut into two chunks per rank. Rank r of R has the chunks r and 2R - 1 - r, so that the causal mask gives
 all ranks the same number of pairs (zig-zag). In round s, rank r computes the pairs of its queries with keys of rank
@@ -69,8 +69,8 @@ class KeySlice:
 
 @dataclass(frozen=True)
 class Area:
-    """The tokens `queries` and `keys` of the document that begins at token `begin`. Both are consecutive. Either all
-    keys are before the queries, or they are the same tokens.
+    """The tokens `queries` and `keys` of the document that begins at token `begin`. Both are consecutive. In a round,
+    either all keys are before the queries, or keys and queries are the same tokens.
     """
 
     queries: range
@@ -121,8 +121,8 @@ class Round:
 
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[int, BlockPiece], ...], ...]:
-        """For each group of rows, the pieces without masks, each with the index of its segment. The indices in a piece
-        count the rank's queries and the received keys.
+        """For each group of batch rows, the pieces that need no mask, each with the index of its segment. The indices
+        in a piece refer to this rank's queries and to the received keys.
         """
         return tuple(tuple(piece for area in areas for piece in self._pieces(area)) for areas in self.areas)
 
@@ -143,7 +143,7 @@ class RingPlan:
     Attributes:
         division: the tokens of all ranks.
         rank: the rank's index in the ring.
-        groups: batch rows with the same documents; None for all rows.
+        groups: the batch rows of each group, which have the same documents; None if a group has all rows.
         rounds: the rounds, in order.
     """
 

@@ -13,7 +13,7 @@ from megatron_coca.attention.ring.plan import Round
 
 @dataclass(frozen=True)
 class Scoring:
-    """What determines the scores besides the operands; the names are those of `AttentionInputs`."""
+    """The values that determine the scores in addition to the operands and gates, named as in `AttentionInputs`."""
 
     scale: float
     bands: tuple[Band, ...]
@@ -26,7 +26,7 @@ class Keys(NamedTuple):
 
     Attributes:
         value: V [batch, kv_heads, keys, width of V].
-        operands: K' of every segment, [batch, kv_heads, keys, head_dim], or None for a segment that reads none.
+        operands: K' of every segment, [batch, kv_heads, keys, head_dim], or None for a segment that reads no keys.
     """
 
     value: Tensor
@@ -75,8 +75,8 @@ class Backward(Protocol):
         ...
 
     def finished(self) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-        """Return the gradients of the queries, of the bias's coefficients and of the running sums of gates. The last
-        two are None if there are none.
+        """Return the gradients of the queries, of the bias's coefficients and of the running sums of gates. The second
+        is None without learned coefficients, and the third is None without gates.
         """
         ...
 
@@ -87,7 +87,7 @@ def rows_of(x: Tensor, rows: tuple[int, ...] | None) -> Tensor:
 
 
 def in_row_order(parts: Sequence[Tensor], groups: Sequence[tuple[int, ...] | None]) -> Tensor:
-    """Join the batch rows of all groups in their order."""
+    """Join the batch rows of all groups, in the order of the batch."""
     if groups[0] is None:
         return parts[0]
     order = torch.tensor([row for rows in groups if rows is not None for row in rows])

@@ -14,7 +14,7 @@ READERS: dict[str, Callable[[SourceSpec], Reader]] = {
     "repositories": RepositoryReader,
     "huggingface": HuggingFaceReader,
 }
-"""The readers by `SourceSpec.reader`."""
+"""Maps each value of `SourceSpec.reader` to its reader."""
 
 __all__ = ["READERS", "corpus_files", "open_reader", "read_documents"]
 

@@ -1,4 +1,4 @@
-"""Convert chats, which data sets store in many forms, to the one form that chat templates get."""
+"""Convert chats from the many forms in data sets to the one form that chat templates expect."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 """The usual names of the roles in ShareGPT records."""
 SYSTEM = "system"
 COUNTING = ("weight", "train", "training", "trainable")
-"""Keys of a message that say whether it counts in the loss, as in the formats of OpenAI, Axolotl and verl."""
+"""Keys that state whether a message counts in the loss, in the formats of OpenAI, Axolotl and verl."""
 _CALLS = "tool_calls"
 
 
@@ -21,13 +21,13 @@ def chat_text(messages: Any, tools: Any, system: Any = None) -> str:
     - `messages`, `tools`, `tool_calls` and `arguments` may be JSON text. Such text is parsed.
     - The keys `from` and `value` are renamed to `role` and `content`.
     - `system`, a system message that the record has outside the list of messages, becomes the first message.
-    - The keys in `COUNTING` become one key, `weight: 0`, if the message does not count in the loss.
-    - Every message has the key `content`, which may be null. Other keys whose value is null, and empty `tool_calls`,
-      are removed.
-    - A list of parts that are all text becomes one text.
+    - The keys in `COUNTING` are removed. If they state that the message does not count, `weight: 0` takes their place.
+    - Every message has the key `content`, which may be null. Other keys with the value null are removed, and so are
+      empty `tool_calls`.
+    - If the content is a list of text parts, the parts are joined to one text.
 
-    Raises `RejectedRecord` if the messages or tools cannot be converted to this form, or if arguments are text that is
-    not JSON.
+    Raises `RejectedRecord` if the messages or tools cannot be converted to this form, or if the arguments of a call are
+    text but not JSON.
     """
     messages, tools = _parsed(messages), _parsed(tools)
     messages = [_parsed(each) for each in messages] if isinstance(messages, list) else messages
@@ -86,7 +86,9 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content(content: Any) -> Any:
-    """Return the text of a content that is a list of parts with text. Other contents are returned unchanged."""
+    """Return the joined text if the content is a list of text parts. From other lists, keys with the value null are
+    removed. Raises `RejectedRecord` for an object, and for a list with values that are not parts.
+    """
     if isinstance(content, Mapping):
         raise RejectedRecord("the content of a message is not text", "it is an object")
     if not isinstance(content, list):
@@ -116,7 +118,7 @@ def _with_arguments(call: Any) -> Any:
     if "arguments" not in known:
         return known
     arguments = _parsed(known["arguments"])
-    if isinstance(arguments, str):  # perhaps cut off; a template would print this text within JSON
+    if isinstance(arguments, str):  # perhaps truncated JSON, which a template would print within other JSON
         raise RejectedRecord("the arguments of a call are not a JSON object", f"{arguments[:80]!r}")
     return known | {"arguments": arguments}
 

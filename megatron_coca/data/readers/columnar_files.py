@@ -31,7 +31,7 @@ def parquet_batches(path: Path, choose: ChooseColumns, size: int) -> Batches:
     """
     from pyarrow import parquet
 
-    # Verify the checksums if the file has any. Otherwise zeroed pages would be read as rows of empty text.
+    # Verify the checksums if the file has any. Without this check, zeroed pages would be read as rows of empty text.
     options = {"buffer_size": _READ_AHEAD, "pre_buffer": False, "page_checksum_verification": True}
     with _damage(path), parquet.ParquetFile(path, **options) as file:
         metadata, columns, length = file.metadata, choose(file.schema_arrow.names), path.stat().st_size
@@ -108,8 +108,8 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
 
 
 def _lengths(column: Any) -> np.ndarray:
-    """Return the number of bytes of each value in a column, int64 [rows], where a text that occurs several times is
-    counted each time. In a column of a type without texts, every value gets the average size.
+    """Return the number of bytes of each value in a column, int64 [rows]. A text that several rows share counts in each
+    of them. If the type of the column contains no text, the result is the average size for every value.
     """
     from pyarrow import BaseExtensionType, compute, types
 
@@ -135,7 +135,7 @@ def _lengths(column: Any) -> np.ndarray:
 
 
 _VIEWS = {"string_view": "large_string", "binary_view": "large_binary"}
-"""Maps types of text with values in shared buffers to the types that hold the same values in buffers of their own."""
+"""Maps each type with values in shared buffers to the type that holds the same values in a buffer of its own."""
 
 
 def _as_list(kind: Any) -> Any:
@@ -176,8 +176,8 @@ def _own_type(kind: Any) -> Any:
 
 
 def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[RawRecord]:
-    """Yield the rows of a packed batch as records, the same that a file of JSON lines with this data would give. Rows
-    are numbered from `chunk.first`.
+    """Yield the rows of a packed batch as records. They equal the records of a file of JSON lines with the same data.
+    Rows are numbered from `chunk.first`.
     """
     from pyarrow import ipc
 
@@ -201,11 +201,12 @@ def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[RawRecord]:
 
 
 def _converter(field: Any, in_list: bool = False) -> Callable[[Any], Any] | None:
-    """Return the function that converts a non-null value from pyarrow to the value that JSON lines would have; None if
-    the two values are equal.
+    """Return the function that converts a non-null value of pyarrow to the value that JSON lines would have. Return
+    None if no conversion is needed.
 
-    Columns of JSON (`arrow.json`, which `datasets` writes for `Json`) are parsed. Maps become objects. All objects in a
-    list share the keys of one struct, so a null in such an object stands for an absent key.
+    Columns with the extension type `arrow.json`, which `datasets` writes for `Json`, are parsed. Maps become objects.
+    All objects in a list share the keys of one struct. A null in such an object stands for an absent key, so the key is
+    removed.
     """
     from pyarrow import types
 

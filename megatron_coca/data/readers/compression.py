@@ -28,8 +28,8 @@ class Compression(NamedTuple):
 
     Attributes:
         name: name of the format in messages.
-        decoder: creates a decoder for one frame (called member in gzip, stream in bzip2 and xz). A decoder has
-            `decompress`, `eof` and `unused_data`, like `bz2.BZ2Decompressor`.
+        decoder: function that creates a decoder for one frame. A frame is called member in gzip, and stream in bzip2
+            and xz. A decoder has `decompress`, `eof` and `unused_data`, like `bz2.BZ2Decompressor`.
         error: the exception that `decompress` raises for damaged data.
     """
 
@@ -46,7 +46,7 @@ COMPRESSIONS: dict[str, Compression] = {
     ".bz2": Compression("bzip2", bz2.BZ2Decompressor, OSError),
     ".xz": Compression("xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError),
 }
-"""The compression formats by the last suffix of a file name."""
+"""Maps the last suffix of a file name to its compression format."""
 
 
 def decompressed(place: str, blocks: Iterable[bytes], kind: Compression, size: int) -> Iterator[bytes]:
@@ -105,7 +105,7 @@ class _Header(tarfile.TarInfo):
 
 
 class _BlockFile:
-    """A file object over `blocks`, for `tarfile`, which only reads forwards."""
+    """A file object with the content of `blocks`, for `tarfile`. It can only be read forwards."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._block, self._used = blocks, b"", 0

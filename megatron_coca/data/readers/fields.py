@@ -139,7 +139,7 @@ def is_generated(text: str) -> bool:
 
 
 def is_minified(text: str) -> bool:
-    """Return True if the average line is longer than 100 characters, or any line is longer than 1,000."""
+    """Return True if lines have more than 100 characters on average, or if any line has more than 1,000 characters."""
     breaks = text.count("\n")
     if len(text) - breaks > MEAN_LINE * (breaks + (not text.endswith("\n"))):
         return True
@@ -208,8 +208,8 @@ class Fields:
                 yield document
 
     def columns(self, names: Sequence[str], place: str) -> list[str]:
-        """Return the required columns among the columns `names` of a table. Raises `DataError` if no column contains
-        the text.
+        """Return the required columns of a table with the columns `names`. Raises `DataError` if no column contains the
+        text or the messages.
         """
         needed = [self._content, "key", "repository"]
         needed += ["tools", "system"] if self._content == "messages" else []
@@ -261,8 +261,8 @@ class Fields:
         return _valid(chat_text(messages, self._look_up(row, "tools"), self._look_up(row, "system")))
 
     def _key(self, row: RecordRow) -> str:
-        """Return the key of a record, else its repository, else an empty string. If `fields` names the key, it must
-        exist.
+        """Return the key of a record, or its repository if it has no key, or an empty string if it has neither. If the
+        source's `fields` name the key, every record must have a key.
         """
         if self._named_key is not None:
             value = self._look_up(row, "key")
@@ -279,7 +279,7 @@ class Fields:
         stars, language, path = (self._look_up(row, name) for name in ("stars", "language", "path"))
         try:
             stars = int(stars)
-        except (TypeError, ValueError, OverflowError):  # int() raises these errors also for NaN and infinity
+        except (TypeError, ValueError, OverflowError):  # also raised for NaN and infinity
             stars = None
         return Facts(
             stars=stars,
@@ -289,11 +289,11 @@ class Fields:
 
 
 def as_text(value: Any) -> str:
-    """Return a key or name as text, so that the same value gives the same text in every file format. The text is empty
-    for null, NaN, lists and objects.
+    """Return a key or name as text. The same value gives the same text in every file format. The text is empty for
+    null, NaN, lists and objects.
 
     A whole number has no decimal point, even if it is stored as a float or Decimal. Dates are in ISO 8601. Bytes are
-    UTF-8, or else hexadecimal.
+    decoded as UTF-8, or written in hexadecimal if they are not valid UTF-8.
     """
     if isinstance(value, float | Decimal) and math.isfinite(value):
         return str(int(value)) if value == int(value) else str(value)
@@ -302,7 +302,7 @@ def as_text(value: Any) -> str:
             return value.decode()
         except UnicodeDecodeError:
             return value.hex()
-    if isinstance(value, date):  # also a time
+    if isinstance(value, date):  # also a datetime
         return value.isoformat()
     return str(value) if isinstance(value, str | int | UUID) else ""
 
@@ -333,7 +333,7 @@ def _missing(row: RecordRow, what: str, path: str, hint: str = "") -> RejectedRe
 
 
 def _valid(text: str) -> str:
-    """Return `text`. Raises `RejectedRecord` if UTF-8 cannot encode it: JSON escapes can form lone surrogates."""
+    """Return `text`. Raises `RejectedRecord` if UTF-8 cannot encode it, as with lone surrogates from JSON escapes."""
     try:
         _ = text.isascii() or text.encode()
     except UnicodeEncodeError as error:

@@ -34,8 +34,8 @@ _UNREAD = "unread"
 
 
 class TypedChunk(NamedTuple):
-    """Records from one file in one format, or a record that is `TooLong`. The first record has the number
-    `chunk.first`, which is 0 if the whole file is one record. `chunk.read` is not used.
+    """Records from one file, or a `TooLong` in place of one record. `form` is the format of the file, as in `FileKind`.
+    The first record has the number `chunk.first`, which is 0 if the whole file is one record. `chunk.read` is not used.
     """
 
     form: str
@@ -45,9 +45,9 @@ class TypedChunk(NamedTuple):
 class FileReader(Reader):
     """Reads the files and folders in `spec.paths`.
 
-    The payload of a chunk is a tuple of `TypedChunk` with about `block` bytes of records in total: one `TypedChunk` for
-    a large file, or many for the small files in an archive. Raises `DataError` if `fields` or `documents` of `spec` has
-    an unknown value, or if `spec` has a key that this reader does not use.
+    The payload of a chunk is a tuple of `TypedChunk` with about `block` bytes of records in total. It has one
+    `TypedChunk` for a large file, or many for the small files in an archive. Raises `DataError` if `fields` or
+    `documents` of `spec` has an unknown value, or if `spec` has a key that this reader does not use.
     """
 
     def __init__(self, spec: SourceSpec, block: int = BLOCK) -> None:
@@ -76,7 +76,7 @@ class FileReader(Reader):
             raise DataError(f"{path}: {unknown_type(Path(path).name)}")
         is_table = kind.form in TABLE_FORMATS
         for payload, position in self._table_payloads(path, kind.form) if is_table else self._payloads(path, kind):
-            if payload or position > sent:  # there may be no record at the end of a file
+            if payload or position > sent:  # the payload at the end of a file may be empty
                 start, first = (payload[0].chunk.path, payload[0].chunk.first) if payload else (unit.path, 0)
                 yield Chunk(start, first, payload, position - sent)
                 sent = position
@@ -111,7 +111,7 @@ class FileReader(Reader):
         return file_unit(unit.path).stamp
 
     def unread(self) -> Counter[str]:
-        """Count the skipped files in the folders of the source by reason. The folders are listed again."""
+        """Count, by reason, the skipped files in the folders of the source. The folders are listed again."""
         return unread_files(self.spec.paths)
 
     def _table_payloads(self, path: str, form: str) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
@@ -200,8 +200,9 @@ def read_documents(path: Path | str, problems: ReadingProblems | None = None) ->
     """Stream the documents of a file or folder in this process. Only one chunk, or one larger record, is in memory at a
     time.
 
-    Unusable records are added to `problems`; without `problems`, the first unusable record raises `DataError`,
-    and so does a file that is missing, unreadable, damaged or of unknown type, or that changed while it was read.
+    Unusable records are added to `problems`. Without `problems`, the first unusable record raises `DataError`. Also
+    raises `DataError` for a file that is missing, unreadable, damaged or of unknown type, or that changed while it was
+    read.
     """
     problems = ReadingProblems(strict=True) if problems is None else problems
     # The limit on the size of records is very large, because evaluation data is chosen by hand, and one document may be

@@ -108,7 +108,7 @@ def _split_name(name: str) -> tuple[str, str]:
 
 def _ending(name: str) -> str:
     """Return the suffix of a file name, for messages and counts. Numbers and sentences after a dot do not count as a
-    suffix, because there may be many different ones.
+    suffix, because every file could have a different one.
     """
     base, compression = _split_name(name)
     suffix = PurePath(base).suffix
@@ -136,7 +136,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def holds_repository(path: Path | str) -> bool:
-    """Return True if a local folder is a Git repository, or if one of its subfolders is."""
+    """Return True if a local folder or one of its subfolders is a Git repository."""
     if is_url(path) or not Path(path).is_dir():
         return False
     return any((folder / ".git").exists() for folder in (Path(path), *Path(path).glob("*/")))

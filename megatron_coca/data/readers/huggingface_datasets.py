@@ -1,6 +1,4 @@
-"""The reader for Hugging Face data sets: saved on disk, in folders of data files, or on the Hub. It uses the library
-`datasets`.
-"""
+"""The reader for Hugging Face data sets on disk or on the Hub. It uses the library `datasets`."""
 
 import contextlib
 import hashlib
@@ -21,7 +19,7 @@ from megatron_coca.support.regular_files import inside
 
 OPTIONS = ("name", "split", "revision")
 DEFAULT_SPLIT = "train"
-_ROWS = 100  # rows per read: a few hundred KB of articles, or tens of MB of books
+_ROWS = 100  # rows that are read at a time, which are a few hundred KB of articles, or tens of MB of books
 _FORM = ".arrow"
 HUB_DATA = "hf://datasets/"
 
@@ -29,11 +27,11 @@ HUB_DATA = "hf://datasets/"
 class HuggingFaceReader(Reader):
     """Reads one split of a data set with the library `datasets`.
 
-    `spec.paths` are folders that `save_to_disk` wrote (their Arrow files are read directly), other data files or
-    folders, or names of data sets on the Hub. Other data files, and data sets on the Hub, are streamed without a copy
-    in the cache of the library. `spec.options` are the `name` of the configuration, the `split` (default: train) and
-    the `revision` on the Hub. Raises `DataError` for an unknown option, for a key that this reader does not use, and as
-    `FileReader` does.
+    `spec.paths` are folders that `save_to_disk` wrote, other data files or folders, or names of data sets on the Hub.
+    The Arrow files from `save_to_disk` are read directly. All other data is streamed without a copy in the cache of the
+    library. `spec.options` are the `name` of the data set's configuration, the `split` (default: train) and the
+    `revision` on the Hub. Raises `DataError` for an unknown option, for a key that this reader does not use, and for
+    the other reasons that `FileReader` lists.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
@@ -48,10 +46,10 @@ class HuggingFaceReader(Reader):
         self._split = spec.options.get("split", DEFAULT_SPLIT)
 
     def units(self) -> list[ReadUnit]:
-        """List the units: each Arrow file of a saved data set, and every other path as a single unit of size 0.
+        """List the units. Each Arrow file of a saved data set is a unit. Every other path is one unit of size 0.
 
-        Raises `DataError` for a folder without the requested split and for a name that is neither on disk nor on the
-        Hub, or if the Hub cannot be reached.
+        Raises `DataError` if a folder does not have the requested split, if a name is neither on disk nor on the Hub,
+        or if the Hub cannot be reached.
         """
         units = []
         for name in map(str, self.spec.paths):

@@ -11,7 +11,7 @@ from megatron_coca.data.readers.source import ReadUnit
 from megatron_coca.support.remote_files import RemoteFiles, is_url
 
 TIMEOUT = 300.0
-"""For how many seconds a failed request is repeated. A preparation takes hours, and most outages are short."""
+"""Number of seconds for which a failed request is repeated. A preparation takes hours, and most outages are short."""
 
 
 class DataFiles(RemoteFiles):
@@ -24,13 +24,13 @@ class DataFiles(RemoteFiles):
 
 
 def opened(url: str) -> tuple[DataFiles, str]:
-    """Return (folder of a URL, last part of its path)."""
+    """Return (files of the folder that contains the object at `url`, name of the object)."""
     folder, _, name = url.rstrip("/").rpartition("/")
     return DataFiles(folder), name
 
 
 def path_below(root: Path | str, text: str) -> Path | str:
-    """Return the path `text` below `root`. Either of them may be a URL."""
+    """Return the path `text` below `root`, which may be a URL. If `text` is itself a URL, return it unchanged."""
     if is_url(text):
         return text
     text = os.path.expanduser(text)

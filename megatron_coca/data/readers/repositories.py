@@ -233,9 +233,8 @@ def _source_files(repository: str, left_out: Counter[str]) -> Iterator[tuple[str
 
     Skipped entries are counted in `left_out` by reason.
     """
-    stack = _entries(repository)[
-        ::-1
-    ]  # a stack instead of recursion, because folders may be nested deeper than Python's recursion limit
+    # A stack instead of recursion, because folders may be nested deeper than Python's recursion limit.
+    stack = _entries(repository)[::-1]
     while stack:
         entry = stack.pop()
         if entry.is_symlink():
@@ -280,8 +279,8 @@ def _size(path: str) -> int:
 
 
 def _read(path: str, size: int, facts: Facts, spec: SourceSpec) -> str:
-    """Return the text of a file of `size` bytes. Raises `RejectedRecord` for a fault, or `LeftOut` if the file is not
-    wanted (before reading the file, if possible).
+    """Return the text of a file of `size` bytes. Raises `RejectedRecord` for a fault, and `LeftOut` for a file that is
+    left out. If possible, the file is left out before it is read.
     """
     if facts.language and (reason := admit_facts(facts, spec.filters)):
         raise LeftOut(reason)

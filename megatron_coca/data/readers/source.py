@@ -18,8 +18,8 @@ from megatron_coca.support.safe_yaml import as_list
 NAMED_PROBLEMS = 1000  # limits the memory if all lines of a corpus are faulty
 EMPTY_TEXT = "empty text"
 NOT_COUNTED = frozenset({EMPTY_TEXT})
-"""Kinds of faults that do not count, because they do not suggest a wrong format. For example, tables of paragraphs have
-many empty rows.
+"""Kinds of faults that `ReadingProblems.faulty` excludes, because they do not suggest a wrong format. For example,
+tables of paragraphs have many empty rows.
 """
 
 
@@ -30,8 +30,8 @@ class Document:
     Attributes:
         text: the text to tokenize.
         key: determines the split; documents with the same key are in the same split.
-        part: name of the set in the source to which the document belongs, if sets are selected or divided; otherwise
-            empty.
+        part: name of the document's set within the source. Empty if the source neither selects sets nor divides its
+            documents by set.
         place: the file and line of the record, for messages.
     """
 
@@ -68,7 +68,7 @@ class ReadingProblems:
         counts, sizes: number and total size in bytes of the faulty records, by kind.
         read: total size in bytes of all records.
         files: number of files that begin in the part that was read, if the reader reads files.
-        without_record: identities of files whose first part has only faulty records.
+        without_record: identities of files with only faulty records in their first part.
         with_record: identities of files with a usable record in a later part.
     """
 
@@ -79,8 +79,8 @@ class ReadingProblems:
     sizes: Counter[str] = field(default_factory=Counter)
     read: int = 0
     files: int = 0
-    # The two sets are not compared, because each depends on the division of files into parts. Their difference does
-    # not.
+    # The two sets are not compared, because each set depends on the division of files into parts. Their difference does
+    # not depend on it.
     without_record: set[str] = field(default_factory=set, compare=False)
     with_record: set[str] = field(default_factory=set, compare=False)
 
@@ -156,12 +156,12 @@ class ReadingProblems:
 
     @property
     def faulty(self) -> int:
-        """The number of faulty records without the faults in `NOT_COUNTED`."""
+        """The number of faults, except those of the kinds in `NOT_COUNTED`."""
         return sum(count for kind, count in self.counts.items() if kind not in NOT_COUNTED)
 
     @property
     def faulty_bytes(self) -> int:
-        """The size in bytes of the faulty records without the faults in `NOT_COUNTED`."""
+        """The size in bytes of the faulty records, except those of the kinds in `NOT_COUNTED`."""
         return sum(size for kind, size in self.sizes.items() if kind not in NOT_COUNTED)
 
     @property
@@ -198,8 +198,8 @@ RecordRow = Mapping[str, Any]
 
 
 class RawRecord(NamedTuple):
-    """A raw record: its place ("file:line"), its content and its size in bytes. In a table, the size is an average. It
-    is 0 if the reader does not count bytes.
+    """A raw record: its place ("file:line"), its content and its size in bytes. The size of a table row is an average.
+    The size is 0 if the reader does not count bytes.
     """
 
     place: str
@@ -234,23 +234,23 @@ class SourceSpec:
     """A named source of documents.
 
     Attributes:
-        name: name of the source, with which the names of its shards begin.
+        name: name of the source. The names of its shards begin with it.
         paths: files or folders; for `huggingface` also names of data sets on the Hub.
         reader: a key of `megatron_coca.data.readers.READERS`. The reader `files` determines the format of each file
             from its name.
         fields: the paths at which a record contains `text`, `key`, `set`, `stars`, `language`, `path`, `repository`,
             `messages` and `tools`. Dots reach into nested records. Fields that are not given have default paths.
-        documents: whether each text file or each line of a text file is one document.
+        documents: `file` if each text file is one document, or `line` if each line of a text file is one document.
         sets: keep only the records of these sets; empty keeps all records.
         divide: whether each set (`Document.part`) is written to its own shards.
         filters: the filters for records.
         metadata: for the reader `repositories`, a JSONL file with one object (`repository`, `stars`) per repository.
         options: for the reader `huggingface`, the options name, split and revision.
-        max_record_mib: maximum size of a record (line, page, row, source file, or text file that is one document) in
-            MiB. Longer records are skipped and listed. This limits the memory: tokenizing a record takes about twenty
-            times its size.
-        messages: for records that are chats, which tokens count in the loss: all answers (`answers`), the last answer
-            (`last`) or every token (`all`). None if the records are texts.
+        max_record_mib: maximum size of a record in MiB. A record is a line, a table row, a source file, or a text file
+            that is one document. Longer records are skipped and listed. This limits the memory, because tokenizing a
+            record needs about twenty times its size.
+        messages: for records that are chats, the tokens that count in the loss: those of all answers (`answers`), those
+            of the last answer (`last`) or every token (`all`). None if the records are texts.
     """
 
     name: str
@@ -320,7 +320,7 @@ class Chunk:
         path: path of the file, followed by `!member` for a file inside an archive.
         first: number of the first record of the chunk in its file, counted from 1; 0 if the file is one record.
         payload: the raw records, or file names. It is small enough to send to another process.
-        read: how many bytes of the unit were read from disk after the previous chunk, up to the end of this one.
+        read: number of bytes of the unit that were read from disk since the previous chunk.
     """
 
     path: str

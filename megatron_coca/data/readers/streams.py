@@ -30,7 +30,7 @@ def raw_blocks(place: str, raw: IO[bytes], size: int) -> Iterator[bytes]:
 
 
 def pieces(blocks: Iterable[bytes], lines: bool, size: int, limit: int) -> Iterator[bytes | TooLong]:
-    """Yield whole records, about `size` bytes at a time. A record longer than this is buffered until its end.
+    """Yield whole records, about `size` bytes at a time. A record longer than `size` is buffered until its end.
 
     With `lines`, each line is a record, including a last line without a line ending; otherwise the whole stream is one
     record. A record of more than `limit` bytes is yielded as `TooLong`, and at most about `limit + size` of its bytes
@@ -54,8 +54,8 @@ def pieces(blocks: Iterable[bytes], lines: bool, size: int, limit: int) -> Itera
 
 
 def _within(limit: int, records: bytes, lines: bool, dropped: int) -> Iterator[bytes | TooLong]:
-    """Yield `records` with `TooLong` in place of those above `limit` bytes. `dropped` bytes of the first record were
-    already removed.
+    """Yield `records`, with a `TooLong` in place of each record above `limit` bytes. `dropped` bytes of the first
+    record were already removed.
     """
     if not dropped and len(records) <= limit:
         yield records
@@ -138,8 +138,8 @@ TEXT_FORMATS: dict[str, StreamFormat] = {
     "file": StreamFormat(False, _file_rows),
     "line": StreamFormat(True, _line_rows),
 }
-"""The formats of text by `SourceSpec.documents`: a document is the whole file, or a line without its line ending. Blank
-documents are skipped.
+"""Maps each value of `SourceSpec.documents` to its format of text files. With `file`, a document is the whole file.
+With `line`, it is a line without its line ending. Blank documents are skipped.
 """
 
 

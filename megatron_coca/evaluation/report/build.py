@@ -1,4 +1,4 @@
-"""Build a report: the page, the tables, the figures and the notebook, or only the tables for a console."""
+"""Build a report with a page, tables, figures and a notebook, or only the tables for a console."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -48,13 +48,14 @@ def build_report(
 ) -> str:
     """Write report.html, report.md, the figures, the tables, results.csv, results.json and the notebook.
 
-    `result_files` are files of `megatron-coca evaluate TASK --output`, or folders of such files. `papers`: whether to
-    add all published numbers; by default, only those with the lengths and the protocol of the results. `curves` are
-    learning curves by label, one for each seed; by default `find_curves` finds them. Perplexities are compared with
-    those of the label `baseline`. `claim` replaces the sentence at the top.
+    `result_files` are files of `megatron-coca evaluate TASK --output`, or folders of such files. If `papers` is True,
+    all published numbers are added; if it is False, none. By default, a published table is added if its training length
+    and protocol are those of the results. `curves` contains one learning curve per seed for each label; by default
+    `find_curves` finds them. Perplexities are compared with those of the label `baseline`. `claim` replaces the
+    sentence at the top.
 
-    Return the tables of our results as Markdown. Raises EvaluationError for files that are not results, a label with
-    two models, a baseline without results, a folder that is not writable, or if there is nothing to report.
+    Return the tables of our results as Markdown. Raises EvaluationError if a file is not a result, a label has two
+    models, the baseline has no results, the folder is not writable, or there is nothing to report.
     """
     folder = Path(output_dir)
     check_writable(folder / PAGE)
@@ -70,7 +71,7 @@ def build_report(
         **{f"figures/{name}{end}": image for name, found in drawings.items() for end, image in found.items()},
         **_table_files(document),
     }
-    for kind in ("figures", "tables"):  # the folder may come from somebody else
+    for kind in ("figures", "tables"):  # in a folder from somebody else, these may be links
         inside(folder, kind, EvaluationError, "remove the link, or name another folder with --output")
     _remove_earlier(folder, files)
     for name, content in files.items():
@@ -82,7 +83,7 @@ def build_report(
 
 
 def _remove_earlier(folder: Path, files: Collection[str]) -> None:
-    """Remove the page of an earlier report, and its tables and figures that are not among the new `files`.
+    """Remove the page of an earlier report, and those of its tables and figures that are not among the new `files`.
 
     A paper that includes these files would otherwise still show the old numbers. Files that the earlier report did not
     write are not removed.

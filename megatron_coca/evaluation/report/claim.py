@@ -1,4 +1,4 @@
-"""The top of a report: one sentence that its numbers support, the plot of these numbers, and a small table."""
+"""The top of a report: a sentence that the report's numbers support, the plot of these numbers, and a small table."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from megatron_coca.evaluation.report.result_tables import ReportOptions, differ_
 from megatron_coca.evaluation.statistics import FEWEST_DOCUMENTS
 
 MOST_ROWS = 8
-"""Largest number of rows of the small table. Labels in the sentence have a row in any case."""
+"""Largest number of rows of the small table, unless the sentence names more labels."""
 
 
 def headline(sections: Sequence[Section], options: ReportOptions) -> Headline | None:
@@ -47,7 +47,7 @@ def _learned(table: Table, measure: Measure) -> bool:
 
 
 def _ours(table: Table, measure: Measure) -> Table:
-    """Return the rows and columns of a measure without published rows; each row is named by its label only."""
+    """Return the part of a table that a measure is about, without published rows. Its rows are named by label only."""
     rows = [row for row in table.rows if not row.published and row.name.startswith(measure.prefix)]
     named = [replace(row, name=row.name.removeprefix(measure.prefix)) for row in rows]
     if (at := measure.column) is None:
@@ -61,7 +61,7 @@ def _finite(cell: TableCell) -> bool:
 
 
 def _measured(table: Table) -> list[int]:
-    """Return the columns with the most numbers, in order; empty if no column has a number.
+    """Return the indices of the columns with the most numbers; empty if no column has a number.
 
     An infinite perplexity counts as a number. Otherwise the top of the page would hide the length at which a model
     fails.
@@ -76,7 +76,7 @@ def _length(head: str) -> int:
 
 
 def _place(table: Table, column: int, measure: Measure) -> str:
-    """Return a column in words: `at 1,024 tokens, 16 times the training length`; empty if it is not a length."""
+    """Return a column's length in words: `at 1,024 tokens, 16 times the training length`; empty if it has no length."""
     heads = table.header[1:]
     if not heads[column].rstrip("*").isdecimal():
         return f"at a length of {heads[column]}" if heads[column][:1].isdecimal() else ""
@@ -88,11 +88,11 @@ def _place(table: Table, column: int, measure: Measure) -> str:
 
 
 Claim = tuple[str, str, Measure]
-"""A sentence, how it was tested, and the measure with the digits of its numbers."""
+"""A sentence, a text on how it was tested, and the measure with the number of digits in the sentence."""
 
 
 def _claim(table: Table, column: int, measure: Measure, options: ReportOptions) -> Claim:
-    """Return the sentence on one column."""
+    """Return the claim about the numbers in one column."""
     measured = {row.name: row.cells[column] for row in table.rows if row.cells[column].value is not None}
     if len(measured) == 1:
         (label,) = measured
@@ -112,12 +112,12 @@ def _claim(table: Table, column: int, measure: Measure, options: ReportOptions) 
 
 
 def _capital(text: str) -> str:
-    """Return a text with a capital at its start, except at the start of a label."""
+    """Return a text with a capital at its start, unless it starts with a label."""
     return text[0].upper() + text[1:] if text.startswith(("at ", "no ")) else text
 
 
 def _basis(cells: Mapping[str, TableCell], pairs: Sequence[tuple[TableCell, TableCell]]) -> str:
-    """Return how the pairs were tested, and for which labels a test does not cover other seeds."""
+    """Return a text that says how the pairs were tested, and for which labels the test does not cover other seeds."""
     if not pairs:
         return ""
     untested = sum(not testable(*pair) for pair in pairs)
@@ -141,7 +141,7 @@ def _basis(cells: Mapping[str, TableCell], pairs: Sequence[tuple[TableCell, Tabl
 
 
 def _single(table: Table, column: int, label: str, measure: Measure) -> Claim:
-    """Return the sentence on a single label, which compares its first and last length."""
+    """Return the claim about a single label, which compares its numbers at the first and the last length."""
     cells = next(row.cells for row in table.rows if row.name == label)
     first, end = next((at for at, cell in enumerate(cells) if _finite(cell)), column), cells[column]
     start, place = cells[first], _place(table, column, measure)
@@ -172,7 +172,7 @@ MOST_DIGITS = 6
 
 
 def _exact(measure: Measure, one: TableCell, other: TableCell) -> Measure:
-    """Return the measure with the fewest digits after the decimal point that show a significant difference."""
+    """Return the measure with the fewest digits after the decimal point that make the two numbers look different."""
     found = [replace(measure, digits=digits) for digits in range(measure.digits, MOST_DIGITS + 1)]
     return next((each for each in found if _number(one, each) != _number(other, each)), found[-1])
 
@@ -183,7 +183,7 @@ def _number(cell: TableCell, measure: Measure) -> str:
 
 
 def _shown(table: Table, measure: Measure, told: Measure) -> Table:
-    """Return the table with the digits of the sentence, if these are more than the table's own."""
+    """Return the table with as many decimal places as the sentence, if the sentence has more than the table."""
     if told.digits == measure.digits:
         return table
 
@@ -200,7 +200,7 @@ def _order(cells: Mapping[str, TableCell], measure: Measure) -> list[str]:
 
 
 def _pairs(cells: Mapping[str, TableCell], measure: Measure) -> list[tuple[TableCell, TableCell]]:
-    """Return the best number with each of the others."""
+    """Return pairs of the best number and each other number."""
     order = [cells[label] for label in _order(cells, measure)]
     return [(order[0], other) for other in order[1:]]
 
@@ -208,8 +208,9 @@ def _pairs(cells: Mapping[str, TableCell], measure: Measure) -> list[tuple[Table
 def _comparison(
     cells: Mapping[str, TableCell], measure: Measure, members: Mapping[str, Member], baseline: str | None
 ) -> tuple[str, Measure]:
-    """Return the statement on several labels: the best label, the labels that do not differ from it, and one that
-    does. The second value is the measure with the digits of the statement.
+    """Return a statement that compares labels, and the measure with the number of digits in the statement.
+
+    The statement names the best label, labels that do not differ significantly from it, and one label that does.
     """
     best, *others = order = _order(cells, measure)
     if not others:
@@ -248,9 +249,9 @@ def _best(label: str, cells: Mapping[str, TableCell], measure: Measure) -> str:
 def _beaten(
     worse: Sequence[str], cells: Mapping[str, TableCell], members: Mapping[str, Member], best: str, baseline: str | None
 ) -> tuple[str, str]:
-    """Return the name of a label that is worse than the best: the baseline, a model as trained, or the next label.
+    """Return a phrase for a label that is worse than the best one, and the label itself.
 
-    The second value is the label itself.
+    The label is the baseline, a model as trained, or the next label.
     """
     trained = [label for label in cells if not members[label].variant]
     if baseline is not None and baseline in worse:
@@ -265,10 +266,10 @@ def _beaten(
 def _small(
     table: Table, columns: Sequence[int], measure: Measure, sentence: str, members: Mapping[str, Member]
 ) -> Table:
-    """Return the first and the last of the columns, with the best label of the last column first.
+    """Return a table of the first and the last of the columns. The best label in the last column comes first.
 
-    Bold numbers are tested like those of the sentence, with correction for several comparisons. The table has the
-    labels in the sentence, models as trained, and the best of the other labels.
+    Bold numbers are tested like the numbers in the sentence, with correction for several comparisons. If there are too
+    many labels, those in the sentence are kept first, then models as trained, then the best of the remaining labels.
     """
     chosen = sorted({columns[0], columns[-1]})
     header = (table.header[0], *(table.header[at + 1] for at in chosen))

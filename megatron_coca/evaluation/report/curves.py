@@ -1,4 +1,4 @@
-"""Learning curves: their records, read from a training run or from a file next to a result."""
+"""Learning curves, read from the metrics of a training run or from a file next to a result."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ MAX_POINTS = 200
 
 
 class CurvePoint(Record):
-    """Losses in nats per token after `step`; None if no loss was reported."""
+    """Losses in nats per token after `step`. A loss is None if the run did not report it."""
 
     step: int
     tokens: int  # number of tokens trained on up to `step`
@@ -31,9 +31,10 @@ class Curve(Record):
 
 
 def find_curves(loaded: Sequence[LoadedResult]) -> dict[str, list[Curve]]:
-    """Return learning curves by label, one for each seed, for results without config overrides.
+    """Return one learning curve per seed for each label. Results with config overrides are ignored.
 
-    An ablation writes a curve to curve.json next to a result. Raises EvaluationError for a damaged file.
+    The curves are read from curve.json, which an ablation writes next to a result. Raises EvaluationError for a
+    damaged file.
     """
     found: dict[str, dict[str, Curve]] = {}
     for item in loaded:
@@ -56,7 +57,7 @@ class TrainedStage(NamedTuple):
 
 
 def trained_stages(meta: Mapping[str, Any], seq_length: int) -> list[TrainedStage]:
-    """Return the stages up to a checkpoint from its meta.json; a run without stages counts as one stage."""
+    """Return the stages up to a checkpoint, read from its meta.json. A run without stages counts as one stage."""
     records = meta.get("stages")
     if not records:
         return [TrainedStage(0, meta["batch"] * seq_length)]

@@ -18,11 +18,11 @@ from megatron_coca.support.plain_text import plain
 
 @dataclass(frozen=True)
 class TableCell:
-    """One cell: its `text`, the `value` that it shows, and `detail` in small print (such as an interval).
+    """One cell. `text` shows `value`, and `detail` follows in small print, such as an interval.
 
     `low` and `high` are the ends of the 95% interval, if there is one. `seeds` is the number of seeds behind `value`.
-    `sample` contains one sum per document, for paired comparisons. `note` becomes a footnote: the reason for a missing
-    number, or a limitation. `wide`: whether the cell contains prose.
+    `sample` contains one sum per document or one value per case, for paired comparisons. `note` becomes a footnote: the
+    reason for a missing number, or a limitation. `wide`: whether the cell contains prose.
     """
 
     text: str
@@ -73,7 +73,7 @@ class Measure:
             task, and the sentence is about other numbers if there are any.
         digits: number of decimal places.
         unit: the text after each number.
-        column: the only column that the sentence is about; by default all columns, each of which is a length.
+        column: index of the only column that the sentence is about; by default all columns, and each is a length.
         trained: the training lengths of all models, even of models that were not measured at their training length.
     """
 
@@ -91,7 +91,7 @@ class Measure:
 class Table:
     """`header` starts with the head of the row names; `notes` follow the table; `sources` describe published rows.
 
-    A table with a `measure` can have the sentence at the top of the report.
+    The sentence at the top of the report can be about a table with a `measure`.
     """
 
     name: str
@@ -130,7 +130,7 @@ class ReportBlock:
 class Section:
     """One section of the report. `printed`: whether the console shows it too.
 
-    `sentence` is its place among the sections that can have the sentence at the top.
+    `sentence` is its place in the order in which sections are tried for the sentence at the top.
     """
 
     name: str
@@ -142,9 +142,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Headline:
-    """The top of a report: a sentence, how its difference was tested, a small table, and the plot of these numbers.
+    """The top of a report: a sentence, a text on its test (`basis`), a small table, and the plot of these numbers.
 
-    The plot belongs to a section of the report, but is shown only at the top. `names` explain the labels.
+    The plot belongs to a section of the report, but is shown only at the top. `names` are names and their meanings.
     """
 
     sentence: str
@@ -165,7 +165,7 @@ class ReportDocument:
     headline: Headline | None = None
 
     def tables(self) -> Iterator[Table]:
-        """Yield the tables of all sections. The table of the headline repeats some of their columns."""
+        """Yield the tables of all sections, without the table of the headline, which repeats some of their columns."""
         return (table for section in self.sections for block in section.blocks for table in block.tables)
 
     def figures(self) -> Iterator[Figure]:
@@ -211,7 +211,7 @@ def console_text(document: ReportDocument) -> str:
 
 
 def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below: Callable[[str], str] = str) -> str:
-    """Return a table and its notes as Markdown; `in_table` and `below` escape texts in cells and in notes."""
+    """Return a table and its notes as Markdown. `in_table` escapes the text of cells, and `below` escapes notes."""
     footnotes = table.footnotes()
     lines = []
     for row in table.rows:
@@ -227,7 +227,7 @@ def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below
 
 
 def csv_table(table: Table) -> str:
-    """Return a table as CSV: numbers with eight digits, and the text of cells without a number.
+    """Return a table as CSV. Numbers have eight significant digits; a cell without a number contains its text.
 
     Extra columns contain interval ends, numbers of seeds, and notes.
     """
@@ -249,7 +249,7 @@ def csv_table(table: Table) -> str:
 def csv_lines(rows: Iterable[Iterable[str | float | None]], digits: int) -> str:
     """Return rows as CSV. Every text is quoted, so that a reader can tell the label "007" from a number.
 
-    Numbers have `digits` digits, and None is an empty field without quotes.
+    Numbers have `digits` significant digits, and None is an empty field without quotes.
     """
     return "".join(f"{','.join(_field(value, digits) for value in row)}\n" for row in rows)
 
@@ -261,17 +261,17 @@ def _field(value: str | float | None, digits: int) -> str:
 
 
 def in_spreadsheet(text: str) -> str:
-    """Put an apostrophe before a text that a spreadsheet would read as a formula: names in results can be untrusted."""
+    """Put an apostrophe before a text that a spreadsheet would read as a formula. Names in results are not trusted."""
     return f"'{text}" if FORMULA.match(text) else text
 
 
 def from_spreadsheet(text: str) -> str:
-    """Return the text that `in_spreadsheet` was given."""
+    """Remove the apostrophe that `in_spreadsheet` added, if there is one."""
     return text[1:] if text.startswith("'") and FORMULA.match(text[1:]) else text
 
 
 Drawings = Mapping[str, Mapping[str, bytes]]
-"""The images of each plot, by the plot's name and the end of the file name: `.svg` (pages), `-narrow.svg` (phones)."""
+"""The images of each plot, by its name and the end of the file name: `.svg` for pages, `-narrow.svg` for phones."""
 
 
 def html_page(document: ReportDocument, drawings: Drawings) -> str:

@@ -1,4 +1,4 @@
-r"""Tables of a report as LaTeX for papers: \usepackage{booktabs}, and one row group for each source of numbers."""
+r"""Tables of a report as LaTeX for papers. They need \usepackage{booktabs}. Rows are grouped by their source."""
 
 import re
 
@@ -34,16 +34,16 @@ SYMBOLS = {
     "·": r"$\cdot$",
     "∞": r"$\infty$",
     **{letter: rf"$\{name}$" for letter, name in GREEK.items()},
-    "[": "{[}",  # after the end of a row, "[" would begin an option; so would "*"
+    "[": "{[}",  # after the end of a row, LaTeX would read "[" or "*" as an option
     "*": r"\textsuperscript{*}",
 }
-"""Characters that LaTeX's fonts lack or that LaTeX reads as syntax, besides those that pandas escapes."""
+"""Characters that LaTeX's fonts lack or that LaTeX reads as syntax, besides those in _SPECIAL."""
 _SYMBOLS = re.compile("|".join(map(re.escape, SYMBOLS)))
 LETTERS = (
     "ÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÕÖØÙÚÛÜÝßàáâãäåæçèéêëìíîïñòóôõöøùúûüýÿĀāĂăĆćĈĉĊċČčĎďĒēĔĕĖėĚěĜĝĞğĠġĤĥĨĩĪīĬĭİıĴĵĹĺŁłŃńŅņŇňŌōŎŏŐő"
     "ŒœŔŕŘřŚśŜŝŞşŠšŢţŤťŨũŪūŬŭŮůŰűŴŵŶŷŸŹźŻżŽžȘșȚț—‘’“”…"
 )
-"""Characters besides ASCII that pdfLaTeX prints without a package, whatever its font encoding."""
+"""Characters besides ASCII that pdfLaTeX prints without a package, in every font encoding."""
 _OTHERS = re.compile(rf"[^\x20-\x7e{LETTERS}]+")
 UNICODE = r"""% The letters in \nonlatin appear with LuaLaTeX and XeLaTeX and a font that has them, such as
 % \usepackage{fontspec}\setmainfont{Noto Serif CJK SC}. pdfLaTeX prints their code points.
@@ -53,9 +53,9 @@ UNICODE = r"""% The letters in \nonlatin appear with LuaLaTeX and XeLaTeX and a 
 _SPECIAL = re.compile(r"([&%$#_{}])|(~)|(\^)|(\\)")
 _REPLACED = (r"\{}", r"\textasciitilde{}", r"\textasciicircum{}", r"\textbackslash{}")
 COLUMN_CHARACTERS = 50
-"""Most characters in a line of a table that fits into a column of a paper; wider tables span both columns."""
+"""Largest width, in characters, of a table that fits into a column of a paper. Wider tables span both columns."""
 PAGE_CHARACTERS = 100
-"""Most characters in a line of a table that fits into both columns; wider tables are scaled, which needs graphicx."""
+"""Largest width, in characters, of a table that spans both columns. Wider tables are scaled, which needs graphicx."""
 SMALL, HEADINGS = r"\footnotesize", r"\multicolumn{{{count}}}{{{kind}}}{{\emph{{{text}}}}} \\"
 
 
@@ -78,8 +78,8 @@ def latex(text: str) -> str:
 def latex_table(table: Table) -> str:
     """Return a table environment for a paper, with the notes below the table.
 
-    Numbers are bold if they differ significantly from all others of their column. Published rows follow ours, in
-    italics below the name of their source.
+    A column's best number is bold if it differs significantly from all others. Published rows follow our rows, below
+    the name of their source, and their names are in italics.
     """
     footnotes = table.footnotes()
 
@@ -94,7 +94,7 @@ def latex_table(table: Table) -> str:
     header = list(map(latex, table.header))
     lines = [[name(row), *map(shown, row.cells)] for row in table.rows]
     wide = [any(row.cells[at].wide for row in table.rows) for at in range(len(header) - 1)]
-    # The positions of columns are their names, because heads may be equal.
+    # Columns are named by their positions, because two heads may be equal.
     frame = pd.DataFrame(lines, columns=range(len(header)), dtype=object)
     text = frame.style.hide(axis="index").to_latex(
         hrules=True,
@@ -125,7 +125,7 @@ def _width(text: str) -> int:
 
 
 def _with_groups(text: str, header: list[str], table: Table) -> str:
-    """Insert the heads of the columns, and a rule with the source before each group of published rows."""
+    """Insert the heads of the columns, and before each group of published rows a rule and the name of the source."""
     lines = text.splitlines()
     first = lines.index(r"\midrule")
     lines[first - 1] = " & ".join(header) + r" \\"

@@ -1,4 +1,4 @@
-"""One page that compares position methods: scores, wavelengths, phases, biases, logit factors and layers."""
+"""One page that compares position methods by scores, wavelengths, phases, biases, logit factors and layers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,7 @@ class ShownMethod:
     """The position method of one layer type in evaluation.
 
     Attributes:
-        model: the model's label, with the layer type if there are several.
+        model: the model's label, followed by the layer type if the model has several types.
         variant: the label of the overrides in evaluation.
         layers: the number of layers with this method.
         config, position: the configuration in evaluation; `position` contains the layer type's keys.
@@ -90,7 +90,7 @@ class ShownMethod:
 
     @property
     def method_name(self) -> str:
-        """The name of the method that the variant adds, or of the trained method."""
+        """The name of the distance map if there is one, otherwise of the RoPE extension, otherwise `pos_emb`."""
         position = self.position if self.config is not self.trained else self.trained_position
         changed = position.relative_positions or position.rope_scaling
         return changed.declaration.name if changed is not None else position.pos_emb
@@ -200,7 +200,7 @@ def _reach(method: PositionMethod, trained: bool, length: int) -> float:
 
 
 Curves = dict[str, tuple[Sequence[float], Tensor]]
-"""For each label, its x values and as many y values."""
+"""The x and y values of the curve of each label."""
 
 
 def _scores(shown: ShownMethod) -> Curves:
@@ -261,8 +261,10 @@ def _logit_factors(shown: ShownMethod) -> Curves:
 
 @dataclass(frozen=True)
 class Kind:
-    """A figure of the page, with one panel per model and one curve per variant; `panel` has values for fields of
-    `Panel`.
+    """A figure of the page, with one panel per model.
+
+    `curves` returns the curves of one method. `applies` returns False for a method that the figure leaves out. `panel`
+    contains values for fields of `Panel`.
     """
 
     name: str
@@ -328,7 +330,7 @@ def _layers(shown: Sequence[ShownMethod]) -> Figure:
 
 @torch.no_grad()
 def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str, list[Panel]]]:
-    """Return the page for one or more methods, and the panels of its figures by name."""
+    """Return the page for one or more methods, and the panels of each figure by the figure's name."""
     sections, drawn = [Section("methods", "Methods", (ReportBlock(tables=(_settings(shown),)),))], {}
     models = dict.fromkeys(each.model for each in shown)
     for kind in KINDS:

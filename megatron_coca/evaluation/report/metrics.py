@@ -1,4 +1,4 @@
-"""Numbers of a report: read from result entries, pooled over seeds and documents, and shown in table cells."""
+"""Metrics: how numbers are read from result entries, pooled over seeds and documents, and shown in table cells."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ MISSING_TEXT = {"refused": "not supported", "out of memory": "OOM", "not run": "
 """Cell text for each kind of missing entry."""
 FormatNumber = Callable[[float], str]
 LARGE = 1e6
-"""Numbers of at least this size have an exponent: a perplexity beyond the training length can have ninety digits."""
+"""Numbers of at least this size are written with an exponent, because a perplexity can have ninety digits."""
 
 
 def decimal(value: float, digits: int = 2) -> str:
@@ -35,9 +35,9 @@ def missing_cell(missing: Missing) -> TableCell:
 
 
 def mean_cell(values: Sequence[float], show: FormatNumber = TWO_DIGITS, log: bool = False) -> TableCell:
-    """Return the mean of `values`, one for each seed, with its 95% t interval.
+    """Return the mean of `values` with its 95% t interval. `values` contains one number per seed.
 
-    With `log`, the values are logarithms: the cell shows the exponentials of their mean and of its interval's ends.
+    With `log`, the values are logarithms, and the cell shows the exponentials of their mean and of the interval's ends.
     """
     found = (geometric_estimate if log else estimate)(values)
     cell = TableCell(show(found.mean), found.mean, seeds=found.count)
@@ -54,9 +54,10 @@ def value_cell(
     show: FormatNumber = TWO_DIGITS,
     log: bool = False,
 ) -> TableCell:
-    """Return the `mean_cell` over the replicates of a series.
+    """Return the mean over the replicates of a series, as a cell from `mean_cell`.
 
-    `number` returns None for a replicate without the number; `at` is the name of the entry if it is missing.
+    `number` reads the number of a replicate, or returns None if it has none. `at` is the name by which a result records
+    the entry as missing.
     """
     numbers = [number(replicate) for replicate in series.replicates]
     known = [value for value in numbers if value is not None]
@@ -80,9 +81,9 @@ class Metric:
     Attributes:
         at: template for the name of a missing entry, formatted with its key.
         number: reads the number from an entry or, if `tally` is set, from the entry's tally; by default the accuracy.
-        key: the key of the entry in a table column; by default the column is a length.
-        tally: reads the cases behind the number. Their Wilson interval is shown if the seeds determine no interval.
-        sums: reads one sum per document, for paired comparisons.
+        key: returns the key of the entry in a table column; by default, the column is a length.
+        tally: returns the `Tally` of an entry's cases. Their Wilson interval is shown if the seeds give no t interval.
+        sums: reads one sum per document or one value per case, for paired comparisons.
         log: whether `number` is the logarithm of the number to show.
         lowest: whether the lowest number is the best.
     """
@@ -103,7 +104,7 @@ class Metric:
         return None if entry is None else self.number(entry)
 
     def cell(self, series: Series, column: int, reference: Series | None = None) -> TableCell:
-        """Return the number of a single seed, or the mean over seeds with its t interval.
+        """Return a cell with the number of a single seed, or with the mean over seeds and its t interval.
 
         MARK is added if the documents' losses differ significantly from those of `reference`.
         """
@@ -132,9 +133,9 @@ class Metric:
         return replace(cell, detail=f"{low:.2f}–{high:.2f}", low=low, high=high)
 
     def _sample(self, series: Series, key: tuple[Any, ...]) -> tuple[float, ...]:
-        """Return, for each document that all seeds have, the mean of its sums over the seeds.
+        """Return one number per document: the mean of the document's sums over the seeds that have the entry.
 
-        Seeds without the entry are left out. The result is empty if no seed has it.
+        A document that one of these seeds lacks is left out. The result is empty if no seed has the entry.
         """
         assert self.sums is not None
         sums = [self.sums(replicate.entries[key]) for replicate in series.replicates if key in replicate.entries]
@@ -142,7 +143,7 @@ class Metric:
 
 
 def metric_of(number: Number, at: str = "length {}", key: Callable[[int], tuple[Any, ...]] | None = None) -> Metric:
-    """Return the metric of a declared number; `at` and `key` are as in `Metric`."""
+    """Return the metric of a declared number. `at` and `key` are fields of `Metric`."""
     metric = Metric(at, show=partial(decimal, digits=number.digits), tally=number.tally, sums=number.sums)
     read = number.logarithm or number.read
     metric = metric if read is None else replace(metric, number=read)

@@ -1,4 +1,4 @@
-"""Short explanations of position methods, for readers of a report who do not know the names of its labels."""
+"""Short explanations of position methods, for readers of a report who do not know the names of the methods."""
 
 from collections.abc import Iterable
 
@@ -10,10 +10,10 @@ AS_TRAINED = ("as trained", "no change at evaluation")
 
 
 def explained(members: Iterable[Member], sentence: str = "") -> tuple[tuple[str, str], ...]:
-    """Return pairs of names and their explanation: models or variants with the same methods share one explanation.
+    """Return pairs of names and their explanation. Models or variants with the same methods share one pair.
 
-    A pair has the name of the first model or variant with these methods, and the names of others whose labels occur in
-    `sentence`.
+    The pair has the name of the first of these models or variants. It also has the name of every other one with a
+    label in `sentence`.
     """
     found: dict[str, list[str]] = {}
     changed = False

@@ -1,4 +1,4 @@
-"""The notebook of a report: it redraws figures and tables from results.csv, and contains their outputs."""
+"""The notebook of a report. It redraws figures and tables from results.csv, and is saved with its outputs."""
 
 import ast
 import io
@@ -63,7 +63,7 @@ def executed(cells: Sequence[NotebookCell], folder: Path) -> str:
 
 
 def _outputs(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Run one cell and return what it prints, and the value of an expression at its end."""
+    """Run one cell. Return the text that it prints, and the value of its last statement if that is an expression."""
     tree, value, printed = ast.parse(source), None, io.StringIO()
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):

@@ -41,7 +41,7 @@ def _described(protocol: Record) -> str:
 
 
 def _panel(number: Number) -> dict[str, Any]:
-    """Return the fields of the panels of a plot."""
+    """Return the fields of `Panel` for a declared number."""
     name = f"{number.shown_as} ({number.unit})" if number.unit else number.shown_as
     return {"x_label": "length (tokens)", "y_label": name, **axis_of(number)}
 

@@ -1,4 +1,4 @@
-"""The report sections that no single task has: a summary with one row for each label, and learning curves."""
+"""Report sections that do not belong to a single task: a summary with one row per label, and learning curves."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from megatron_coca.evaluation.tasks.retrieval.section import FOUND
 from megatron_coca.evaluation.tasks.retrieval.task import PASSKEY
 
 MULTIPLES = (2, 4, 16, 64)
-"""Multiples of the training length at which the perplexity is shown, divided by that at the training length."""
+"""Multiples of L, the training length. The summary shows the perplexity at each, divided by that at L."""
 SOLVED = 0.9
 """Smallest accuracy at which a length counts as solved."""
 OverviewColumn = tuple[str, Callable[[Series], TableCell], bool]
@@ -42,7 +42,7 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
     columns += [(group, ("passkey span", span_cell, False)) for group in found["passkey"] if group.measured]
     columns += [(group, column) for group in found["recall"] for column in recall_columns(group)]
     measured = [{series.label for group in groups for series in group.series} for groups in found.values() if groups]
-    apart = len(measured) > 1 and not set.intersection(*measured)  # tasks of different models share no rows
+    apart = len(measured) > 1 and not set.intersection(*measured)  # no label has results of all tasks
     if len(columns) < 2 or apart:
         return []
     for group, (head, cell, low) in columns:
@@ -64,7 +64,7 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
 
 
 def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[OverviewColumn]:
-    """Return the columns for the perplexity at the training length and ratios to it; none if it was not measured."""
+    """Return columns for the perplexity at the training length and for ratios to it; none if it was not measured."""
     reference = shared.baseline_of(group, options)
     measured = {window / series.header.checkpoint.seq_length for series in group.series for (window,) in series.keys}
     if 1 not in measured:
@@ -91,7 +91,7 @@ def recall_columns(group: ResultGroup) -> list[OverviewColumn]:
 
 
 def ratio_cell(series: Series, multiple: int) -> TableCell:
-    """Return the perplexity at `multiple` times the training length relative to that at L, as a mean over seeds."""
+    """Return the perplexity at `multiple` times the training length L, divided by that at L, as a mean over seeds."""
     length = series.header.checkpoint.seq_length
 
     def logarithm(replicate: Replicate) -> float | None:
@@ -118,7 +118,7 @@ def span_cell(series: Series) -> TableCell:
 
 
 def span(accuracies: Mapping[int, float], trained: int) -> float:
-    """Return the largest length, as a multiple of `trained`, up to which all accuracies are at least SOLVED; else 0."""
+    """Return the largest length, in multiples of `trained`, up to which all accuracies reach SOLVED; 0 if none does."""
     longest = 0
     for length, accuracy in sorted(accuracies.items()):
         if accuracy < SOLVED:
@@ -134,7 +134,7 @@ CURVES: dict[str, Callable[[CurvePoint], float | None]] = {
     "validation loss": lambda point: point.validation_loss,
 }
 SETTLED = 0.05
-"""Share of the training that is ignored for the range of the axis, because losses fall steeply at first."""
+"""Share of the training, at its start, that the range of the axis ignores, because losses fall steeply there."""
 
 
 def curve_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:

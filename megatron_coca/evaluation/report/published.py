@@ -1,4 +1,4 @@
-"""Published numbers from papers, as printed: the tables of `published.yaml`."""
+"""Numbers as printed in papers, read from `published.yaml`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ class PublishedTable:
     Attributes:
         name: the table's name in the paper.
         metric: the kind of numbers, by which report sections select tables.
-        setting: model, training and data of the numbers.
-        training_length: the models' training length in tokens; None: the rows have different ones.
-        rows: the name of each row, and its values, separated by spaces.
+        setting: the model, training and data behind the numbers.
+        training_length: the models' training length in tokens; None if the rows have different training lengths.
+        rows: for each row, its `name` and its `values`, which are separated by spaces.
         columns: lengths in tokens, or other column heads.
-        protocol: values of a result with the same protocol, by their paths; empty if no result has the same protocol.
-        same_length: whether to show the table only with measurements of models of this training length.
+        protocol: values of a result with the same protocol, by their paths in it; empty if no result has this protocol.
+        same_length: whether to show the table only next to results of models with this training length.
         apart: whether to keep the table separate from ours, because rows are differences or columns are not lengths.
         measured: whether the numbers were measured; False for a table of formulas.
     """
@@ -57,7 +57,9 @@ def comparable_tables(metric: str, training_lengths: Collection[int], result: Re
 
 
 def _same(protocol: Mapping[str, Any], result: Result) -> bool:
-    """Return True if the result has all values of a protocol. A text need only occur in one of the result's texts."""
+    """Return True if the result has all values of a protocol. A string may also be a part of the result's string, or of
+    one of its strings.
+    """
     for path, wanted in protocol.items():
         found: Any = attrgetter(path)(result)
         texts = [found] if isinstance(found, str) else found

@@ -1,4 +1,4 @@
-"""Reading result files, and grouping comparable results."""
+"""Read result files, and group comparable results."""
 
 import json
 import logging
@@ -18,9 +18,9 @@ from megatron_coca.support.regular_files import read_regular
 logger = logging.getLogger(__name__)
 
 KNOWN_FILES = frozenset({"cell.json", "curve.json"})
-"""Names of an ablation's records beside its results. Such files are ignored without a warning."""
+"""Names of files that an ablation writes beside its results. They are ignored without a warning."""
 LONGEST_LABEL = 10_000
-"""Maximum characters of a label. Readers of CSV files have such a limit too."""
+"""Maximum number of characters in a label. Programs that read CSV files limit the length of a field too."""
 REMEDY = "measure it again, or remove the file"
 
 
@@ -33,7 +33,7 @@ class LoadedResult:
 
 
 def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
-    """Read files, and all files below folders. Each file is read once; the files of a folder are sorted by name.
+    """Read result files, and those below folders. Each file is read once; the files of a folder are sorted by name.
 
     Other JSON files in a folder cause a warning. Raises EvaluationError if a named file is not a result, if a file is
     damaged, or if there are no results.
@@ -94,7 +94,7 @@ _LENGTH = re.compile(r"\b(?:window|length) (\d+)")
 """Matches a length in the `at` of a missing entry."""
 _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
 MAX_HEADING_VALUE = 100
-"""Maximum characters of a value in a group's heading."""
+"""Maximum number of characters of a value in a group's heading."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _series(label: str, files: Sequence[LoadedResult]) -> Series:
     """Return the series of one label. Raises EvaluationError if its models differ in more than their training seed."""
     by_weights: dict[str, list[LoadedResult]] = {}
     references = [files[0]]
-    for name in LATER:  # the first file may lack what later ones record
+    for name in LATER:  # the first file may be too old to record it
         references += [item for item in files if getattr(item.result.checkpoint, name) is not None][:1]
     for item in files:
         for known in references:
@@ -208,8 +208,9 @@ def _series(label: str, files: Sequence[LoadedResult]) -> Series:
 
 
 def _disagreement(one: Result, other: Result) -> list[str]:
-    """Return the names of the properties in which two models disagree, but must agree as replicates. A property that
-    only later versions record is compared if both files have it.
+    """Return the names of the properties in which two models differ, although replicates must agree in them.
+
+    A property in LATER is compared only if both files have it, because older versions did not record it.
     """
     models = [each.checkpoint.model_dump(mode="json", include=SAME_FOR_SEEDS) for each in (one, other)]
     unknown = {name for name in LATER for model in models if model[name] is None}

@@ -1,4 +1,4 @@
-"""The file results.json: the sentence, every table with its cells, and every number of a report."""
+"""The file results.json: the sentence at the top of a report, every table with its cells, and every number."""
 
 import json
 import math
@@ -10,11 +10,11 @@ from megatron_coca.evaluation.report.document import Headline, ReportDocument, T
 from megatron_coca.evaluation.report.tidy import TidyRow
 
 CELL = ("text", "value", "low", "high", "seeds", "detail", "note", "best")
-"""The fields of a cell in the file; empty ones are left out."""
+"""The fields of a cell in the file. Empty fields are left out."""
 
 
 def json_text(document: ReportDocument, rows: Sequence[TidyRow]) -> str:
-    """Return results.json. Numbers that are not finite become the strings of the result files, such as "Infinity"."""
+    """Return results.json. Numbers that are not finite become strings, such as "Infinity", like in result files."""
     top, blocks = document.headline, [block for section in document.sections for block in section.blocks]
     content = {
         "title": document.title,

@@ -42,8 +42,8 @@ def read_frame(path: str | Path) -> pd.DataFrame:
 
 
 def number_of(task: str, metric: str) -> Number:
-    """Return the declaration of a metric of results.csv. For scores of lm-evaluation-harness, make one."""
-    declared = TASKS.get(task.partition(" (")[0])  # the text in parentheses tells several groups of results apart
+    """Return the declaration of a metric of results.csv. Scores of lm-evaluation-harness have none, so make one."""
+    declared = TASKS.get(task.partition(" (")[0])  # without the text that distinguishes groups
     found = None if declared is None else declared.number(metric)
     return found or Number(metric, share="accuracy" in metric)
 
@@ -58,9 +58,9 @@ def measured(rows: Sequence[TidyRow]) -> list[tuple[str, str]]:
 
 
 def cells(rows: Sequence[TidyRow], task: str, metric: str) -> dict[str, dict[int, TableCell]]:
-    """Return the number of each label and length: of its single seed, or the mean over seeds with its t interval.
+    """Return a cell for each label and length: the number of a single seed, or the mean over seeds with its t interval.
 
-    Raises EvaluationError if there are none.
+    Raises EvaluationError if the metric has no numbers by length.
     """
     values: dict[str, dict[int, list[TidyRow]]] = {}
     for row in rows:
@@ -85,7 +85,7 @@ def _cell(found: Sequence[TidyRow], log: bool) -> TableCell:
 
 
 def members_of(rows: Sequence[TidyRow]) -> dict[str, Member]:
-    """Return the members of a report from its rows."""
+    """Return the `Member` of each label in the rows of a report."""
     families: dict[str, dict[str, Member]] = {}
     for row in rows:
         member = Member(row.label, row.weights, row.variant, look_of(row.method), row.method)
@@ -130,6 +130,6 @@ def table(rows: Sequence[TidyRow], task: str, metric: str) -> Table:
 
 
 def frame(shown: Table) -> pd.DataFrame:
-    """Return a table for pandas, with the text of its cells."""
+    """Return a table as a pandas table with the text of its cells."""
     texts = [[cell.in_full for cell in row.cells] for row in shown.rows]
     return pd.DataFrame(texts, index=[row.name for row in shown.rows], columns=list(shown.header[1:]))

@@ -33,10 +33,11 @@ THEIRS = "numbers of other models on other data, for orientation only"
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Additions to the results: published numbers, learning curves by label, and the label of the baseline.
+    """Options of a report: published numbers, the label of the baseline, and learning curves by label.
 
-    `papers`: whether to add all published numbers, or none; by default, only those with our lengths and protocol are
-    added. `members` describe all labels of the report. `claim` replaces the sentence at the top.
+    If `papers` is True, all published numbers are added; if it is False, none. By default, a published table is added
+    if its training length and protocol are ours. `members` describes all labels of the report. `claim` replaces the
+    sentence at the top.
     """
 
     papers: bool | None = None
@@ -52,7 +53,10 @@ BlockFunction = Callable[[ResultGroup, str, ReportOptions], ReportBlock]
 
 
 def grouped(name: str, comparable: Comparable) -> Callable[[BlockFunction], ResultBuilder]:
-    """Decorate a function that makes the block of one group of comparable results; `name`-1 names the first block."""
+    """Return a decorator that turns a function for one group of comparable results into a `ResultBuilder`.
+
+    The function receives a name for its block: `name`-1 for the first group, and so on.
+    """
 
     def decorate(block: BlockFunction) -> ResultBuilder:
         def build(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
@@ -72,11 +76,11 @@ class LengthTable:
 
     Attributes:
         head: the head of the row names.
-        rows: the number in each row, by the row's name, in which {} is replaced by the label.
+        rows: the metric of each row, by the name of the row. {} in the name is replaced by the label.
         suffix: the end of the table's name.
         published: the metric of the published tables shown with this table.
         notes: texts below the table.
-        measure: the numbers for the sentence at the top of the report, if there is one.
+        measure: describes the numbers that the sentence at the top of the report can be about, if there are any.
     """
 
     caption: str
@@ -89,9 +93,9 @@ class LengthTable:
 
 
 def length_tables(name: str, specs: Sequence[LengthTable], group: ResultGroup, options: ReportOptions) -> list[Table]:
-    """Return each table with our numbers by length, and published rows with the same lengths and protocol.
+    """Return each table with our numbers by length, and rows of published tables with our training length and protocol.
 
-    If all published numbers are asked for, tables with other lengths and settings follow.
+    If all published numbers are asked for, the protocol may differ, and the remaining published tables follow.
     """
     trained, reference = group.training_lengths(), baseline_of(group, options)
     tables = []
@@ -132,7 +136,7 @@ def baseline_of(group: ResultGroup, options: ReportOptions) -> Series | None:
 
 
 def with_baseline_note(table: Table, baseline: str | None) -> Table:
-    """Return the table with a note on MARK, if any number could have the mark."""
+    """Return the table with a note that explains MARK, if any number could have the mark."""
     reference = next((row for row in table.rows if row.name == baseline and not row.published), None)
     others = [row for row in table.rows if reference is not None and row is not reference]
     pairs = [pair for row in others for pair in zip(row.cells, reference.cells, strict=True)] if reference else []
@@ -184,8 +188,8 @@ def length_figure(
 ) -> list[Figure]:
     """Return a plot of a table's numbers against length, with the training lengths marked.
 
-    `title` describes the plot; `panel` contains other fields of the panels. A single length has no plot, because there
-    is no line to draw.
+    `title` describes the plot to screen readers, and `panel` contains fields of `Panel`. A single length has no plot,
+    because there is no line to draw.
     """
     drawn, lines = length_lines(group, metric)
     if len({x for line in lines for x in line.x}) < 2:
@@ -200,7 +204,7 @@ def length_figure(
 
 
 def length_lines(group: ResultGroup, metric: Metric) -> tuple[list[Series], list[Line]]:
-    """Return the series with numbers, and for each series a line with the table's numbers and intervals."""
+    """Return the series with numbers, and for each of them a line with the table's numbers and intervals."""
     drawn, lines = [], []
     for series in group.series:
         cells = {length: metric.cell(series, length) for length in group.lengths()}
@@ -233,7 +237,7 @@ SEEDS_NOTE = (
 
 
 def with_seeds_note(table: Table) -> Table:
-    """Return the table with a note if numbers are means over seeds; cells with fewer seeds than others show n."""
+    """Return the table with a note if numbers are means over seeds. Cells with fewer seeds than others show n."""
     most = max((cell.seeds or 0 for row in table.rows for cell in row.cells), default=0)
     if most < 2:
         return table
@@ -248,10 +252,9 @@ def with_seeds_note(table: Table) -> Table:
 
 
 def differ_significantly(one: TableCell, other: TableCell, comparisons: int = 1) -> bool:
-    """Return True if two numbers differ significantly, judged by their intervals or, without intervals, by their
-    documents.
+    """Return True if two numbers differ significantly by their intervals or, without intervals, by their documents.
 
-    With several `comparisons`, the level is 5% for all of them together (Bonferroni).
+    The level is 5% for all `comparisons` together (Bonferroni correction).
     """
     inside = simultaneous(comparisons)
     ends = [_widened(cell, inside) for cell in (one, other)]
@@ -282,8 +285,8 @@ def _widened(cell: TableCell, inside: float) -> tuple[float | None, float | None
 def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool], corrected: bool = False) -> list[TableRow]:
     """Mark the best finite value of each column if it differs significantly from all others.
 
-    `lowest`: whether the lowest value is the best, for all columns or for each column. `corrected`: whether the level
-    is 5% for all comparisons of a column together.
+    `lowest`: whether the lowest value is the best, as one value for all columns or one per column. `corrected`: whether
+    the level is 5% for all comparisons of a column together.
     """
     columns = []
     for index, cells in enumerate(zip(*(row.cells for row in rows), strict=True)):
@@ -325,7 +328,7 @@ def overrides_text(result: Result) -> str:
 
 
 def answer_texts(protocol: Any) -> list[str]:
-    """Return a protocol's notes on the end of answers, chats and the dynamic length; empty if they do not apply."""
+    """Return a protocol's notes on end tokens, chats and the dynamic length. A note that does not apply is empty."""
     return [
         f"tokens {', '.join(map(str, protocol.ends))} end an answer" if protocol.ends else "",
         f"prompts are chats ({protocol.chat})" if protocol.chat is not None else "",

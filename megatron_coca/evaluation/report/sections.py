@@ -19,9 +19,10 @@ from megatron_coca.evaluation.tasks import TASKS, function_of
 
 @dataclass(frozen=True)
 class SectionBuilder:
-    """A section of a report before it is built: its place, the tasks whose results it shows, and its function.
+    """A section of a report before it is built. `build` makes its blocks from the results of `tasks`.
 
-    `printed`: whether the console shows it too.
+    `place` orders the sections of the page. `sentence` is the order in which they are tried for the sentence at the
+    top. `printed`: whether the console shows the section too.
     """
 
     name: str
@@ -58,7 +59,7 @@ def builder_of(task: Task, section: TaskSection) -> shared.ResultBuilder:
 
 
 def tidy(loaded: Sequence[LoadedResult]) -> list[TidyRow]:
-    """Return all numbers of the results in tidy form."""
+    """Return all numbers of the results as rows of results.csv."""
     groups = (
         (task.name, group)
         for task in TASKS.values()

@@ -1,4 +1,4 @@
-"""The numbers of a report in one tidy table: a row for every label, seed, task, metric and length (results.csv)."""
+"""The file results.csv: all numbers of a report, with one row per label, seed, task, metric and length."""
 
 import csv
 from collections.abc import Iterable, Mapping
@@ -17,10 +17,10 @@ from megatron_coca.evaluation.tasks.speed.task import SPEED
 class TidyRow:
     """One number of one seed.
 
-    `weights` is the label of the weights as trained, and `variant` the change at evaluation. `metric` says which part
-    of the task is measured, such as `accuracy, beyond` or `accuracy, depth 50%`. `low` and `high` are the ends of the
-    95% interval of this seed, if there is one. `method` is the variant's method, named as in a configuration, and
-    `trained` the training length.
+    `weights` is the label of the weights as trained, and `variant` the change at evaluation. `metric` names the
+    number, such as `accuracy, beyond` or `accuracy, depth 50%`. `low` and `high` are the ends of the 95% interval of
+    this seed, if there is one. `method` is the method that evaluation changes or, without a change, `pos_emb`.
+    `trained` is the training length.
     """
 
     label: str
@@ -43,9 +43,7 @@ ResultGroups = Iterable[tuple[str, ResultGroup]]
 
 
 def tidy_rows(groups: ResultGroups, members: Mapping[str, Member]) -> list[TidyRow]:
-    """Return the numbers of all groups. If a task has several groups, the task's name in the rows says how these
-    differ.
-    """
+    """Return the numbers of all groups. If a task has several groups, `task` in the rows includes their difference."""
     rows = []
     for task, group in groups:
         name = f"{task} ({group.differs})" if group.differs else task
@@ -60,10 +58,10 @@ def tidy_rows(groups: ResultGroups, members: Mapping[str, Member]) -> list[TidyR
 
 
 def speed_rows(loaded: Iterable[LoadedResult]) -> list[TidyRow]:
-    """Return the times of `speed`: the label is the method, and the weights are the shape of the model.
+    """Return the times of `speed`. In these rows, `label` is the method, and `weights` describes the model's shape.
 
-    Times of different files are never averaged. With several files, the name of the task therefore contains the file's
-    number (that of the page's tables), label and device.
+    Times of different files are never averaged. With several files, `task` therefore contains the file's number, label
+    and device. The page's tables have the same number in their names.
     """
     files: list[Any] = [item.result for item in loaded if item.result.task == SPEED.name]
     rows = []

@@ -1,4 +1,4 @@
-"""The methods that `megatron-coca stretch` compares: those that need no training, and those that it trains."""
+"""The position methods that `megatron-coca stretch` compares, both without training and after fine-tuning."""
 
 import math
 import re
@@ -9,10 +9,10 @@ from megatron_coca.evaluation.results import EvaluationError
 
 PLAIN = "plain"
 MOST = 1024
-"""The greatest value of `--to`, which is the longest input as a multiple of the training length."""
+"""The largest value of `--to`. This option sets the longest measured input, as a multiple of the training length."""
 
 Changes = Callable[[float, int], list[str]]
-"""A function (factor, training length) -> config overrides."""
+"""A function that returns config overrides for an extension factor and a training length in tokens."""
 
 
 def _extension(kind: str) -> Changes:
@@ -36,20 +36,19 @@ CHOICES: dict[str, Changes] = {
     "leaky_rerope": _map("leaky_rerope"),
     "self_extend": lambda factor, length: [
         "relative_positions.type=self_extend",
-        f"relative_positions.group_size={max(2, 2 * math.ceil(factor))}",  # half of the training length is the window
+        f"relative_positions.group_size={max(2, 2 * math.ceil(factor))}",  # the window is half of the training length
     ],
     "dual_chunk": _map("dual_chunk"),
     "lm_infinite": _map("lm_infinite"),
 }
-"""The config overrides of each method. The factor is the number after the colon, or else that of --to."""
+"""The config overrides of each method. In `yarn:4`, the factor is 4. In `yarn`, it is the value of `--to`."""
 
 CONTROL = "none"
-"""The fine-tuning that changes no config key. It trains on the same tokens, and at the same learning rate, as the
-others."""
+"""The fine-tuning that changes no config key. Tokens and learning rate are the same as for the other methods."""
 
 
 def _original(kind: str) -> Changes:
-    """Return the changes for an extension whose model is trained further, possibly at another length."""
+    """Return the changes for an extension that is fine-tuned, possibly at a length other than the training length."""
     return lambda factor, length: [
         *_extension(kind)(factor, length),
         f"rope_scaling.original_max_position_embeddings={length}",
@@ -61,9 +60,9 @@ STAGES = (
     "{until: 67%, trainable: [query, key, value], reset_optimizer: true}",
     "{reset_optimizer: true}",
 )
-"""The stages of the CoCA paper: the T projection, which replaces K, then Q, T and V, then everything."""
+"""The stages of the CoCA paper. They train the T projection, which replaces K, then Q, T and V, then all weights."""
 LATENT_STAGES = ("{until: 33%, trainable: [key, value]}", *STAGES[1:])
-"""The stages for latent attention, in which one matrix computes T and the values."""
+"""The stages for latent attention. There, one matrix computes both T and V, so the first stage trains both."""
 FINETUNED: dict[str, Changes] = {
     CONTROL: lambda factor, length: [],
     "pi": _original("linear"),
@@ -76,25 +75,24 @@ FINETUNED: dict[str, Changes] = {
     "partial": lambda factor, length: ["rotary_pct=0.25"],
     "log_n_trained": lambda factor, length: ["logit_scaling=log_n_trained"],
 }
-"""The config keys of each method of `--finetune-method`, for the factor of `--to`."""
+"""The config overrides of each method of `--finetune-method`. The factor is the value of `--to`."""
 TRAINED = " (trained)"
-"""The end of the name of a fine-tuned model on a page."""
+"""The suffix of the name of a fine-tuned model on a page."""
 MOST_LENGTH = 2048
-"""Length of the training samples, unless the model was trained on shorter ones or `--finetune-length` is given."""
+"""Largest default of `--finetune-length`. If the training length is shorter, it is the default."""
 OWN_WEIGHTS = ("pope",)
-"""The methods of `--finetune-method` that add weights to the model. With `--lora` they are trained as a whole."""
+"""The fine-tuned methods that add weights to the model. Even with `--lora`, these weights are trained directly."""
 LORA = "{{rank: 16, alpha: 32, also: [{also}]}}"
-"""The value of the config key `lora` with `--lora`. `also` names the parts that are trained as a whole."""
+"""The config key `lora` of a trial with `--lora`. The parts in `also` are trained directly, without adapters."""
 RATE, LORA_RATE = "2e-5", "2e-4"
-"""The learning rates of a trial: the rate of position interpolation in the CoCA paper and, for adapters, that of
-QLoRA."""
+"""The learning rates of a trial. RATE is from the CoCA paper. LORA_RATE, which adapters use, is from QLoRA."""
 
 DEFAULT = (PLAIN, "dynamic:2", "yarn", "rerope", "rerope+log_n", "self_extend", "dual_chunk", "lm_infinite")
 _NAME = re.compile(r"([a-z_+]+)(?::(\d+(?:\.\d+)?))?")
 
 
 class Method(NamedTuple):
-    """A compared method: its name in tables, and the config overrides that select it."""
+    """A compared method, with its name in tables and the config overrides that select it."""
 
     name: str
     overrides: tuple[str, ...]
@@ -119,7 +117,7 @@ def chosen_methods(names: Sequence[str], to: float, length: int, place: str = "-
 
 
 def trial_methods(names: Sequence[str], place: str = "--finetune-method") -> list[str]:
-    """Return the methods to train, the control first. Raises EvaluationError for an unknown name.
+    """Return the names of the methods to train, the control first. Raises EvaluationError for an unknown name.
 
     `place` names the option or file in messages.
     """
@@ -130,10 +128,10 @@ def trial_methods(names: Sequence[str], place: str = "--finetune-method") -> lis
 
 
 def trial_keys(method: str, factor: float, length: int, lora: str | None = None, latent: bool = False) -> list[str]:
-    """Return the config keys of a method of `--finetune-method`.
+    """Return the config overrides of a method of `--finetune-method`.
 
-    `lora` is the value of the config key with this name, or None without adapters. A method with stages trains adapters
-    in its last stage only, because the earlier ones train whole matrices. `latent` says whether the model has latent
+    `lora` is the value of the config key `lora`, or None without adapters. A method with stages trains adapters in its
+    last stage only, because the earlier stages train whole matrices. `latent` is True if the model has latent
     attention.
     """
     if method == "coca_stages":
@@ -144,10 +142,10 @@ def trial_keys(method: str, factor: float, length: int, lora: str | None = None,
 
 
 def simplicity(name: str) -> tuple[int, int, int]:
-    """Return the place of a method in the order of simplicity; the smallest is the simplest.
+    """Return a sort key for the simplicity of a method. The simplest method has the smallest key.
 
-    The plain model comes first, then methods are ordered by the number of config keys that they set, then by CHOICES.
-    Fine-tuned models come last.
+    The plain model comes first, and fine-tuned models come last. Other methods are ordered by the number of config keys
+    that they set, and methods with equal numbers by their order in CHOICES.
     """
     kind, _, factor = name.removesuffix(TRAINED).partition(":")
     table, trained = (FINETUNED, True) if name.endswith(TRAINED) else (CHOICES, False)
@@ -155,6 +153,6 @@ def simplicity(name: str) -> tuple[int, int, int]:
 
 
 def multiples_up_to(to: float) -> list[float]:
-    """Return 1, 2, 4, .. and `to`, the multiples of the training length that are measured."""
+    """Return the multiples of the training length that are measured: the powers of 2 up to `to`, and `to` itself."""
     powers = [2.0**power for power in range(int(math.log2(to)) + 1)]
     return sorted({*powers, float(to)})

@@ -1,4 +1,4 @@
-"""Put the parts of `megatron-coca stretch` together: open the model, measure the methods, and write the page."""
+"""Run `megatron-coca stretch`: open the model, measure the methods, and write the page."""
 
 import logging
 from argparse import Namespace
@@ -31,11 +31,18 @@ from megatron_coca.work.locks import exclusive_lock
 logger = logging.getLogger(__name__)
 
 EARLIER = "results.json"
-"""The result file of earlier versions, which had the results of all methods."""
+"""Name of the one result file for all methods that earlier versions wrote."""
 
 
 class Done(NamedTuple):
-    """The page's text, the chosen method's name, why it was chosen, and the checkpoint and overrides that select it."""
+    """The page and the chosen method.
+
+    Attributes:
+        text: the text of stretch.md.
+        chosen: the name of the chosen method.
+        reason: why this method is chosen.
+        checkpoint, overrides: the checkpoint and the config overrides that select the method.
+    """
 
     text: str
     chosen: str
@@ -45,10 +52,10 @@ class Done(NamedTuple):
 
 
 def stretch(args: Namespace, like: MarginResult | None = None) -> Done:
-    """Measure the methods and write the page. `args.plan` is a plan or None (`plans.planned`). Raises InputError.
+    """Measure the methods and write the page. `args` is what `plans.planned` returns. Raises InputError.
 
-    `like` is the result of the model before fine-tuning. With it, the same tokens are scored as for that model, and at
-    all of that model's lengths.
+    `like` is the result of the model before fine-tuning, or None. If it is given, the same tokens are scored as for
+    that model, at all lengths at which that model was measured.
     """
     check_writable(args.output / MARKDOWN)
     lock = args.output / f".{RESULTS}.lock"
@@ -98,14 +105,14 @@ def _measure(args: Namespace, like: MarginResult | None) -> Done:
             f"--budget: too small for any measurement (first left out: {result.left_out[0]}); raise it, or free memory"
         )
     configs = {subject.label: subject.config for subject in subjects}
-    declared = None if plan and plan.finetune else plan  # with fine-tuning, only the page of all models has contrasts
+    declared = None if plan and plan.finetune else plan  # with fine-tuning, write_trials reports the contrasts
     text, decision = write_page(result, configs, args.output, declared), decide(result)
     overrides = next(method.overrides for method in methods if method.name == decision.chosen)
     return Done(text, decision.chosen, reason(decision), args.model, [*overrides, *ignored])
 
 
 def compare_trials(args: Namespace, trials: Sequence[Trial]) -> Done:
-    """Write the page of the fine-tuned models, beside the methods that need no training. Raises EvaluationError."""
+    """Write the page that compares fine-tuned models with the methods without training. Raises EvaluationError."""
     ignored = tuple(source_keys(args))
     opened = open_checkpoint(args.model, verify=False, overrides=ignored)
     given = {each.name: each for each in chosen_methods(args.methods, args.to, opened.trained.model.seq_length)}
@@ -125,9 +132,9 @@ def lengths_up_to(to: float, length: int) -> list[int]:
 
 
 def chat_of(tokenizer: Tokenizer, date: str | None = None) -> ChatRecord | None:
-    """Return the settings of the model's chat template; None without a template, or if the template changes the text.
+    """Return the settings of the model's chat template, or None if it has none or if the template changes the text.
 
-    `date` is the date that earlier prompts have, if the template prints one.
+    `date` is the date in the prompts of earlier results. A template that prints a date prints this one again.
     """
     if tokenizer.chat is None:
         return None
@@ -146,8 +153,9 @@ def chat_of(tokenizer: Tokenizer, date: str | None = None) -> ChatRecord | None:
 def load_methods(
     evaluation: Evaluation, methods: Sequence[Method], ignored: Sequence[str], fields: Mapping[str, Any]
 ) -> tuple[list[Subject], dict[str, Store[MarginResult]]]:
-    """Return the models of the methods that the checkpoint supports, and the result files of all methods. The models
-    share their weights. `fields` are the values that all files share.
+    """Return the models of the supported methods, and the result files of all methods by method name.
+
+    The models share their weights. `fields` are the values that all result files have in common.
     """
     subjects: list[Subject] = []
     stores = {}

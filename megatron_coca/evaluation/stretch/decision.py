@@ -1,7 +1,8 @@
-"""Which methods the measurements separate, which remain undecided, and which of these is chosen.
+"""Decide which methods are significantly worse than the best one, and choose among the remaining methods.
 
-The number of facts found decides, at the longest length to which a method holds. If it does not separate two methods,
-for example because both find all facts or none, the margins decide. All differences are paired by fact.
+Methods are compared at the longest length to which any method holds. The number of facts found decides first. If it
+does not separate two methods, for example because both find all facts, the margins decide. All differences are paired
+by fact.
 """
 
 import math
@@ -16,23 +17,24 @@ from megatron_coca.evaluation.stretch.records import HOLDS, StretchResult
 LOOKS = 5
 """How many times methods are compared: with 4, 8, 16, 32 and 64 facts."""
 FEWEST = 4
-"""Fewest facts that are compared; fewer say too little about their variation."""
+"""Methods are compared only if both have this many facts. Fewer facts show too little of their variation."""
 POWER = 0.8
+"""Power of the comparison that `Compared.needed` assumes."""
 MOST_NEEDED = 1000
-"""Largest number of facts that `Compared.needed` gives; beyond it, `needed` is inf."""
+"""Largest finite value of `Compared.needed`."""
 WINDOWS_AGREE = 0.05
-"""Largest error that the mean logarithm of a perplexity ratio is assumed to have, even from one window. In
-studies/real_model, the ratios of methods near the limit have standard deviations of 0.02 to 0.04 between books."""
+"""Largest assumed error of the mean logarithm of a perplexity ratio, even if there is only one window. In
+studies/real_model, these logarithms differ between books with standard deviations of 0.02 to 0.04 near the limit."""
 
 
 class Compared(NamedTuple):
-    """A method against the leader, compared by the facts that both have. Differences are method minus leader.
+    """The comparison of a method with the leader. Differences are method minus leader.
 
     Attributes:
-        facts: the number of these facts.
+        facts: the number of facts that were measured for both methods.
         found: the difference of the shares of facts found, with its interval.
-        margin: the difference of the margins in nats; without an interval for a single fact.
-        by: what separates the method from the leader: "facts found", "margin" or "" (undecided).
+        margin: the mean difference of the margins in nats. A single fact gives no interval.
+        by: the quantity that shows that the method is worse: "facts found" or "margin"; "" if undecided.
         needed: the number of facts that would decide; None if it is not known, inf if it is above MOST_NEEDED.
     """
 
@@ -48,12 +50,12 @@ class Decision(NamedTuple):
     """The result of the comparison.
 
     Attributes:
-        length: the longest length to which a method holds, in tokens; 0 if none holds anywhere.
-        leader: the method with the most facts found there, or "" if none holds.
-        undecided: the leader and the methods that are not separated from it, in the order of `ranked`.
-        chosen: the simplest of those undecided methods that hold; the plain model if none holds.
-        compared: all other methods that may hold there.
-        unmeasured: methods that may hold there, but were not measured.
+        length: the longest length to which any method holds, in tokens; 0 if no method holds at any length.
+        leader: the method that holds to this length and finds the most facts there; "" if no method holds.
+        undecided: the leader and the methods that are not significantly worse, in the order of `StretchResult.ranked`.
+        chosen: the simplest undecided method that holds to this length; the plain model if no method holds.
+        compared: a comparison with the leader for each measured method that may hold to this length.
+        unmeasured: the methods that may hold to this length, but were not measured there.
     """
 
     length: int
@@ -65,11 +67,11 @@ class Decision(NamedTuple):
 
 
 def confidence(result: StretchResult) -> float:
-    """Return the confidence that each interval of a difference needs so that all intervals hold together. The best
-    method is then wrongly excluded with a probability of at most 5%.
+    """Return the confidence of each interval of a difference, corrected for the number of comparisons.
 
-    Every method except the leader is compared LOOKS times. Two quantities are compared, but only the upper end of each
-    interval can exclude a method, so this needs no further correction.
+    With it, the probability that the best method is wrongly excluded is at most 5%. Every method except the leader is
+    compared LOOKS times. There are two quantities, but only the upper end of an interval can exclude a method. So the
+    second quantity needs no further correction.
     """
     return simultaneous(max(1, len(result.supported) - 1) * LOOKS)
 
@@ -78,7 +80,7 @@ def failed(result: StretchResult, method: str, length: int) -> bool:
     """Return True if the measurements show that the method does not hold at this length, or at a shorter one."""
     for each in (each for each in result.lengths() if each <= length):
         ratios = result.loss_ratios(method, each)
-        if ratios and not ratio_interval(result, method, each)[0] <= math.log(HOLDS):  # also if it is NaN
+        if ratios and not ratio_interval(result, method, each)[0] <= math.log(HOLDS):  # True for NaN, too
             return True
         margins = result.margins(method, each)
         if len(margins) >= FEWEST and _high(margins, confidence(result)) < 0:
@@ -87,8 +89,9 @@ def failed(result: StretchResult, method: str, length: int) -> bool:
 
 
 def ratio_interval(result: StretchResult, method: str, length: int) -> tuple[float, float]:
-    """Return the interval of the mean logarithm of the perplexity ratio (`loss_ratios`), at most WINDOWS_AGREE wide on
-    each side.
+    """Return the interval of the mean logarithm of the perplexity ratio (`StretchResult.loss_ratios`).
+
+    Each end is at most WINDOWS_AGREE from the mean.
     """
     ratios = result.loss_ratios(method, length)
     mean, within = math.fsum(ratios) / len(ratios), WINDOWS_AGREE
@@ -99,7 +102,7 @@ def ratio_interval(result: StretchResult, method: str, length: int) -> tuple[flo
 
 
 def unclear_perplexity(result: StretchResult, method: str, length: int) -> bool:
-    """Return True if the limit of the perplexity is within the interval of the ratio."""
+    """Return True if the limit HOLDS is within the interval of the perplexity ratio."""
     if not result.loss_ratios(method, length) or (method, length) == (result.plain, result.trained):
         return False
     low, high = ratio_interval(result, method, length)
@@ -107,7 +110,7 @@ def unclear_perplexity(result: StretchResult, method: str, length: int) -> bool:
 
 
 def decide(result: StretchResult) -> Decision:
-    """Compare the methods at the longest length to which one holds."""
+    """Compare the methods at the longest length to which any method holds."""
     ranked = result.ranked()
     length = max(map(result.reach, ranked))
     if not length:
@@ -139,16 +142,16 @@ def compare(result: StretchResult, method: str, leader: str, length: int) -> Com
 
 
 def difference_of_shares(found: Sequence[float], inside: float) -> Estimate:
-    """Return the mean of paired differences of outcomes that are 0 or 1, with its interval, which is within -1 .. 1."""
+    """Return the mean of paired differences between outcomes of 0 or 1. Its interval is limited to -1 .. 1."""
     ends = estimate(padded(found), inside)
     return Estimate(math.fsum(found) / len(found), max(-1.0, ends.low), min(1.0, ends.high), len(found))
 
 
 def separated_by(found: Sequence[float], margins: Sequence[float], inside: float) -> str:
-    """Return what shows that a method is worse than the leader: "facts found", "margin" or "" (nothing).
+    """Return the quantity that shows that a method is worse than the leader: "facts found" or "margin"; "" if neither.
 
-    The arguments are paired differences, method minus leader. The margin counts only for a method that does not find
-    more facts than the leader.
+    `found` and `margins` are paired differences, method minus leader. A method that finds more facts than the leader is
+    not worse, regardless of its margins.
     """
     if len(found) < FEWEST or math.fsum(found) > 0:
         return ""
@@ -160,8 +163,10 @@ MethodAtLength = tuple[str, int]
 
 
 def open_facts(result: StretchResult) -> Iterator[MethodAtLength]:
-    """Yield the methods and lengths at which more facts could change the decision: the undecided methods, and every
-    method that has not failed but has a mean margin of 0 or less. If there is only one method, yield all lengths.
+    """Yield the methods and lengths at which more facts could change the decision.
+
+    These are the undecided methods, and methods that have a mean margin of 0 or less but have not failed. If there is
+    only one method, yield all lengths.
     """
     decision, single = decide(result), len(result.supported) == 1
     for length in result.lengths():
@@ -175,9 +180,11 @@ def open_facts(result: StretchResult) -> Iterator[MethodAtLength]:
 
 
 def open_windows(result: StretchResult) -> Iterator[MethodAtLength]:
-    """Yield the methods and lengths at which more windows could change the decision: the perplexity limit is within the
-    interval of the ratio, and the method has not failed. The plain model at 1x is the reference, so it needs as many
-    windows as the others. If there is only one method, yield all lengths.
+    """Yield the methods and lengths at which more windows could change the decision.
+
+    There, the limit HOLDS is within the interval of the perplexity ratio, and the method has not failed. The plain
+    model at the training length is the reference, so it needs as many windows as any other method. If there is only one
+    method, yield all lengths.
     """
     most, reach = result.most_windows, decide(result).length
     for length in result.lengths():
@@ -189,6 +196,6 @@ def open_windows(result: StretchResult) -> Iterator[MethodAtLength]:
 
 
 def _high(values: Sequence[float], inside: float) -> float:
-    """Return the upper end of the interval of the mean; the mean itself if all values are equal."""
+    """Return the upper end of the interval of the mean, or the mean itself if all values are equal."""
     found = estimate(values, inside)
     return found.mean if equal(values) else found.high

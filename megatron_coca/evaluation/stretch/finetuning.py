@@ -1,4 +1,4 @@
-"""The fine-tuning of `megatron-coca stretch --finetune N`: a trial of each method, and of a control."""
+"""The fine-tuning of `megatron-coca stretch --finetune N`, which trains one model for each method and a control."""
 
 import json
 import shlex
@@ -25,16 +25,16 @@ from megatron_coca.evaluation.stretch.trials import Trial
 from megatron_coca.work.processes import PROGRAM, run_to_its_end
 
 REPORTS = 20
-"""How many times a trial's training reports its progress."""
+"""Approximate number of progress reports of the training of a trial."""
 CHECKPOINTS = 8
-"""Number of checkpoints of a trial, of which the last one is kept."""
+"""Number of checkpoints that the training of a trial writes. Only the last one is kept."""
 
 
 def check(args: Namespace, methods: Sequence[str]) -> None:
-    """Raise EvaluationError if `--finetune` cannot train this model, or cannot train it with one of the methods.
+    """Raise EvaluationError if `--finetune` cannot train this model, or cannot use one of the methods.
 
-    Only models that transformers could load are supported, because `megatron-coca train` reads their shape from the
-    folder.
+    Only Hugging Face folders and GGUF files are supported, because `megatron-coca train` reads the shape of the model
+    from them.
     """
     from megatron_coca.checkpoints import open_checkpoint
     from megatron_coca.checkpoints.importing import starting_config
@@ -59,11 +59,11 @@ def check(args: Namespace, methods: Sequence[str]) -> None:
 
 
 def keys_of(args: Namespace, method: str, model: ModelConfig) -> list[str]:
-    """Return the config keys of a trial that starts from a model. Raises ConfigError.
+    """Return the config overrides of a trial that starts from a model. Raises ConfigError.
 
-    In a full fine-tuning of a model with mixtures of experts, the routers are frozen, unless `--finetune-set` names the
-    trained parts: the outputs of attention change with its positions, and routers that train on them would move tokens
-    to other experts. With `--lora` only adapters, norms and weights of the method's own are trained.
+    With `--lora`, only adapters, norms and the weights that the method adds are trained. Without it, the routers of a
+    mixture of experts are frozen, unless `--finetune-set` sets `trainable` or `lora`. The new positions change the
+    outputs of attention, and routers that train on these outputs would send tokens to other experts.
     """
     from megatron_coca.checkpoints.importing import starting_config
 
@@ -82,7 +82,7 @@ def keys_of(args: Namespace, method: str, model: ModelConfig) -> list[str]:
 
 
 def texts_of(args: Namespace) -> list[Path]:
-    """Return the texts to train on: those of `--finetune-data`, or else those of `--data`."""
+    """Return the paths of the training texts: the value of `--finetune-data`, or else the value of `--data`."""
     return [Path(path) for path in args.finetune_data or args.data or ()]
 
 
@@ -91,15 +91,15 @@ def trained_folder(output: Path, method: str) -> Path:
 
 
 def is_outdated(page: Path, steps: int) -> bool:
-    """Return True if the results in the page's folder belong to another number of steps."""
+    """Return True if the folder `page` has results of a model that was trained for another number of steps."""
     return result_file(page, PLAIN).exists() and read_plain(page).checkpoint.step != steps
 
 
 def _claim(args: Namespace, folder: Path, trial: dict[str, object]) -> None:
-    """Write the model, data and keys of the trial beside its folder.
+    """Write `trial`, which has the model, data and keys of a trial, into a file beside the folder.
 
-    A longer trial with the same model, data and keys can continue this one. Raises EvaluationError if the folder has
-    another trial or more steps, unless it may be overwritten.
+    A later trial with the same model, data and keys can resume this one with more steps. Raises EvaluationError if the
+    folder has a different trial or more steps. With `--overwrite`, such a folder is removed instead.
     """
     from megatron_coca.checkpoints import open_checkpoint
 
@@ -120,9 +120,9 @@ def _claim(args: Namespace, folder: Path, trial: dict[str, object]) -> None:
 
 
 def finetune(args: Namespace, method: str) -> int:
-    """Prepare the texts, train `--finetune` steps from the model, and return the exit status of the training.
+    """Prepare the texts, train the model for `--finetune` steps, and return the exit status of the training.
 
-    All methods are trained on the same tokens at the same rate.
+    All methods are trained on the same tokens at the same learning rate.
 
     Raises InputError.
     """
@@ -157,7 +157,7 @@ def finetune(args: Namespace, method: str) -> int:
 
 
 def read_trial(output: Path, method: str, page: Path) -> Trial:
-    """Return the trial, with numbers from the run's own reports."""
+    """Return a trained trial. Its tokens, time and memory are from the metrics file of its training."""
     from megatron_coca.checkpoints import open_checkpoint
 
     folder = trained_folder(output, method)
@@ -172,12 +172,12 @@ def read_trial(output: Path, method: str, page: Path) -> Trial:
         tokens += since * report["step_seconds"] * report["tokens_per_second"]
         memory = report.get("peak_memory_gib", memory)
     done = opened.step or steps
-    share = done / steps if steps else 0.0  # the last steps may have no report
+    share = done / steps if steps else 0.0  # metrics of the last steps can be missing
     return Trial(method, folder, page, opened.trained, done, round(tokens * share), seconds * share, memory)
 
 
 def digest_of(texts: list[Path], tokenizer: str | None) -> str:
-    """Return a name for the prepared data. Another file, a changed file or another tokenizer gives another name."""
+    """Return a digest of the tokenizer and of each file's path, size and change time, as a name for the data."""
     files = [file for path in texts for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     stats = [(file, file.stat()) for file in files]
     named = [str(tokenizer), *(f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in stats)]

@@ -1,4 +1,4 @@
-"""The page of `megatron-coca stretch`: a sentence, a picture, tables, and the configuration of the chosen method."""
+"""The page of `megatron-coca stretch`. It has a sentence, a picture, tables and the chosen method's configuration."""
 
 import json
 import math
@@ -41,8 +41,8 @@ def write_page(
 ) -> str:
     """Write stretch.html, stretch.md, stretch.svg and best.yml to `folder`; return the text of stretch.md.
 
-    `configs` has the configuration of each method by name. The page also has the contrasts of `plan` and the sections
-    `more`.
+    `configs` has the configuration of each method by its name. `more` are sections that are placed before the usual
+    ones. The contrasts of `plan` are added.
     """
     decision = decide(result)
     changes = best_yaml(result, decision)
@@ -65,7 +65,7 @@ def _document(
     changes: str,
     more: Sequence[Section],
 ) -> ReportDocument:
-    """Return the content of the page. `config` is the configuration of the chosen method, and `changes` its YAML."""
+    """Return the content of the page. `config` is that of the chosen method. `changes` is the YAML that selects it."""
     figure = tables.figure(result)
     own = ReportBlock(
         text=(f"{decision.chosen}, {reason(decision)}, for this project ({OVERLAY}):",), code=changes.rstrip()
@@ -99,7 +99,7 @@ def _name(result: StretchResult) -> str:
 
 
 def _markdown(document: ReportDocument) -> str:
-    """Return stretch.md, which begins with the sentence."""
+    """Return the text of stretch.md. Its title is the sentence that says which method is best."""
     top = document.headline
     assert top is not None and top.figure is not None
     parts = [
@@ -125,7 +125,7 @@ def _table(table: Table) -> str:
 
 
 def sentence(result: StretchResult, decision: Decision) -> str:
-    """Say which method extends the model and how far, or which methods are undecided."""
+    """Return the sentence that says which method extends the model and how far, or which methods are undecided."""
     trained, reach, leader = result.trained, decision.length, decision.leader
     longest = max(result.lengths(), default=trained)
     if longest <= trained:
@@ -143,7 +143,7 @@ def sentence(result: StretchResult, decision: Decision) -> str:
 
 
 def _found(result: StretchResult, decision: Decision) -> str:
-    """Say how many facts the undecided methods find."""
+    """Return a clause that says how many facts the undecided methods find."""
     names, length = decision.undecided, decision.length
     one = len(names) == 1
     if not result.facts(decision.leader, length):
@@ -161,7 +161,7 @@ def _found(result: StretchResult, decision: Decision) -> str:
 
 
 def _cost(result: StretchResult, method: str) -> str:
-    """Say how the method's perplexity at the training length differs from the plain model's."""
+    """Return a clause that compares the perplexity at the training length with that of the plain model."""
     one, base = result.perplexity(method, result.trained), result.perplexity(result.plain, result.trained)
     assert one is not None and base is not None, "a method that holds has a perplexity at 1x"
     change = f"{abs(one / base - 1):.1%} {'higher' if one >= base else 'lower'} than"
@@ -169,7 +169,7 @@ def _cost(result: StretchResult, method: str) -> str:
 
 
 def basis_of(result: StretchResult, decision: Decision) -> list[str]:
-    """Explain the sentence: what separates the methods, what would decide, and what is chosen."""
+    """Return sentences that say what separates the methods, how many facts would decide, and which method is chosen."""
     if decision.length <= result.trained:
         return []
     said = []
@@ -193,7 +193,7 @@ def basis_of(result: StretchResult, decision: Decision) -> list[str]:
 
 
 def _would_decide(result: StretchResult, decision: Decision) -> list[str]:
-    """Say how many facts would decide between the undecided methods, and how long they would take."""
+    """Return sentences that say how many facts would decide between the undecided methods, and in what time."""
     open_ones = {each.method: each.facts for each in decision.compared if not each.by}
     fewest = min(open_ones.values())
     if fewest < FEWEST:
@@ -216,7 +216,7 @@ def _would_decide(result: StretchResult, decision: Decision) -> list[str]:
 
 
 def _time(result: StretchResult, methods: Sequence[str], length: int, count: int) -> str:
-    """Say how much more time it would take to measure `count` facts of each method."""
+    """Return a clause that says how much longer it would take to measure `count` facts of each method."""
     seconds = 0.0
     for name in methods:
         seconds += max(0, count - result.cases(name, length)) * (result.fact_seconds(name, length) or 0.0)
@@ -224,7 +224,7 @@ def _time(result: StretchResult, methods: Sequence[str], length: int, count: int
 
 
 def reason(decision: Decision) -> str:
-    """Return why the method is chosen, in words that follow its name and a comma."""
+    """Return why the method is chosen. On the page, these words follow the name of the method and a comma."""
     if not decision.leader:
         return "because no method holds"
     if len(decision.undecided) == 1:
@@ -245,12 +245,12 @@ def best_yaml(result: StretchResult, decision: Decision) -> str:
 
 
 def _given(value: object) -> object:
-    """Return a section without the options that are not set."""
+    """Return a value of a config key. From a section, omit the keys without a value."""
     return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
 def for_transformers(config: Config, length: int) -> tuple[str, str]:
-    """Return a sentence and transformers' `rope_parameters`, which are empty if transformers lacks the method."""
+    """Return a sentence and the `rope_parameters` of transformers, which are "" if transformers lacks the method."""
     position = config.position
     stock = position.extension.name in methods.names("rope_scaling", huggingface="stock")
     if not stock or position.relative_positions is not None or position.logit_scaling != "none":

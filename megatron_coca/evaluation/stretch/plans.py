@@ -1,4 +1,4 @@
-"""Plans of `megatron-coca stretch`: measurements, fine-tuning, and contrasts that are declared before the first run."""
+"""Plans of `megatron-coca stretch`: files that declare measurements, fine-tuning and contrasts before the first run."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -21,10 +21,10 @@ from megatron_coca.evaluation.stretch.records import StretchResult
 
 
 class PlannedContrast(Record):
-    """Two methods at a multiple of the training length, compared by margins (nats) or by losses (nats per token).
+    """Two methods that are compared at `at` times the training length, by margins in nats or losses in nats per token.
 
-    `expected` is the expected difference, and `deviation` the standard deviation of the paired differences. Together
-    with the number of pairs, they give the power of the test.
+    `expected` is the expected mean of the paired differences, and `deviation` their expected standard deviation. The
+    power of the test follows from both and from the number of pairs.
     """
 
     method: str
@@ -40,7 +40,7 @@ class PlannedContrast(Record):
 
 
 class PlannedFineTuning(Record):
-    """The values of `--finetune`, `--finetune-method`, `--finetune-length`, `--lora` and `--finetune-set`."""
+    """The values that a plan sets for the `--finetune` options and `--lora`. `steps` is the value of `--finetune`."""
 
     steps: int = Field(ge=1)
     methods: list[str]
@@ -50,10 +50,10 @@ class PlannedFineTuning(Record):
 
 
 class Plan(Record):
-    """The content of a plan file. `cases` has the number of hidden facts for each multiple of the training length.
+    """The content of a plan file. `cases` has the number of hidden facts by multiple of the training length.
 
-    The facts depend on `seed`. A run without a plan has seed 0, so no such run has used the facts of another seed.
-    With `finetune`, a contrast may name a fine-tuned model, such as `pi (trained)`.
+    The facts depend on `seed`. A run without a plan has seed 0, so a plan with another seed measures new facts. With
+    `finetune`, a contrast may name a fine-tuned model, such as `pi (trained)`.
     """
 
     title: str
@@ -68,7 +68,7 @@ class Plan(Record):
 
 
 def read_plan(path: Path) -> Plan:
-    """Read and check a plan, and replace the names of its methods by those in the results. Raises EvaluationError."""
+    """Read and check a plan. Replace its method names by the names in the results. Raises EvaluationError."""
     plan = validated(path, read_yaml_file(path), Plan, "a plan")
     measured = multiples_up_to(plan.to)
     for key in (key for key in plan.cases if key not in measured):
@@ -81,7 +81,7 @@ def read_plan(path: Path) -> Plan:
     names |= {name: name for name in names.values()}
     if plan.finetune is not None:
         trials = trial_methods(plan.finetune.methods, f"{path}: finetune.methods:")
-        untrained = [trial for trial in trials if trial in CHOICES]  # `--finetune` compares these as well
+        untrained = [trial for trial in trials if trial in CHOICES]  # `--finetune` measures these, too
         names |= {name: name for name in (*untrained, *(f"{trial}{TRAINED}" for trial in trials))}
     for number, contrast in enumerate(plan.contrasts):
         for name in (name for name in (contrast.method, contrast.other) if name not in names):
@@ -95,8 +95,9 @@ def read_plan(path: Path) -> Plan:
 
 
 def planned(args: Namespace) -> Namespace:
-    """Return the options with the plan in place of its path, and with the values that the plan sets. Raises
-    EvaluationError.
+    """Return the options with the values that the plan sets. `plan` is then the plan itself, and not its path.
+
+    Raises EvaluationError.
     """
     if args.plan is None:
         return args
@@ -109,19 +110,19 @@ def planned(args: Namespace) -> Namespace:
 
 
 def pairs_of(plan: Plan, contrast: PlannedContrast) -> int | None:
-    """Return the number of pairs of a contrast; None if the number of facts follows from the budget."""
+    """Return the number of pairs of a contrast, or None if the plan does not set the number of facts."""
     return plan.documents if contrast.quantity == "loss" else plan.cases.get(contrast.at)
 
 
 def paired_differences(result: StretchResult, plan: Plan, contrast: PlannedContrast) -> list[float] | None:
-    """Return the paired differences of a contrast, method minus other; None if results are missing.
+    """Return the paired differences of a contrast, `method` minus `other`, or None if results are missing.
 
-    Margins are in nats, paired by fact, and losses in nats per token, paired by document.
+    Margins in nats are paired by fact. Losses in nats per token are paired by document.
     """
     length, pairs = round(contrast.at * result.trained), pairs_of(plan, contrast)
     read = {"margin": result.margins, "loss": result.losses}[contrast.quantity]
     ours, theirs = read(contrast.method, length), read(contrast.other, length)
-    if contrast.quantity == "margin":  # the budget can allow more facts than are planned
+    if contrast.quantity == "margin":  # an earlier run may have measured more facts than planned
         ours, theirs = ours[:pairs], theirs[:pairs]
     if not ours or not theirs or {len(ours), len(theirs)} != {pairs or len(ours)}:
         return None
@@ -129,13 +130,13 @@ def paired_differences(result: StretchResult, plan: Plan, contrast: PlannedContr
 
 
 def sequence(result: StretchResult, plan: Plan) -> list[Step[PlannedContrast]]:
-    """Return the contrasts of a plan, tested in its order until the first that is not decided or not measured."""
+    """Test a plan's contrasts in order, until one is not decided or not measured. Return a step for each contrast."""
     found = [(each, paired_differences(result, plan, each)) for each in plan.contrasts]
     return in_sequence(found, either_direction=True)
 
 
 def outcome_of(step: Step[PlannedContrast]) -> str:
-    """Return the result of a contrast in words: whether `method` is higher or lower than `other`, if decided."""
+    """Return "higher" or "lower" for `method` compared with `other`, "not decided" or "not tested"."""
     if step.verdict == "not tested":
         return step.verdict
     return "not decided" if step.verdict != "holds" else "higher" if step.difference.mean > 0 else "lower"

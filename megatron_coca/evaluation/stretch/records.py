@@ -1,4 +1,4 @@
-"""The results of all methods of `megatron-coca stretch`, in result files of `megatron-coca evaluate margin`."""
+"""The results of `megatron-coca stretch`, one result file of `megatron-coca evaluate margin` for each method."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from megatron_coca.evaluation.tasks.margin.task import (
 RESULTS = "results"
 """Name of the folder with a result file for each method."""
 HOLDS = 1.10
-"""A method holds at a length if its perplexity is at most this many times that of the plain model at 1x."""
+"""Largest perplexity at which a method holds, as a multiple of the plain model's at the training length (1x)."""
 
 
 def result_file(folder: Path, method: str) -> Path:
@@ -38,7 +38,7 @@ def read_plain(folder: Path) -> MarginResult:
 
 
 def read_results(folder: Path, methods: Sequence[str]) -> "StretchResult":
-    """Return the results of these methods and the plain model. Raises EvaluationError."""
+    """Return the results of the plain model and of these methods. Raises EvaluationError."""
     results, costs = {}, {}
     for name in dict.fromkeys((PLAIN, *methods)):
         file = result_file(folder, name)
@@ -54,9 +54,9 @@ class StretchResult:
 
     Attributes:
         results: the result of each method, by its name.
-        costs: the costs of each method, by their names in the cost file.
-        left_out: what was not measured, and why.
-        too_short: a sentence that says that the budget was too short for one window and one fact of every method; empty
+        costs: the costs of each method, by the name that a cost has in the cost file.
+        left_out: the measurements that were left out, with the reasons.
+        too_short: a sentence that says that the budget was too short for one window and one fact of every method, or ""
             if it was long enough.
     """
 
@@ -67,7 +67,7 @@ class StretchResult:
 
     @property
     def plain(self) -> str:
-        """The name of the model without an extension, which is always the first."""
+        """The name of the model without an extension. Its result is always the first."""
         return next(iter(self.results))
 
     @property
@@ -81,7 +81,7 @@ class StretchResult:
 
     @property
     def unsupported(self) -> dict[str, str]:
-        """The methods that the model does not support, with the reasons."""
+        """The methods that the model does not support, each with the reason."""
         return {name: each.reason for name, own in self.results.items() for each in own.missing if each.at == "all"}
 
     @property
@@ -92,12 +92,12 @@ class StretchResult:
         return next((entry for entry in self.results[method].results if entry.length == length), None)
 
     def facts(self, method: str, length: int) -> list[CaseMargin]:
-        """Return the cases before the first missing number, so that methods are compared by the same facts."""
+        """Return the cases up to the first missing case number, so that methods are compared on the same facts."""
         entry = self.entry(method, length)
         return entry.facts if entry else []
 
     def margins(self, method: str, length: int) -> Sequence[float]:
-        """Return the margins of `facts` in nats."""
+        """Return the margin of each of the `facts` in nats."""
         entry = self.entry(method, length)
         return MARGIN.values(entry) if entry else []
 
@@ -105,7 +105,7 @@ class StretchResult:
         return self._value(MARGIN, method, length)
 
     def share(self, method: str, length: int) -> float | None:
-        """Return the share of the facts that greedy decoding finds."""
+        """Return the share of the facts that greedy decoding finds, or None if no facts were measured."""
         return self._value(FOUND, method, length)
 
     def _value(self, number: Number, method: str, length: int) -> float | None:
@@ -126,13 +126,15 @@ class StretchResult:
         return [nll / entry.scored for nll in LOSS.values(entry)] if entry else []
 
     def loss_ratios(self, method: str, length: int) -> list[float]:
-        """Return the logarithms of the perplexity relative to the plain model at 1x, one for each common window."""
+        """Return the logarithm of the perplexity ratio to the plain model at 1x, for each window that both have."""
         own, base = self.losses(method, length), self.losses(self.plain, self.trained)
         return [one - other for one, other in zip(own, base, strict=False)]
 
     def perplexity(self, method: str, length: int) -> float | None:
-        """Return the perplexity. With fewer windows than the plain model at 1x, compute it from the ratio in common
-        windows.
+        """Return the perplexity, or None if no window was measured.
+
+        If the plain model at 1x has another number of windows, its perplexity is multiplied by the mean ratio in the
+        windows that both have.
         """
         own, base = self.losses(method, length), self.losses(self.plain, self.trained)
         if not own:
@@ -142,11 +144,11 @@ class StretchResult:
         return exponential(mean(base) + mean(self.loss_ratios(method, length)))
 
     def window_seconds(self, method: str, length: int) -> float | None:
-        """Return the mean time of a window; None if it is not known."""
+        """Return the mean time to measure a window, or None if it is not known."""
         return self._seconds(method, windows_at(length), self.windows(method, length))
 
     def fact_seconds(self, method: str, length: int) -> float | None:
-        """Return the mean time of a fact; None if it is not known."""
+        """Return the mean time to measure a fact, or None if it is not known."""
         return self._seconds(method, facts_at(length), self.cases(method, length))
 
     def _seconds(self, method: str, at: str, count: int) -> float | None:
@@ -154,7 +156,7 @@ class StretchResult:
         return cost.seconds / count if cost is not None and count else None
 
     def cases(self, method: str, length: int) -> int:
-        """Return the number of measured facts, including those after a missing number."""
+        """Return the number of all measured facts, even if a case number before them is missing."""
         entry = self.entry(method, length)
         return len(entry.cases) if entry else 0
 
@@ -165,8 +167,8 @@ class StretchResult:
     def reach(self, method: str) -> int:
         """Return the greatest length up to which the method holds, or 0.
 
-        The perplexity must not be much higher than that of the plain model at 1x, and the margin must be above 0. A
-        length that was not measured ends the search.
+        To hold at a length, the perplexity must be at most HOLDS times that of the plain model at 1x, and the mean
+        margin of the facts must be above 0. A method does not hold at a length without a measured perplexity.
         """
         base, reached = self.perplexity(self.plain, self.trained), 0
         for length in self.lengths():
@@ -179,23 +181,23 @@ class StretchResult:
         return reached
 
     def _finds_facts(self, method: str, length: int) -> bool:
-        """Return True if the margin is above 0, or no method has facts at the length.
+        """Return True if the mean margin is above 0, or if no method has facts at the length.
 
-        If a method's facts at 1x are missing, the facts of the plain model count instead.
+        If the method has no facts at 1x, the margin of the plain model is used instead.
         """
         margin = self.margin(method, length)
         if margin is None and length == self.trained:
             margin = self.margin(self.plain, length)
         if margin is None:
             return length == self.trained or not any(self.facts(name, length) for name in self.supported)
-        return margin > 0  # not if it is NaN
+        return margin > 0  # False for NaN
 
     def ranked(self) -> list[str]:
-        """Return the methods, best first: by reach, then by the facts found, the margin and the perplexity at this
-        length.
+        """Return the methods, best first. They are ordered by reach.
 
-        Ties are broken by a method's longest measured length, then by the same three numbers at all lengths, from the
-        longest. Small differences mean nothing; `decision.decide` says which methods differ.
+        Methods with the same reach are ordered by the share of facts found, the margin and the perplexity at that
+        length. Further ties are broken by the longest measured length, then by the same three values at all lengths,
+        starting at the longest. The order can depend on chance; `decision.decide` tests which methods differ.
         """
 
         def at(name: str, length: int) -> tuple[float, float, float]:

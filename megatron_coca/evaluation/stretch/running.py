@@ -1,5 +1,7 @@
-"""Measure the methods within a time budget: first one window and one fact of each method at each length, then more
-where the comparison is undecided. The time of each measurement is estimated before it starts.
+"""Measure the methods within a time budget.
+
+First, one window and one fact of each method are measured at each length. Then, more are measured until the comparison
+is decided. The time of each measurement is estimated before it starts.
 """
 
 import math
@@ -32,22 +34,22 @@ from megatron_coca.model import GPT
 from megatron_coca.support.console import Progress, duration, short, write
 
 MOST_FACTS = 64
-"""Most hidden facts per method and length, unless a plan has another number."""
+"""Largest number of hidden facts for each method and length, unless a plan sets it."""
 MOST_ALONE = 16
-"""Most hidden facts if there is only one method."""
+"""Largest number of hidden facts for each length if there is only one method."""
 CALIBRATED = 512
-"""Length in tokens of the inputs that are timed first."""
+"""Length in tokens of the first timed input."""
 ATTENTION = 2.0
-"""Time of an operation of attention relative to one of a matrix product, which is faster on most devices."""
+"""Assumed time of an operation in attention, relative to one in a matrix product."""
 NOT_SHARED = 0.6
-"""Average share of a prompt's time that remains if the prompt shares its beginning with the one before it."""
+"""Average time of a prompt that begins like the prompt before it, relative to the time of a whole prompt."""
 
 
 class Pace:
-    """Estimates of the seconds of a forward pass: its operations, times the seconds per operation of each method.
+    """Estimates of the seconds of a forward pass: its operations, times the seconds per operation of the method.
 
-    The seconds per operation follow from the method's own results. Until it has any, they follow from the last result
-    of another method or, at first, from a timed pass.
+    The seconds per operation are updated after each measurement of the method. Before its first measurement, those of
+    the method that was measured last are used. Before any measurement, they are computed from a timed pass.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -65,7 +67,10 @@ class Pace:
         return self._operations(tokens) * self._seconds.get(method, self._last)
 
     def facts(self, method: str, tokens: int, count: int) -> float:
-        """Return the time of passkeys and needles. A prompt shares its beginning with the previous one of its kind."""
+        """Return the seconds for `count` facts.
+
+        After the first passkey and the first needle, each prompt shares its beginning with an earlier prompt.
+        """
         answers = count * (FOILS + 1) * self.forward(method, ANSWER_TOKENS)
         return self.forward(method, tokens) * (min(count, 2) + NOT_SHARED * max(count - 2, 0)) + answers
 
@@ -83,16 +88,14 @@ def _seconds(model: GPT, tokens: int) -> float:
 
 
 class Goal(NamedTuple):
-    """How much of a method is measured at a length."""
+    """How many windows and facts of a method are to be measured at a length."""
 
     windows: int = 0
     facts: int = 0
 
 
 def missing_seconds(result: StretchResult, pace: Pace, goals: Mapping[MethodAtLength, Goal]) -> float:
-    """Return the estimated seconds of everything that is not measured yet, including what is left of a measurement that
-    has begun.
-    """
+    """Return the estimated seconds of all windows and facts in `goals` that are not measured yet."""
     seconds = 0.0
     for (method, length), goal in goals.items():
         facts = missing_facts(result, (method, length), goal.facts)
@@ -103,14 +106,14 @@ def missing_seconds(result: StretchResult, pace: Pace, goals: Mapping[MethodAtLe
 
 
 def missing_facts(result: StretchResult, key: MethodAtLength, count: int) -> int:
-    """Return how many of the first `count` facts are not measured."""
+    """Return how many of the first `count` facts are not measured yet."""
     entry = result.entry(*key)
     known = {case.number for case in entry.cases} if entry else set()
     return sum(number not in known for number in range(count))
 
 
 class Runner:
-    """Fills the result files. All subjects share their weights."""
+    """Measures the methods and fills their result files. All subjects share their weights."""
 
     def __init__(
         self,
@@ -121,10 +124,10 @@ class Runner:
         budget: float,
         cases: Mapping[int, int] | None,
     ) -> None:
-        """`stores` has the result files of all methods, even of those that the model does not support.
+        """`stores` has the result files of all methods, even of methods that the model does not support.
 
-        `cases` has a plan's number of hidden facts by length. At other lengths the decision determines this number.
-        Without a plan (None), the decision also determines the number of windows.
+        `cases` is None without a plan. With a plan, all windows are measured, and `cases` has the numbers of hidden
+        facts for some lengths. Other numbers are doubled until the comparison is decided. `budget` is in seconds.
         """
         self.subjects, self.documents, self.form = list(subjects), documents, form
         self._stores, self.pace = stores, Pace(subjects[0].model)
@@ -137,7 +140,7 @@ class Runner:
         self._made: dict[int, Cases] = {}
 
     def run(self, lengths: Sequence[int]) -> StretchResult:
-        """Measure until everything is decided or planned, or until the budget is spent. Return the results."""
+        """Measure until the comparison and the plan are finished, or the budget is spent. Return the results."""
         with Progress("stretch", unit="windows") as progress:
             self._progress = progress
             self._first(lengths)
@@ -157,7 +160,7 @@ class Runner:
         return StretchResult({name: each.result for name, each in stores}, {name: each.costs for name, each in stores})
 
     def _first(self, lengths: Sequence[int]) -> None:
-        """Measure one window and one fact of each method, from the shortest length to the longest."""
+        """Measure one window and one fact of each method at each length, the shortest length first."""
         one = Goal(1, 1)
         self._goals = {(subject.label, length): one for subject in self.subjects for length in lengths}
         if (needed := self._missing(self._goals)) > self._left():
@@ -178,7 +181,7 @@ class Runner:
                     self._skipped.append(key)
 
     def _too_short(self, lengths: Sequence[int]) -> str:
-        """Return a sentence if the budget ended before every method had one window and one fact; otherwise ""."""
+        """Return "", or a sentence if the budget was too short for one window and one fact of every method."""
         skipped = {key: self._missing({key: Goal(1, 1)}) for key in self._skipped}
         skipped = {key: seconds for key, seconds in skipped.items() if seconds}
         if not skipped:
@@ -195,8 +198,9 @@ class Runner:
         )
 
     def _plan(self, lengths: Sequence[int], cases: Mapping[int, int]) -> None:
-        """Measure all windows, and the planned facts. The facts at the shortest length, which the model was trained
-        for, are measured last.
+        """Measure all windows and the planned facts.
+
+        The facts at the shortest length are measured last, because the model was trained for this length.
         """
         windows = len(self.documents)
         self._goals = {
@@ -204,7 +208,7 @@ class Runner:
             for subject in self.subjects
             for length in lengths
         }
-        self._left_out.clear()  # what did not fit is listed again below
+        self._left_out.clear()  # measurements that still do not fit are listed again below
         for length in lengths:
             self._each(length, Goal(windows=windows))
             if length != lengths[0]:
@@ -212,7 +216,7 @@ class Runner:
         self._each(lengths[0], Goal(facts=cases.get(lengths[0], 1)))
 
     def _each(self, length: int, goal: Goal) -> None:
-        """Measure the windows or the facts of every method, if they fit into the rest of the budget."""
+        """Measure the windows or facts of each method, unless the rest of the budget is too short for the method."""
         for subject in self._in_order():
             if (needed := self._missing({(subject.label, length): goal})) > self._left():
                 name = "perplexity" if goal.windows else "retrieval"
@@ -222,7 +226,7 @@ class Runner:
                 self._facts(subject, length, goal.facts)
 
     def _double(self) -> bool:
-        """Double the facts and windows where the decision depends on them. Return False if nothing was added."""
+        """Double the numbers of facts and windows on which the decision depends. Return False if none was added."""
         planned = self._planned or {}
         most = MOST_ALONE if len(self.subjects) == 1 else MOST_FACTS
         added = False
@@ -233,8 +237,10 @@ class Runner:
         return added
 
     def _grow(self, length: int, methods: Sequence[str], name: str, most: int) -> bool:
-        """Double the facts or windows of these methods, or add as many as fit. Methods that have fewer catch up with
-        the others first. Return False if nothing was added.
+        """Double the number of facts or windows of these methods, or add as many as fit into the budget.
+
+        If the numbers of the methods differ, smaller ones are first raised to the largest. Return False if nothing was
+        added.
         """
 
         def done() -> list[int]:
@@ -258,11 +264,11 @@ class Runner:
         return done() != before
 
     def _done(self, key: MethodAtLength, name: str) -> int:
-        """Return the number of facts or windows."""
+        """Return the number of facts or windows that are measured."""
         return len(self._result.facts(*key)) if name == "facts" else self._result.windows(*key)
 
     def _windows(self, subject: Subject, length: int, count: int) -> None:
-        """Score the first `count` documents, in windows of a length."""
+        """Score the first `count` documents in windows of `length` tokens."""
         name, at = subject.label, f"perplexity at {length} tokens"
         if (done := self._result.windows(name, length)) < count:
             self._progress.begin(f"{name}, {at}")
@@ -271,7 +277,7 @@ class Runner:
             self._measure(subject, f"{at} of {name}", windows_at(length), scores, (done, count), estimate)
 
     def _facts(self, subject: Subject, length: int, count: int) -> None:
-        """Measure the first `count` facts of a length."""
+        """Measure the first `count` facts in `length` tokens."""
         name, missing = subject.label, missing_facts(self._result, (subject.label, length), count)
         if missing and (cases := self._cases(length, count)) is not None:
             self._progress.begin(f"{name}, {count} facts in {length} tokens")
@@ -282,11 +288,11 @@ class Runner:
     def _measure(
         self, subject: Subject, entry: str, at: str, scores: Iterator[int], counts: tuple[int, int], estimate: float
     ) -> None:
-        """Take inputs from `scores` until all of them are measured, or the budget is spent.
+        """Advance `scores`, which measures one input at a time, until all inputs are measured or the budget is spent.
 
-        The entry is listed as left out if the budget is spent, the model has no such positions, or memory runs out. The
-        pace is learned only from measurements that the end of the budget did not interrupt. `counts` are the numbers of
-        inputs that are measured already and of all inputs.
+        `counts` are the number of inputs that are already measured and the number of all inputs. If the budget is
+        spent, the model does not support such positions, or memory runs out, `entry` is listed as left out. The pace is
+        updated only if all inputs were measured.
         """
         start, (done, count), store = time.monotonic(), counts, self._stores[subject.label]
         noted = len(store.noted)
@@ -302,7 +308,7 @@ class Runner:
             self._leave_out(f"{entry}: {each.kind if each.kind == 'out of memory' else each.reason}")
 
     def _cases(self, length: int, count: int) -> Cases | None:
-        """Return the first `count` cases; None if the length is too short for them."""
+        """Return the first `count` cases, or None if the length is too short for them."""
         if len(self._made.get(length, ())) < count:
             try:
                 self._made[length] = make_cases(
@@ -314,7 +320,7 @@ class Runner:
         return self._made[length][:count]
 
     def _in_order(self) -> list[Subject]:
-        """Return the plain model, then the best methods so far."""
+        """Return the plain model, then the other methods, best first by the results so far."""
         ranked, plain = self._result.ranked(), self._result.plain
         return sorted(self.subjects, key=lambda each: (each.label != plain, ranked.index(each.label)))
 
@@ -325,7 +331,7 @@ class Runner:
         return self._ends - time.monotonic()
 
     def _leave_out(self, entry: str, seconds: float | None = None) -> None:
-        """List a measurement that is left out, once."""
+        """List a measurement as left out. An earlier line for the same measurement is replaced."""
         self._left_out = [line for line in self._left_out if not line.startswith(entry)]
         self._left_out.append(entry if seconds is None else f"{entry} (about {_duration(seconds)})")
 
@@ -337,7 +343,7 @@ class Runner:
 
 
 def _by_length(keys: Iterable[MethodAtLength]) -> list[tuple[int, list[str]]]:
-    """Return the methods of each length, from the shortest."""
+    """Return the methods of each length, the shortest length first."""
     pairs = sorted({(length, method) for method, length in keys})
     return [(length, [method for _, method in group]) for length, group in groupby(pairs, key=itemgetter(0))]
 

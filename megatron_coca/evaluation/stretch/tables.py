@@ -1,4 +1,4 @@
-"""The tables and the picture of `megatron-coca stretch`, which both forms of its page show."""
+"""The tables and the picture of `megatron-coca stretch`, for both stretch.md and stretch.html."""
 
 import math
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from megatron_coca.evaluation.stretch.records import HOLDS, StretchResult
 from megatron_coca.evaluation.tasks.margin.measure import DIGITS, FOILS
 
 PICTURE = "stretch"
-"""Name of the picture, without the end of its file name."""
+"""File name of the picture without its suffix."""
 TASKS = ("passkey", "needle")
 
 
 def main_table(result: StretchResult) -> Table:
-    """Return one row for each method, best first: perplexity and facts found, by length, with intervals."""
+    """Return the table of perplexity and facts found at each length, with intervals. The best method is first."""
     lengths = result.lengths()
     hidden = [length for length in lengths if any(result.facts(name, length) for name in result.supported)]
     header = ["method", "holds to", *(f"perplexity {length:,}" for length in lengths)]
@@ -45,12 +45,12 @@ def main_table(result: StretchResult) -> Table:
 
 
 def together(result: StretchResult) -> float:
-    """Return the confidence of one method's interval, so that the intervals of all methods hold in 95% of cases."""
+    """Return the confidence of one method's interval with which the intervals of all methods hold in 95% of cases."""
     return simultaneous(len(result.supported))
 
 
 def _perplexity(result: StretchResult, method: str, length: int) -> TableCell:
-    """Return the perplexity, with its ratio to that of the plain model at 1x."""
+    """Return the perplexity, with its ratio to the perplexity of the plain model at 1x."""
     perplexity, ratios = result.perplexity(method, length), result.loss_ratios(method, length)
     if perplexity is None:
         return EMPTY
@@ -70,7 +70,7 @@ def _ratio(value: float) -> str:
 
 
 def _found(result: StretchResult, method: str, length: int) -> TableCell:
-    """Return the number of facts that are found, with the interval of their share."""
+    """Return the number of facts found, with the interval of the share of facts found."""
     share, count = result.share(method, length), len(result.facts(method, length))
     if share is None:
         return EMPTY
@@ -79,12 +79,12 @@ def _found(result: StretchResult, method: str, length: int) -> TableCell:
 
 
 def hits(result: StretchResult, method: str, length: int, task: str = "") -> int:
-    """Return the number of facts that greedy decoding finds, of both kinds or of one."""
+    """Return the number of facts that greedy decoding finds. `task` limits them to passkeys or needles."""
     return sum(case.found for case in result.facts(method, length) if task in ("", case.task))
 
 
 def notes(result: StretchResult) -> list[str]:
-    """Explain the columns of the table."""
+    """Return the notes below the main table, which explain its columns."""
     scored, most, environment = result.header.protocol.scored, result.most_windows or 1, result.header.environment
     return [
         f"Perplexity is of the last {scored:,} tokens of each document ({most}), given the tokens before them "
@@ -101,7 +101,7 @@ def notes(result: StretchResult) -> list[str]:
 
 
 def fact_table(result: StretchResult) -> Table:
-    """Return a row for each method and length: passkeys and needles that are found, and the mean margin."""
+    """Return the table of passkeys found, needles found and the mean margin, with a row for each method and length."""
     header = ("method", "tokens", "passkeys", "needles", "margin (nats)")
     rows = []
     for name in result.ranked():
@@ -130,7 +130,7 @@ def fact_table(result: StretchResult) -> Table:
 
 
 def comparison_table(result: StretchResult, decision: Decision) -> Table:
-    """Return the differences of all methods that may hold from the leader, with simultaneous intervals."""
+    """Return the table of differences from the leader, with simultaneous intervals. Rows are `decision.compared`."""
     header = ("method", "facts", "found", "margin (nats)", "verdict", "facts that would decide")
     rows = []
     for each in decision.compared:
@@ -204,11 +204,11 @@ def _contrast_row(step: Step[PlannedContrast], plan: Plan) -> TableRow:
 
 
 Ends = tuple[float, float, float]
-"""A value and the ends of its interval, which are NaN without one."""
+"""A value and the two ends of its interval. If there is no interval, the ends are NaN."""
 
 
 def figure(result: StretchResult) -> Figure:
-    """Return the picture: perplexity, facts found and mean margin by length with their intervals, a line per method."""
+    """Return the picture of perplexity, facts found and mean margin by length, with a curve for each method."""
     names, inside = result.ranked(), together(result)
     kinds = {name: "rotary" if name == PLAIN else name.partition(":")[0].removesuffix(TRAINED) for name in names}
     shown = recoloured([Member(each, "", "", look_of(kinds[each]), kinds[each]) for each in names])

@@ -1,7 +1,7 @@
-"""The page that compares fine-tuned models with the control, the original model and methods without training.
+"""The page that compares fine-tuned models with the control, the original model and the methods without training.
 
 The results of all models form one `StretchResult`, with the same facts and the same scored tokens at the same lengths.
-So the page has the tables, the picture and the decision of `megatron-coca stretch`.
+So this page has the same tables, picture and decision as the page of methods without training.
 """
 
 import math
@@ -26,12 +26,12 @@ class Trial:
     """A fine-tuned model.
 
     Attributes:
-        method: its name in `FINETUNED`.
-        folder: its save folder.
+        method: name of its method in `FINETUNED`.
+        folder: save folder of its training run.
         page: folder of its page and results.
         config: its configuration.
-        steps, tokens: number of steps and of tokens of its training.
-        seconds: the time of the steps.
+        steps, tokens: number of training steps and of trained tokens.
+        seconds: time of the training steps.
         memory: peak memory in GiB, or None if it was not reported.
     """
 
@@ -46,7 +46,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """The name on the page."""
+        """The name of the model on the page."""
         return f"{self.method}{TRAINED}"
 
 
@@ -63,8 +63,8 @@ def write_trials(
 ) -> tuple[str, Decision]:
     """Write the page of all models to `output`, and return its text and its decision.
 
-    `before` has the results before fine-tuning, and `untrained` the configurations of its methods. The first of
-    `trials` is the control. The contrasts of `plan` are added. Raises EvaluationError.
+    `before` has the results before fine-tuning, and `untrained` has the configurations of the methods in `before`. The
+    first of `trials` is the control. The contrasts of `plan` are added. Raises EvaluationError.
     """
     results, costs = dict(before.results), dict(before.costs)
     for trial in trials:
@@ -79,7 +79,7 @@ def write_trials(
 
 
 def training_table(trials: Sequence[Trial]) -> Table:
-    """Return a row for each fine-tuned model: steps, tokens, time and memory."""
+    """Return the table of steps, tokens, time and memory, with a row for each fine-tuned model."""
     rows = []
     for trial in trials:
         memory = EMPTY if trial.memory is None else TableCell(f"{trial.memory:.1f}", trial.memory)
@@ -93,8 +93,10 @@ def training_table(trials: Sequence[Trial]) -> Table:
 
 
 def difference_table(result: StretchResult, trials: Sequence[Trial]) -> Table:
-    """Return a row for each fine-tuned model and length: the differences from the control and from the same method
-    without training, if it was measured.
+    """Return the table of differences between models, with a row for each pair and length.
+
+    A fine-tuned model is compared with the control and, if it was measured, with the same method without training. The
+    control is compared with the original model.
     """
     control, *others = trials
     pairs = [(trial.name, control.name) for trial in others]

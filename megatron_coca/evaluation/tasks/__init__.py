@@ -1,4 +1,4 @@
-"""The evaluation tasks, in one folder each: `task.py` declares the task, and `measure.py` measures."""
+"""The evaluation tasks. Each has a folder: `task.py` declares the task, and `measure.py` does the measurement."""
 
 from importlib import import_module
 from pathlib import Path
@@ -8,7 +8,7 @@ from megatron_coca.evaluation.declaration import Task
 
 
 def declared() -> dict[str, Task]:
-    """Return the tasks that the files `task.py` declare, by name, in the order of help texts."""
+    """Return the tasks that all files `task.py` declare, by name. They are in the order of help texts."""
     folders = [file.parent.name for place in __path__ for file in sorted(Path(place).glob("*/task.py"))]
     modules = [import_module(f"{__name__}.{folder}.task") for folder in folders]
     tasks = {value.name: value for module in modules for value in vars(module).values() if isinstance(value, Task)}

@@ -13,8 +13,9 @@ def end_tokens(tokenizer: Tokenizer, chat: bool) -> list[int]:
 def finished_by(
     ends: Collection[int], stops: Sequence[str], text_of: Callable[[list[int]], str]
 ) -> Callable[[list[int]], bool]:
-    """Return a function that is true if the tokens of an answer have just ended with one of the tokens `ends` or one of
-    the strings `stops`; `text_of` decodes tokens.
+    """Return a function that takes the tokens of an answer and returns True if the answer has just ended.
+
+    An answer ends with one of the tokens in `ends` or one of the strings in `stops`. `text_of` decodes tokens.
     """
     # A token is at least one byte of text, so the last tokens contain any stop string that has just been completed.
     window = max((len(stop.encode()) for stop in stops), default=0) + 4

@@ -30,7 +30,7 @@ class Layout:
 
 
 COLUMN = Layout(3.33, 8.0, 1, 16)
-"""The column of a two-column paper. On a phone of 320 pixels, letters have about ten pixels."""
+"""The column of a two-column paper. On a phone 320 pixels wide, the size of the text is about ten pixels."""
 PAGE = Layout(7.0, 9.0, 2, 18)
 """The text width of a two-column paper."""
 
@@ -69,7 +69,7 @@ Drawing = tuple[Callable[[Canvas, Layout], None], Callable[[Layout], float]]
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot. `draw` fills an empty canvas of `height(layout)` inches; `alt` describes it for screen readers."""
+    """A plot. `draw` fills a canvas that is `height(layout)` inches high. `alt` is the text for screen readers."""
 
     name: str
     caption: str
@@ -83,7 +83,7 @@ class Figure:
 
 
 def style(layout: Layout, background: str = "print", salt: str = "") -> Any:
-    """Return a context in which plots are drawn and printed with their style."""
+    """Return a context manager that sets the style of plots while they are drawn and printed."""
     return matplotlib.rc_context(
         cast(Any, {**_style(BACKGROUNDS[background], layout.points), "svg.hashsalt": salt or None})
     )

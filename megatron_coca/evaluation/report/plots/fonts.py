@@ -1,4 +1,4 @@
-"""Fonts for the letters of labels in plots: matplotlib's own font has no Chinese, Japanese or Korean letters."""
+"""Fonts for labels in plots, because matplotlib's own font has no Chinese, Japanese or Korean letters."""
 
 import logging
 from functools import cache
@@ -27,13 +27,11 @@ def _letters(path: str) -> frozenset[int]:
 def families(letters: frozenset[str]) -> tuple[list[str], str]:
     """Return the names of fonts that together have these letters, and the letters that no font has.
 
-    Matplotlib's own font comes first.
-
-    A warning names the letters that no installed font has, and the remedy.
+    Matplotlib's own font comes first. If no installed font has a letter, a warning names the letter and the remedy.
     """
     found, missing = [OWN], {ord(letter) for letter in letters if not letter.isspace()}
     missing -= _letters(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf")
-    # Upright fonts of normal weight, in the order of their names, so that the same machine draws the same plot.
+    # Try upright fonts of normal weight. They are sorted by name, so that the same machine draws the same plot.
     entries = [
         entry
         for entry in fontManager.ttflist
@@ -59,8 +57,9 @@ def families(letters: frozenset[str]) -> tuple[list[str], str]:
 
 
 def set_fonts(canvas: Figure) -> None:
-    """Give every text of a plot fonts that have its letters. The weight is normal, because few of these fonts have
-    bold.
+    """Give every text of a plot fonts that have its letters.
+
+    A text that needs several fonts has normal weight, because few of these fonts have bold letters.
     """
     for text in canvas.findobj(Text):
         assert isinstance(text, Text)

@@ -18,7 +18,7 @@ def heat_maps(
 ) -> Drawing:
     """Return two functions: one draws the heat maps, the other returns the height of the plot.
 
-    `name` says what the numbers are.
+    `name` is the label of the colour bar.
     """
 
     def columns_in(layout: Layout) -> int:

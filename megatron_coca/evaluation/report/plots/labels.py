@@ -1,7 +1,7 @@
-"""Places of the names of marks and levels in a plot: where they cover no curve, no dotted line and no other name.
+"""Places for the names of marks and levels in a plot. They should cover no curve, no dotted line and no other name.
 
-A name is tried at every place along its dotted line, and stands at the one with the smallest overlap. All coordinates
-are pixels of the canvas, so the canvas must have its final layout.
+Each name is tried at STEPS places along its dotted line, and written at the place with the smallest overlap. All
+coordinates are pixels of the canvas, so the canvas must have its final layout.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,9 @@ STEPS = 40
 SAMPLES = 400
 """Number of x values at which curves are compared with a name."""
 BAND = 0.1
-"""Weight of a band, on which a name can be read, relative to a curve."""
+"""Weight of a band relative to a curve. It is small, because a name on a band can be read."""
 TAKEN = 1e6
-"""Weight of a dotted line or of another name: worse than any curve."""
+"""Weight of a dotted line or of another name. It is larger than the weight of all curves together."""
 
 
 class Box(NamedTuple):
@@ -40,10 +40,10 @@ Points = tuple[Sequence[float], Sequence[float]]
 
 @dataclass
 class Covered:
-    """What a name in these axes should not cover.
+    """Curves, bands and boxes that a name in these axes should not cover.
 
-    `curves` are [SAMPLES] y values in pixels at the x values `at`, NaN beyond a curve's ends. `bands` are pairs of such
-    curves, the lower and the upper end of a band.
+    A curve has [SAMPLES] y values in pixels at the x values `at`; they are NaN beyond its ends. A band is a pair of
+    curves: its lower and its upper end. The boxes are those of dotted lines and of other names.
     """
 
     axes: Axes
@@ -67,7 +67,11 @@ class Covered:
         return np.interp(self.at, x, y, left=np.nan, right=np.nan)
 
     def overlap(self, box: Box, gap: float) -> float:
-        """Return how much of a box, with `gap` pixels around it, is covered, as a share of its width."""
+        """Return the overlap of a box, with `gap` pixels around it.
+
+        A curve or band adds the share of the width in which it overlaps the box, times its weight. A dotted line or
+        another name adds TAKEN.
+        """
         wide = Box(box.left - gap, box.bottom - gap, box.right + gap, box.top + gap)
         inside = (self.at >= wide.left) & (self.at <= wide.right)
         total = TAKEN * sum(wide.overlaps(each) for each in self.boxes)
@@ -88,11 +92,11 @@ def _joined(curve: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def place_name(covered: Covered, name: str, along: str, value: float, gap: float, colour: str, last: bool) -> None:
-    """Write `name` beside the dotted line at the data coordinate `value`, where it covers least.
+    """Write `name` beside the dotted line at the data coordinate `value`, at the place with the smallest overlap.
 
     `along` is "x" for a vertical line and "y" for a horizontal one. `gap` is the distance to other things, in pixels. A
-    name that covers a curve everywhere is broken into shorter lines, if that helps. Of several places that cover
-    equally little, the name takes the first (the lowest or leftmost), or with `last` the last one.
+    name is broken into shorter lines if this makes the overlap smaller. If several places have the same overlap, the
+    first is used, which is the lowest or leftmost. With `last`, the last one is used.
     """
     axes = covered.axes
     text = axes.annotate(name, (0, 0), xycoords="axes fraction", ha="left", va="bottom", color=colour, linespacing=1.0)

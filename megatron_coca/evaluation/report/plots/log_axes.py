@@ -1,4 +1,4 @@
-"""Logarithmic axes whose ends have labels, and places of labels that do not overlap."""
+"""Logarithmic axes with labels at their ends, and places at which labels do not overlap."""
 
 import math
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ def widened(low: float, high: float) -> tuple[float, float]:
 def log_ticks(low: float, high: float) -> list[float]:
     """Return ticks at round positive values that cover `low` to `high`.
 
-    If `high` is less than 4 times `low`, they are evenly spaced. Otherwise they are 1, 2 and 5 times powers of ten, or
-    only the powers.
+    If `high` is less than 4 times `low`, the ticks are evenly spaced. Otherwise they are 1, 2 and 5 times powers of
+    ten, or only powers of ten if there would be too many ticks.
     """
     if high < 4 * low:
         return [float(tick) for tick in MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)]
@@ -53,7 +53,7 @@ def tick_text(tick: float) -> str:
 
 
 def label_log_axis(axis: Axis, low: float, high: float) -> None:
-    """Make an axis logarithmic, with labelled ticks at or beyond `low` and `high`, if these are a valid range."""
+    """Make an axis logarithmic, with labelled ticks that cover `low` to `high`. An invalid range changes nothing."""
     if not 0 < low <= high < math.inf:
         return
     ticks = log_ticks(*widened(low, high))
@@ -66,14 +66,19 @@ def label_log_axis(axis: Axis, low: float, high: float) -> None:
 
 
 def spread_apart(places: Sequence[float], halves: Sequence[float]) -> list[float]:
-    """Return ascending places between 0 and 1, near the given ones, at which labels do not overlap.
+    """Return ascending places between 0 and 1, near the given `places`, at which labels do not overlap.
 
-    `halves` are half of the labels' heights. Labels that overlap form a block around their mean.
+    `halves` contains half of each label's height. Labels that would overlap form a block around the mean of their
+    places.
     """
     blocks: list[tuple[list[int], float]] = []
 
     def fitted(members: list[int]) -> tuple[list[int], float]:
-        """Return a block and its lower end: the mean of the ends that its labels want, moved inside 0 .. 1."""
+        """Return a block and its lower end.
+
+        For each label, one lower end of the block puts the label at its given place. The block has the mean of these
+        ends, moved so that it lies between 0 and 1.
+        """
         size, offset, wanted = 0.0, 0.0, []
         for index in members:
             wanted.append(places[index] - offset - halves[index])

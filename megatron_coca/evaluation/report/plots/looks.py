@@ -47,7 +47,7 @@ LOOKS = {
 }
 """The looks of common methods, by their names in a configuration."""
 COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, PURPLE, BROWN, BLACK)
-"""Colours of other methods, chosen by their names, and of lines that are not methods, in order."""
+"""Colours of other lines. A method's name determines its colour; lines that are not methods use them in order."""
 
 
 def look_of(method: str) -> Look:
@@ -57,18 +57,18 @@ def look_of(method: str) -> Look:
 
 
 def numbered(index: int) -> Look:
-    """Return the look of a line that is not a method: any 72 neighbouring numbers have different looks."""
+    """Return the look of a line that is not a method. Any 72 consecutive indices have different looks."""
     turn = index // len(COLOURS)
     return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], DASHES[turn % len(DASHES)])
 
 
 CHANGES = (("relative_positions", "type"), ("rope_scaling", "rope_type"), ("logit_scaling", "type"))
-"""Keys that evaluation may change, each with its option that names the method. The key that changes a method most is
-first."""
+"""Keys that evaluation may change, each with the option that names the method. The key that changes a
+method most is first."""
 
 
 def method_of(result: Result) -> str:
-    """Return the method that sets a label apart: a change at evaluation or, without one, `pos_emb`."""
+    """Return the method that distinguishes a label: the one that evaluation changes or, without a change, `pos_emb`."""
     for key, option in CHANGES:
         value: Any = result.overrides.get(key)
         if name := value.get(option) if isinstance(value, Mapping) else value:
@@ -81,7 +81,7 @@ NO_CHANGE = {("rope_scaling", "default"), ("logit_scaling", "none")}
 
 
 def methods_of(result: Result, changed: bool) -> tuple[tuple[str, str], ...]:
-    """Return the keys and names of the methods of training or, if `changed`, of those that evaluation changes."""
+    """Return the keys and names of the methods in training or, if `changed`, only of those that evaluation changes."""
     trained = {"pos_emb": result.checkpoint.pos_emb, **result.checkpoint.trained_with}
     settings: Mapping[str, Any] = result.overrides if changed else trained
     found = ((key, _name(settings[key])) for key in KEYS if settings.get(key))
@@ -97,7 +97,7 @@ class Member:
     """A label, split into the label of its weights as trained (`base`) and the name of its `variant`.
 
     The variant is empty for the weights as trained. `method` is the member's method, named as in a configuration.
-    `methods` are the keys and names of all methods of the training or, for a variant, of those that evaluation changes.
+    `methods` are the keys and names of all methods in training or, for a variant, of those that evaluation changes.
     """
 
     label: str
@@ -157,7 +157,7 @@ def _variant(label: str, base: str) -> str:
 
 
 def apart(found: Sequence[Member]) -> list[Member]:
-    """Return the members with different looks: a repeated look gets other dashes and markers, but keeps its colour."""
+    """Return the members with different looks. A repeated look keeps its colour, but its dashes and marker change."""
     taken: set[Look] = set()
     wanted = {member.look for member in found}
     kept = []
@@ -175,10 +175,10 @@ def apart(found: Sequence[Member]) -> list[Member]:
 
 
 def recoloured(found: Sequence[Member]) -> list[Member]:
-    """Return members that are drawn together, each with a different colour as long as there are colours.
+    """Return the members of one plot, each with a different colour as long as there are enough colours.
 
-    Their markers and dashes also differ. The first member with a colour keeps it, and methods in LOOKS come first, so
-    that they look as in other plots.
+    Their markers and dashes also differ. The first member with a colour keeps it. Methods in LOOKS come first, so that
+    they look the same in all plots.
     """
     own: dict[str, str] = {}
     by_rank = sorted(found, key=lambda member: member.method not in LOOKS)

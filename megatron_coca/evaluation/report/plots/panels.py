@@ -1,4 +1,4 @@
-"""Small multiples of lines by length, with labels at their ends and intervals as bands."""
+"""Panels of lines by length (small multiples). Lines have labels at their ends, and bands for intervals."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +31,7 @@ SHARES = (-0.03, 1.03)
 MOST_TOGETHER = 4
 """Largest number of lines of different models in one panel; with more lines, each model has a panel."""
 MOST_LENGTHS = 9
-"""Largest number of lengths that all have a tick."""
+"""Largest number of lengths at which every length has a tick. With more lengths, powers of two have ticks."""
 INSIDE = 0.72
 """Approximate height of a panel's axes as a share of the panel's height."""
 CHARACTER = 0.6
@@ -41,7 +41,7 @@ DARKER = 0.72
 
 
 def axis_of(number: Number) -> dict[str, Any]:
-    """Return the fields of `Panel` that scale the axis of a declared number."""
+    """Return the fields of `Panel` that set the scale and range of the axis of a declared number."""
     return {"y_range": SHARES} if number.share else {"log_y": number.logarithm is not None}
 
 
@@ -49,8 +49,8 @@ def axis_of(number: Number) -> dict[str, Any]:
 class Line:
     """One line, optionally with interval ends. A value that is not finite leaves a gap.
 
-    `name` is written at its end, by default the label. If `look` is not set, the line's index in the panel determines
-    how it looks.
+    `name` is written at the line's end; if it is empty, the label is written. If `look` is not set, the line's index in
+    the panel determines how it looks.
     """
 
     label: str
@@ -67,8 +67,8 @@ class Panel:
     """One pair of axes with lines. `marks` are named vertical lines at x values.
 
     `level` is the y of a horizontal line, and `level_name` its name. `context` are lines of other panels, in grey.
-    x is a length on a logarithmic axis, unless `linear_x` is set. `side_by_side`: whether the points of several lines
-    at the same length stand beside each other, with bars for their intervals instead of bands that would overlap.
+    The x axis is logarithmic, unless `linear_x` is set. `side_by_side`: whether points of different lines at the same
+    length are moved beside each other. Their intervals are then bars, because bands would overlap.
     """
 
     lines: tuple[Line, ...]
@@ -86,14 +86,14 @@ class Panel:
 
     @property
     def named(self) -> bool:
-        """Whether names stand at the ends of the lines. The title names a single line."""
+        """Whether names are written at the ends of the lines. For a single line, the title is the name."""
         return len(self.lines) > 1 or not self.title
 
 
 def arranged(lines: Sequence[Line], members: Mapping[str, Member], panel: Panel) -> list[Panel]:
-    """Return panels like `panel` with the lines: one panel, or one for each base model with its variants as lines.
+    """Return copies of `panel` with the lines: one for all lines, or one for each base model and its variants.
 
-    In a panel with a single line, the lines of the other models follow in grey.
+    If a base model has a single line, its panel also shows the lines of the other models in grey.
     """
     looks = {line.label: members[line.label].look for line in lines}
     bases = dict.fromkeys(members[line.label].base for line in lines)
@@ -173,10 +173,10 @@ def panels(given: Sequence[Panel], in_pairs: bool = False, common_y: bool = True
             axes.set_visible(False)
         _name_axes(canvas, shown, given, columns if common_y else 1)
         named: set[str] = set()
-        for axes, panel in zip(shown, moved, strict=True):  # every name once, in the first panel that has it
+        for axes, panel in zip(shown, moved, strict=True):  # write each name once, in the first panel that has it
             if names := {panel.level_name, *panel.marks.values()} - {"", *named}:
                 if not named:
-                    canvas.draw_without_rendering()  # the places of names follow from the layout
+                    canvas.draw_without_rendering()  # the places of names depend on the layout
                 _name_marks(axes, panel, layout, names)
                 named |= names
 
@@ -184,7 +184,7 @@ def panels(given: Sequence[Panel], in_pairs: bool = False, common_y: bool = True
 
 
 def _side_by_side(panel: Panel) -> Panel:
-    """Return the panel with its lines moved to the sides, by at most a sixth of a doubling of the length."""
+    """Return the panel with its lines moved left or right, by at most a sixth of the distance to the doubled length."""
     last = max(1, len(panel.lines) - 1)
     steps = [(number / last - 0.5) / 3 for number in range(len(panel.lines))]
     lines = zip(panel.lines, steps, strict=True)
@@ -197,8 +197,8 @@ def _names(panel: Panel, layout: Layout) -> list[str]:
 
 
 def _axis_ends(given: Sequence[Panel]) -> tuple[float, float] | None:
-    """Return the ends of a common logarithmic y axis for the lines and, up to a factor of MOST_BEYOND, their
-    intervals.
+    """Return the ends of a common logarithmic y axis. It shows all lines, and intervals up to a factor of MOST_BEYOND
+    beyond the lines.
     """
     if not given[0].log_y:
         return None
@@ -248,7 +248,7 @@ def _length_ticks(lengths: set[float]) -> list[float]:
 
 
 def _thinned(texts: list[str], most: int) -> list[str]:
-    """Return the texts with some left empty, so that at most about `most` remain. The last text always remains."""
+    """Return the labels of ticks with some of them empty, so that about `most` at most remain. The last one remains."""
     step = math.ceil(len(texts) / max(1, most))
     return [text if (len(texts) - 1 - index) % step == 0 else "" for index, text in enumerate(texts)]
 
@@ -258,7 +258,7 @@ def _finite(values: Sequence[float], bounds: tuple[float, float] = (-math.inf, m
 
 
 def _draw_line(axes: Axes, line: Line, look: Look, bounds: tuple[float, float], bars: bool) -> None:
-    """Draw a line, with its intervals clipped to `bounds`: as a band, or as bars."""
+    """Draw a line, and its intervals as a band or as bars. The intervals are clipped to `bounds`."""
     many = len(line.x) > FEW_POINTS
     shape: dict[str, Any] = {"linewidth": 1.1} if many else {"marker": look.marker, "markeredgewidth": 0}
     dashes = (0, look.dashes) if look.dashes else "-"
@@ -302,7 +302,7 @@ def _name_lines(axes: Axes, panel: Panel, layout: Layout, points: float) -> None
             va="center",
             linespacing=0.95,
             fontsize=layout.points,
-            # The leader ends at the left edge of the name, so it crosses no name: names stand beside the axes.
+            # The leader ends at the left edge of the name. All names are beside the axes, so it crosses no name.
             arrowprops={
                 "arrowstyle": "-",
                 "color": look.colour,
@@ -334,7 +334,7 @@ def _draw_marks(axes: Axes, panel: Panel) -> None:
 
 
 def _name_marks(axes: Axes, panel: Panel, layout: Layout, names: Collection[str]) -> None:
-    """Write the names of marks and of the level, if they are in `names`, where they cover no curve.
+    """Write the names of marks and of the level, if they are in `names`, at places with the smallest overlap.
 
     The canvas must have its final layout.
     """

@@ -34,16 +34,16 @@ from megatron_coca.evaluation.window_progress import WindowProgress
 from megatron_coca.model import GPT
 
 COLLINEAR = 1e-9
-"""Radians below which two directions count as equal. Rounding in float64 rotates a product u q by 1e-16 radians,
-while angles after a float32 projection are at least a thousand times this limit."""
+"""Angle in radians below which two directions count as equal. If a key is a product u q, float64 rounding changes its
+angle to q by 1e-16 radians. Angles after a float32 projection are at least a thousand times this limit."""
 NEAR = 16
 """Every distance up to this value is sampled."""
 PER_OCTAVE = 4
 """Number of sampled distances in each doubling beyond `NEAR`."""
 SWEPT_AT_ONCE = 1 << 22
-"""Largest number of operands of a distance sweep in memory."""
+"""Largest number of elements of the operands that a distance sweep has in memory at once."""
 SCORES_AT_ONCE = 1 << 24
-"""Largest number of scores in memory for entropies, so that memory does not grow with the square of the length."""
+"""Largest number of scores in memory at once for entropies. Memory thus does not grow with the square of the length."""
 
 
 def draw_pairs(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -97,8 +97,8 @@ def analyse(
 ) -> LengthAnalysis:
     """Analyse the layers of one type on the first `length` tokens of each document. `model` is in evaluation mode.
 
-    Documents are int64 arrays with at least `length` tokens. `title` is shown with the progress, which counts a part of
-    a window for each layer.
+    Documents are int64 arrays with at least `length` tokens. `title` is shown with the progress. Each layer counts as a
+    fraction of a window there.
 
     Memory grows linearly with `length`, and with `protocol.pairs` times layers, heads and rotated feature pairs.
     """
@@ -194,7 +194,7 @@ def summarise_decay(distances: list[int], swept: list[SweptScores]) -> Decay:
 
 
 def _changes(scores: np.ndarray, visible: np.ndarray) -> dict[str, list[float | None]]:
-    """Return the mean change of a score since distance 0 and its quartiles; None where keys are hidden."""
+    """Return the mean and quartiles of a score's change since distance 0. They are None where the keys are hidden."""
     changes = scores - scores[:, :1]
 
     def shown(values: np.ndarray) -> list[float | None]:

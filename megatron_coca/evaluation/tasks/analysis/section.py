@@ -28,7 +28,7 @@ def analysis_cell(series: Series, length: int, number: Callable[[LengthAnalysis]
 
 @shared.grouped("analysis", ANALYSE.comparable)
 def analysis_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Return our numbers for section 2 of the CoCA paper, and plots of scores by distance and of entropy."""
+    """Return a table of our numbers for section 2 of the CoCA paper, and plots of scores by distance and of entropy."""
     rows = []
     for series in group.series:
         for length in group.lengths():
@@ -45,7 +45,9 @@ def _marks(group: ResultGroup) -> dict[float, str]:
 
 
 def decay_figure(group: ResultGroup, name: str, options: ReportOptions) -> list[Figure]:
-    """Return the plot of scores by distance, the CoCA paper's a(s), as measured; empty for earlier result files."""
+    """Return a plot of measured scores by distance, which the CoCA paper calls a(s). Earlier result files have no such
+    scores; for these, the list is empty.
+    """
     lines = [line for series in group.measured if (line := decay_line(series)) is not None]
     if not lines:
         return []

@@ -25,12 +25,12 @@ class Part(Record):
 class Angles(Part):
     """The initial angles Theta_j from k_j to q_j, in radians, in (-pi, pi]. Shares are over token pairs and j.
 
-    There is no angle if q_j or k_j is zero. `undefined` is the share of such pairs; the other shares leave them out.
+    An angle is undefined if q_j or k_j is zero. `undefined` is the share of these; all other shares leave them out.
     """
 
     undefined: MaybeShare
-    collinear: MaybeShare  # |Theta_j| is 0 within rounding
-    anomalous: MaybeShare
+    collinear: MaybeShare  # share of angles that are 0 up to rounding
+    anomalous: MaybeShare  # share of angles below 0
     anomalous_by_head: list[list[MaybeShare]]  # [layer][head]
     largest: float | None  # radians; the largest |Theta_j|
 
@@ -57,8 +57,8 @@ class Decay(Part):
 
 
 class Entropy(Part):
-    """Entropy in nats of a query's attention weights. Each field is a mean over documents, and over everything that its
-    name does not mention.
+    """Entropy in nats of a query's attention weights, as means over documents. `by_position` is also a mean over layers
+    and heads, `by_head` over positions, and `mean` over all three.
     """
 
     positions: list[int]  # positions of the sampled queries
@@ -82,8 +82,8 @@ class LengthAnalysis(Entry):
 
 class AnalysisProtocol(Part):
     text: str
-    pairs: int  # token pairs for angles, over all documents
-    queries: int  # per document: positions for entropy, and pairs of the distance sweep
+    pairs: int  # number of token pairs for angles, over all documents
+    queries: int  # number of positions for entropy, and of pairs for the distance sweep, per document
     seed: int  # seed for drawing the pairs
     layers: str | None = None  # the type of the analysed layers if there are several types
 
@@ -100,7 +100,7 @@ def add_analyse_options(parser: ArgumentParser) -> None:
     add_document_options(parser)
     parser.set_defaults(num_documents=4)
     add = parser.add_argument
-    lengths = "input lengths in tokens, or as multiples of the training length: 1L,4L"
+    lengths = "input lengths in tokens, or as multiples of the training length, such as 1L,4L"
     add("--lengths", required=True, type=length_list, metavar="N,N,...", help=lengths)
     pairs = "number of token pairs for the angles, over all documents; default: %(default)s"
     add("--pairs", type=positive_int, default=1024, metavar="N", help=pairs)

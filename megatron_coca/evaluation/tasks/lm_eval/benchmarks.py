@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 PUNKT = "nltk_data/tokenizers/punkt_tab"
-"""The folder, below that of `--datasets`, that contains the sentence splitter for ruler's tasks with essays."""
+"""The folder of the sentence splitter for ruler's niah tasks, below the folder of `--datasets`."""
 ESSAYS = "baber/paul_graham_essays"
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"
 HOTPOT = (
@@ -35,7 +35,7 @@ READ_BY_CODE: Mapping[str, tuple[str, ...]] = {
     "qa_utils.get_squad": (SQUAD,),
     "qa_utils.get_hotpotqa": (HOTPOT,),
 }
-"""The sources that the code of a task reads, by the function in its key `custom_dataset`."""
+"""The sources that the code of a task reads, by the function that the task's key `custom_dataset` names."""
 
 LOCAL_FORMATS = frozenset({"arrow", "csv", "json", "pandas", "parquet", "text", "xml"})
 """Values of `dataset_path` that name a file format, not a data set."""
@@ -98,7 +98,7 @@ LONGBENCH_BUCKETS: Mapping[str, tuple[int, int | None]] = {"0-4k": (0, 4000), "4
 
 
 def bucket_of(words: int) -> str:
-    """Return the column of LongBench-E's tables for a document of this length."""
+    """Return the column of LongBench-E's tables for a document of `words` words."""
     return next(
         name for name, (least, end) in LONGBENCH_BUCKETS.items() if words >= least and (end is None or words < end)
     )

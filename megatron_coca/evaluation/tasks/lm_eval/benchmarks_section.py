@@ -20,20 +20,20 @@ from megatron_coca.evaluation.tasks.lm_eval.task import LM_EVAL, HarnessProtocol
 BENCHMARK_COMPARABLE: Comparable = {
     name: path for name, path in LM_EVAL.comparable.items() if path != "protocol.metadata"
 }
-"""The metadata may differ within a table, because the lengths in it are columns of the table."""
+"""The properties that all results in a table share. Metadata may differ, because its lengths become columns."""
 PREFIX = "longbench_"
 AVERAGE, MEAN = "Avg", "mean"
 TOGETHER = "mean of the common tasks"
 """The row of means over the tasks that all labels have, if no label has all tasks of the benchmark."""
 BABILONG_MEAN = benchmarks.BABILONG_TASKS[:5]
-"""The tasks in BABILong's means: those with data of all lengths."""
+"""The tasks in BABILong's means. Only these tasks have data of all lengths."""
 GROUPS = frozenset({"ruler", "babilong", "babilong_longctx", "longbench", "longbench_e"})
 ScoreColumn = int | str
 
 
 @dataclass(frozen=True)
 class ScoreCell:
-    """One number of a benchmark's table, in percent. `cut` is the number of its `samples` with a truncated prompt."""
+    """One number of a benchmark's table, in percent. `cut` of its `samples` samples have a truncated prompt."""
 
     row: str
     column: ScoreColumn
@@ -47,7 +47,7 @@ class ScoreCell:
 
 
 def benchmark_of(task: str) -> str | None:
-    """Return the benchmark with a table that contains this task or group of the harness."""
+    """Return the benchmark with a table that contains this task or group of the harness, or None."""
     if task in benchmarks.RULER_TASKS or task == "ruler":
         return "ruler"
     if task in benchmarks.BABILONG_TASKS or task in GROUPS - {"longbench", "longbench_e"}:
@@ -56,7 +56,9 @@ def benchmark_of(task: str) -> str | None:
 
 
 def cells_of(entry: TaskScores, protocol: HarnessProtocol) -> list[ScoreCell]:
-    """Return the numbers of one task: one per length for RULER, one for BABILong (the file's length) or LongBench."""
+    """Return the cells of one task. A task of RULER or LongBench-E has one cell per length. A task of BABILong or
+    LongBench has one cell; for BABILong it is that of the file's length.
+    """
     if entry.task in GROUPS or entry.documents_sha256 is None:
         return []
     named = short_name(entry.task)
@@ -97,7 +99,7 @@ def averages(cells: Iterable[ScoreCell], row: str, tasks: Sequence[str]) -> list
 
 
 def categories(cells: Iterable[ScoreCell], table: Mapping[str, Sequence[str]], language: str) -> list[ScoreCell]:
-    """Return the mean of each category of a table of LongBench, and their average if all of them have a number."""
+    """Return the mean of each category of a LongBench table, and the average of the means if no category lacks one."""
     known = [cell for cell in cells if cell.column == ""]
     means = [replace(cell, column=name) for name, tasks in table.items() for cell in averages(known, language, tasks)]
     one_row = [replace(cell, row=str(cell.column), column=AVERAGE) for cell in means]
@@ -124,7 +126,7 @@ DERIVED: Mapping[str, Callable[[Sequence[ScoreCell]], list[ScoreCell]]] = {
     "babilong": _babilong,
     "longbench": _longbench,
 }
-"""The means of each benchmark's tables."""
+"""For each benchmark, the function that computes the means in its tables."""
 
 
 def with_cells(loaded: Sequence[LoadedResult], benchmark: str) -> list[LoadedResult]:
@@ -141,9 +143,9 @@ def with_cells(loaded: Sequence[LoadedResult], benchmark: str) -> list[LoadedRes
 
 
 def with_derived(group: ResultGroup, benchmark: str) -> tuple[ResultGroup, list[str]]:
-    """Return the group with the means of the benchmark's tables, and the tasks that all labels have.
+    """Return (the group extended by the means of the benchmark's tables, the tasks that all labels have).
 
-    A label's tasks can come from several files.
+    The tasks of a label can come from several files.
     """
     common = [
         task
@@ -168,7 +170,7 @@ def has_row(group: ResultGroup, row: str, column: ScoreColumn | None = None) -> 
 
 
 def percent_cell(series: Series, row: str, column: ScoreColumn) -> TableCell:
-    """Return a number in percent, as a mean over seeds with its interval, and mark truncated prompts."""
+    """Return the cell of a number in percent: its mean over seeds, its interval and a note on truncated prompts."""
     key = (row, str(column))
 
     def number(replicate: Replicate) -> float | None:
@@ -195,7 +197,7 @@ def table_of(
 ) -> Table:
     """Return a table with a row for each label and each entry of `rows`.
 
-    `rows` maps a pattern for the names of table rows, in which {} stands for the label, to the `row` of their cells.
+    `rows` maps a pattern for the names of table rows to the `row` of their cells. In the pattern, {} is the label.
     """
     made = []
     for pattern, row in rows.items():
@@ -223,8 +225,8 @@ def _means(
     columns: Sequence[ScoreColumn],
     head: str = "length",
 ) -> Table:
-    """Return means by length over all `of` tasks of a benchmark, or over the tasks that the labels have in common if no
-    label has all. `tasks` describes all tasks in words.
+    """Return a table of means by length over all `of` tasks of a benchmark, which `tasks` describes in words. If no
+    label has all of them, the means are over the tasks that all labels have.
     """
     group, common = extended
     row, few = (
@@ -236,7 +238,10 @@ def _means(
 
 
 def with_published(table: Table, metric: str, columns: Sequence[ScoreColumn], group: ResultGroup) -> Table:
-    """Add published rows for the same columns, if ours cover all documents with each task's own number of examples."""
+    """Add published rows for the same columns.
+
+    They are added only if our results cover all documents and use each task's own number of few-shot examples.
+    """
     protocol = group.first.protocol
     if not table.rows or protocol.limit is not None or protocol.num_fewshot is not None:
         return table
@@ -248,7 +253,7 @@ def with_published(table: Table, metric: str, columns: Sequence[ScoreColumn], gr
 
 
 def _columns(group: ResultGroup, rows: Iterable[str]) -> list[ScoreColumn]:
-    """Return the columns of these rows: lengths in ascending order."""
+    """Return the columns in which these rows have cells. They are lengths in ascending order."""
     chosen = set(rows)
     cells = [entry for series in group.series for entry in series.entries() if entry.row in chosen]
     return sorted({cell.column for cell in cells}, key=_size)
@@ -261,8 +266,8 @@ def _size(column: ScoreColumn) -> tuple[int, str]:
 
 @shared.grouped("benchmarks-ruler", BENCHMARK_COMPARABLE)
 def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Return RULER's main table, with means over its 13 tasks by length and published rows, and a table of all
-    tasks.
+    """Return two tables of RULER. The main table has means over its 13 tasks by length, and published rows. The other
+    table has all tasks.
     """
     columns = _columns(group, benchmarks.RULER_TASKS)
     extended = with_derived(group, "ruler")
@@ -289,8 +294,8 @@ def babilong_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Re
 def longbench_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """Return LongBench's tables of categories with published rows, of all tasks, and of LongBench-E by length.
 
-    The table for the sentence at the top of the report comes first. It is a language's table, or has the mean of all
-    common tasks.
+    The first table gives the sentence at the top of the report. It is the table of a language with an average. If no
+    language has one, it is the table with the mean of the tasks that all labels have.
     """
     (group, common), tables = with_derived(group, "longbench"), []
     for language, table_parts in (("English", benchmarks.LONGBENCH_ENGLISH), ("Chinese", benchmarks.LONGBENCH_CHINESE)):

@@ -1,6 +1,6 @@
-"""How tasks of lm-evaluation-harness get their documents: seeded, from the hub or from the folder of `--datasets`.
+"""Documents of lm-evaluation-harness's tasks: drawn with a seed, and read from the hub or the folder of `--datasets`.
 
-The harness has no settings for this, so its functions and those of its libraries are replaced while tasks are loaded.
+The harness has no settings for this, so functions of the harness and its libraries are replaced while tasks are loaded.
 """
 
 import json
@@ -29,7 +29,7 @@ FETCH = "python tools/fetch_benchmarks.py"
 class PromptTokenizer:
     """The checkpoint's tokenizer, for tasks that generate prompts of a given length with a transformers tokenizer.
 
-    It counts the tokens of a prompt as the model reads it, with the tokens that are added around the prompt.
+    It counts the tokens that the model reads, including the tokens that are added around the prompt.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], vocab_size: int) -> None:
@@ -44,7 +44,7 @@ class TaskData:
     """The sources of documents.
 
     Attributes:
-        tokenizer: measures generated prompts, unless the metadata names a tokenizer other than `name`.
+        tokenizer: measures the length of generated prompts, unless the metadata names a tokenizer other than `name`.
         name: the name of this tokenizer in the metadata.
         folder: the folder of `--datasets`; None: data sets come from the hub or its cache.
     """
@@ -57,8 +57,8 @@ class TaskData:
     def provided(self, seed: int, limit: int | None = None) -> Iterator[None]:
         """Provide the documents of tasks loaded in this context. Raises EvaluationError if they cannot be read.
 
-        The code of each task starts with `seed`, so that its documents do not depend on other tasks. `limit` is the
-        number of documents of each length, for tasks with generated lengths.
+        Random generators are seeded with `seed` before the code of each task runs, so its documents do not depend on
+        other tasks. `limit` is the number of documents of each length, for tasks that generate several lengths.
         """
         _forget_task_code()
         from_pretrained, load_dataset = transformers.AutoTokenizer.from_pretrained, datasets.load_dataset
@@ -133,7 +133,7 @@ def _function_of(task: ConfigurableTask) -> str:
 
 
 def is_by_length(task: Any) -> bool:
-    """Return True if the task has generated documents of several lengths, as in ruler. `--limit` counts each length."""
+    """Return True if the task generates documents of several lengths, like ruler. Then `--limit` is per length."""
     found = getattr(task, "dataset", None)
     splits = list(found.values()) if isinstance(found, dict) else []
     return bool(splits) and all("max_length" in (getattr(rows, "column_names", None) or ()) for rows in splits)
@@ -147,7 +147,7 @@ def _first_of_each(rows: datasets.Dataset, number: int) -> datasets.Dataset:
 
 
 def _features(given: Mapping[str, Any]) -> datasets.Features:
-    """Return the features that a task's file declares, as in infinitebench; `datasets` needs its own types."""
+    """Convert the features that a task's file declares, like those of infinitebench, to the types of `datasets`."""
     if not all(isinstance(kind, Mapping) and "dtype" in kind for kind in given.values()):
         return datasets.Features(given)
     values = {name: datasets.Value(kind["dtype"]) for name, kind in given.items()}
@@ -174,7 +174,7 @@ def _not_reached(sources: Sequence[str], error: BaseException) -> str:
 
 
 def _forget_task_code() -> None:
-    """Remove the imported modules of tasks, because some keep a random generator, and others data and tokenizers."""
+    """Remove the imported modules of tasks, because some of them keep a random generator, data or a tokenizer."""
     own = [name for name in sys.modules if name.startswith("lm_eval.tasks.") and name.count(".") > 2]
     others = [name for name, module in sys.modules.items() if hasattr(module, "__mtime__")]  # set by the harness
     for name in {*own, *others}:

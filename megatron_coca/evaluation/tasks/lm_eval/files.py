@@ -1,4 +1,4 @@
-"""Digests of the inputs of an lm-evaluation-harness task (its YAML file, code and local data) or group of tasks."""
+"""Digests of the YAML files, the code and the local data of a task or group of lm-evaluation-harness."""
 
 import glob
 import json
@@ -28,10 +28,10 @@ def config_hash(manager: Any, name: str) -> str:
 
 
 def inputs_hash(manager: Any, name: str, folder: Path | None = None) -> str:
-    """Return a hash of the local files that a task reads. For a group, include all of its tasks and configurations.
+    """Return a hash of the local files that a task reads. For a group, it covers all of its tasks and configurations.
 
-    The configuration names data sets on the Hugging Face Hub; `documents_sha256` covers their content. If they are read
-    from a local `folder`, the hash includes their files.
+    The configuration names data sets on the Hugging Face Hub, and `documents_sha256` covers their content. If these
+    data sets are read from a local `folder`, the hash includes their files.
     """
     digest = sha256()
     known: dict[Path, str] = {}  # the tasks of a benchmark share files
@@ -81,8 +81,10 @@ def _leaves(manager: Any, name: str, seen: set[str]) -> set[str]:
 
 
 def _code(entry: Any) -> list[Path]:
-    """Return all Python files in the folders of a task's file and of the files that `!function` names, because they may
-    import each other. Files included from other folders are covered too.
+    """Return the Python files in the folder of a task's file, and in the folders of the files that `!function` names.
+
+    All files in these folders count, because they may import each other. A task file can include a file from another
+    folder; the functions that this file names are covered too.
     """
     own = [entry.yaml_path.parent] if entry.yaml_path is not None else []
     folders = dict.fromkeys([*own, *_folders_of_functions(entry.cfg)])

@@ -27,7 +27,7 @@ PROTOCOL = (
 """Part of the identity of a result file: if this string changes, earlier files are not resumed."""
 
 TOKENIZER = "tokenizer"
-"""The key of `--metadata` that names the tokenizer of tasks that generate prompts; by default the checkpoint's own."""
+"""The key of `--metadata` that names the tokenizer of tasks that generate prompts. The default is the model's."""
 
 
 def run(args: Namespace, show: Show) -> int:

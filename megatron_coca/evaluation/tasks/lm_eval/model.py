@@ -38,18 +38,18 @@ IGNORED_SETTINGS = frozenset({"until", "max_gen_toks", "temperature", "top_p", "
 
 Tokens = tuple[int, ...]
 TokenizedRequest = tuple[tuple[str, str] | None, list[int], list[int]]
-"""A request of the harness: its texts, the context tokens and the continuation tokens."""
+"""A request of the harness: its texts or None, the context tokens and the continuation tokens."""
 
 
 class HarnessModel(TemplateLM):
-    """Answers the harness's requests as its own HFLM class does with the same weights, so that scores are comparable.
+    """Answers the harness's requests like HFLM, the harness's own class, so that scores are comparable.
 
     HFLM itself would compute a length-dependent extension for the longest input of a batch. It also pads prompts on
     the left, which not every position method supports. Here all inputs of a batch have the same length.
 
-    `encoding` encodes texts. Inputs longer than `limits.max_length` are truncated; `cut` maps each task to the
-    documents with such inputs, and `unfinished` each task to the documents with an answer that had not ended after the
-    task's number of new tokens.
+    `encoding` encodes texts. Inputs longer than `limits.max_length` are truncated, and `cut` maps each task to the
+    documents with truncated inputs. `unfinished` maps each task to the documents with an answer that had not ended
+    after the task's number of new tokens.
 
     `model` is in evaluation mode. A forward pass has at most `tokens_per_batch` tokens, but at least one input. Ids
     from `vocab_size` on are padding and are never generated. `tokens` counts the scored or generated tokens.
@@ -148,11 +148,11 @@ class HarnessModel(TemplateLM):
         return [scores[scoring] for scoring in scorings]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return log-likelihoods of whole texts in nats, computed over disjoint windows as in the harness."""
+        """Return log-likelihoods of whole texts in nats, computed over the same disjoint windows as in the harness."""
         windows: list[TokenizedRequest] = []
         counts = []
         for (text,) in (request.args for request in requests):
-            # --start-token is only context; a start token that the library adds is scored too, as in HFLM.
+            # --start-token is only context; a start token that the library adds is scored too, as HFLM does.
             ids = self.tok_encode(text, None if self.encoding.start is None else False)
             pairs = list(get_rolling_token_windows(ids, self.prefix_token_id, self.limits.window, 1))
             windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
@@ -206,7 +206,7 @@ class HarnessModel(TemplateLM):
     def _continue(self, prompts: Sequence[Tokens], new_tokens: int, stops: tuple[str, ...]) -> list[tuple[str, bool]]:
         """Return (answer, whether it had not ended after `new_tokens` tokens) for each prompt."""
         tokenizer, stops = self.encoding.tokenizer, (*stops, *self.encoding.stops)
-        # `spell` keeps the names of special tokens, which decoding leaves out: a stop string may be such a name.
+        # A stop string may be the name of a special token. `spell` keeps these names, and `decode` leaves them out.
         finished = finished_by(set(self.encoding.ends), stops, tokenizer.spell)
         answers = generate(
             self.model,
@@ -216,7 +216,7 @@ class HarnessModel(TemplateLM):
             vocab_size=self.vocab_size,
             dynamic_length=self.dynamic_length,
         )
-        # The token that ends a text is decoded too, as in HFLM. A special token decodes to no text.
+        # The token that ends a text is decoded too, as HFLM does. A special token decodes to no text.
         kept = ([token for token in answer if token != NOT_GENERATED] for answer in answers.tolist())
         return [
             (postprocess_generated_text(tokenizer.decode(ids), list(stops), None), not finished(ids)) for ids in kept
@@ -247,7 +247,7 @@ def index_tasks(
 ) -> TaskManager:
     """Index the task files in the folders `include`, which take precedence, and the harness's own task files.
 
-    The harness has thousands of task files, which are slow to read; they are read only if `include` lacks a name.
+    The harness has thousands of task files, which are slow to read; they are read only if a name is not in `include`.
     `metadata` is passed to the code of all tasks. `plain` are the names of `--plain-tasks`. Raises EvaluationError for
     an unknown name.
     """
@@ -294,10 +294,10 @@ def evaluate_task(
     data: TaskData | None = None,
     plain: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the harness's results for a task or group, with samples. They do not depend on earlier runs.
+    """Return the harness's results for a task or group, with samples. The results do not depend on earlier runs.
 
-    `chat` contains the harness's settings `system_instruction` and `fewshot_as_multiturn`; if set, prompts are chats,
-    except those of the tasks `plain`.
+    `chat` contains the harness's settings `system_instruction` and `fewshot_as_multiturn`. If `chat` is set, prompts
+    are chats, except those of the tasks in `plain`.
     """
     with (data or TaskData()).provided(seed, limit):
         loaded = manager.load([name])
@@ -321,7 +321,7 @@ def evaluate_task(
 
 
 def _keep_plain(task: Any) -> None:
-    """Let the requests of a task be plain text even if those of other tasks are chats."""
+    """Keep the prompts of a task plain text, even if the prompts of other tasks are chats."""
     build = task.build_all_requests
     plain = {"apply_chat_template": False, "chat_template": None, "system_instruction": None, "tokenizer_name": ""}
 

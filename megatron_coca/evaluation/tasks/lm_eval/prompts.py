@@ -1,5 +1,6 @@
-"""Encoding of the harness's texts, as in its class for Hugging Face models. This module can be imported without
-lm_eval.
+"""Encoding of the harness's texts, equal to that of the harness's class for Hugging Face models.
+
+This module can be imported without lm_eval.
 """
 
 import logging
@@ -14,7 +15,7 @@ from megatron_coca.evaluation.tasks.lm_eval.task import TruncatedPart
 logger = logging.getLogger(__name__)
 
 MARK = "\ue000"
-"""Marks the end of a continued message during rendering; a private-use character."""
+"""A private-use character that marks the end of a continued message during rendering."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class InputLimits:
 
     Attributes:
         max_length: limit of an input, including new tokens in generation; None: no limit.
-        window: size of a window of rolling log-likelihoods.
-        truncate: the part that longer inputs lose.
+        window: tokens of a window of rolling log-likelihoods.
+        truncate: the part that inputs longer than the limit lose.
     """
 
     max_length: int | None
@@ -41,13 +42,13 @@ class InputLimits:
 
 @dataclass(frozen=True)
 class PromptEncoding:
-    """How prompts are encoded, and which tokens and strings end an answer.
+    """The encoding of prompts, and the tokens and strings that end an answer.
 
     Names of special tokens in a text are encoded as these tokens, unless the model's folder says otherwise.
 
     Attributes:
         start: the id put before every text, or None.
-        adds: whether every text gets the start and end tokens of the model's own library. Has no effect with `start`.
+        adds: whether every text gets the start and end tokens of the model's own library; ignored if `start` is set.
         chat: whether prompts are chats, in which the end of a turn ends an answer.
         begun: whether the model knows the token that begins texts. Data prepared by this project does not contain it.
     """
@@ -60,7 +61,7 @@ class PromptEncoding:
 
     @property
     def prefix(self) -> int:
-        """Id before a text without context: `start`, the token that begins texts, or the token that ends them."""
+        """Token id before a text without context: `start`, the token that begins texts, or the token that ends them."""
         if self.start is not None:
             return self.start
         if not self.begun:
@@ -73,14 +74,14 @@ class PromptEncoding:
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
-        """Strings that end an answer in addition to a task's own, such as the name of the token that ends texts."""
+        """Strings that end an answer in addition to a task's strings, such as the name of the token that ends texts."""
         spelled = [self.tokenizer.piece(self.tokenizer.eos)] if self.tokenizer.names_tokens else []
         return (*spelled, *(self.tokenizer.turn_ends()[1] if self.chat else ()))
 
     def encode(self, text: str, add: bool | None = None) -> list[int]:
         """Return token ids.
 
-        `add`: whether to put tokens around the text; by default, they are added unless the text begins with the prefix.
+        `add` is whether tokens are put around the text. The default is True unless the text begins with `prefix`.
         """
         self._warn_of_names(text)
         if add is None:
@@ -105,10 +106,10 @@ class PromptEncoding:
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], prompt: bool, told: set[str]) -> str:
-    """Return the text of a chat up to the beginning of an answer (if `prompt`), or to the end of the last message.
+    """Return the text of a chat. With `prompt` it ends at the beginning of an answer, otherwise with the last message.
 
-    If the template does not support the role "system", the system message is left out; `told` collects the warnings
-    that were shown. Raises DataError without a template.
+    If the template does not support the role "system", the system message is left out. `told` collects the warnings
+    that were shown. Raises DataError if there is no template.
     """
     if tokenizer.chat is None:
         raise DataError("chat template: the tokenizer has none; put the model's chat_template.jinja into its folder")

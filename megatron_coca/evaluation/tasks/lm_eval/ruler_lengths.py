@@ -21,7 +21,7 @@ CountTokens = Callable[[str], int]
 def check_lengths(function: str, metadata: Mapping[str, Any]) -> None:
     """Raise EvaluationError if a length in the metadata is too short for a task with this `custom_dataset`.
 
-    The keys of the metadata are `max_seq_lengths` and `tokenizer`. Other functions than ruler's are not checked.
+    The keys of the metadata are `max_seq_lengths` and `tokenizer`. Only the functions in `SHORTEST` are checked.
     """
     if function not in SHORTEST:
         return
@@ -71,7 +71,8 @@ def _common_words(count: CountTokens, length: int) -> int:
 
 def _frequent_words(count: CountTokens, length: int) -> int:
     code = _code("fwe_utils")
-    return max(200, count(code.TEMPLATE.format(context="", query="")) + 50)  # the task draws length // 50 words or 4
+    # The task draws length // 50 different words, and needs at least four.
+    return max(200, count(code.TEMPLATE.format(context="", query="")) + 50)
 
 
 SHORTEST: Mapping[str, Callable[[CountTokens, int], int]] = {
@@ -79,4 +80,4 @@ SHORTEST: Mapping[str, Callable[[CountTokens, int], int]] = {
     "cwe_utils.get_cw_dataset": _common_words,
     "fwe_utils.fwe_download": _frequent_words,
 }
-"""The number of tokens that the shortest prompt and the answer need, by the task's function."""
+"""For each task's function, the function that computes the tokens of the shortest prompt and its answer."""

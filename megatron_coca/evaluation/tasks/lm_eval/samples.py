@@ -33,8 +33,8 @@ def log_samples(
 ) -> dict[str, LoggedFile]:
     """Write the samples of each task to a separate file, in a folder named after the result file `result`.
 
-    `cut` maps each task to its documents with a truncated prompt, and `unfinished` to those with an answer that had not
-    ended after the task's number of new tokens. Raises EvaluationError if a file cannot be written.
+    `cut` maps each task to its documents with a truncated prompt. `unfinished` maps each task to its documents with an
+    answer that had not ended after the task's number of new tokens. Raises EvaluationError if a file cannot be written.
     """
     logged = {}
     for task, rows in samples.items():
@@ -49,8 +49,9 @@ def log_samples(
 
 
 def _line(sample: Mapping[str, Any], marks: Mapping[str, bool]) -> str:
-    """Return a sample as one line of JSON, as the harness writes it, with `marks`: whether a prompt was truncated
-    (`cut`), and whether an answer had not ended (`unfinished`).
+    """Return a sample with its `marks` as one line of JSON in the harness's format.
+
+    The mark `cut` is true if a prompt was truncated, and `unfinished` is true if an answer had not ended.
     """
     from lm_eval.utils import handle_non_serializable, sanitize_list
 

@@ -22,7 +22,7 @@ class Score(Record):
 
 
 class LengthScore(Record):
-    """The mean score of a task's samples of one length: in tokens for RULER, in LongBench-E's ranges of words."""
+    """The mean score of a task's samples of one length, in tokens for RULER or as a range of words for LongBench-E."""
 
     length: str
     samples: int
@@ -37,7 +37,7 @@ class TaskScores(Entry):
     version: str | None
     num_fewshot: int | None  # number of examples; None for a group if its tasks differ
     samples: int  # number of scored documents
-    config_sha256: str  # hash of the configuration in the task's file, without paths; empty for a task in a group
+    config_sha256: str  # hash of the configuration in the task's file, without paths; empty without a file
     inputs_sha256: str  # hash of code, local data and subtasks
     documents_sha256: str | None  # hash of the documents in order; None for a group
     prompts_sha256: str | None  # hash of each document's first prompt, including examples; None for a group
@@ -67,8 +67,8 @@ def task_scores(
 ) -> TaskScores:
     """Return the entry of a task or group.
 
-    `cut` maps each task to its documents with a truncated prompt, and `unfinished` to those with an answer that had not
-    ended.
+    `cut` maps each task to its documents with a truncated prompt. `unfinished` maps each task to its documents with an
+    answer that had not ended.
     """
     samples = sorted(results["samples"].get(name, ()), key=lambda sample: sample["doc_id"])
     version = results["versions"].get(name)

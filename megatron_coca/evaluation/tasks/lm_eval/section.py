@@ -29,7 +29,7 @@ def find_score(replicate: Replicate, key: ScoreKey) -> Score | None:
 
 
 def score_cell(series: Series, key: ScoreKey) -> TableCell:
-    """Return a score: with the harness's standard error for one seed, with the t interval for several seeds."""
+    """Return the cell of a score. One seed has the harness's standard error, and several seeds have the t interval."""
 
     def number(replicate: Replicate) -> float | None:
         score = find_score(replicate, key)
@@ -58,7 +58,7 @@ def first_scores(keys: Sequence[ScoreKey], lowest: Sequence[bool], group: Result
 
 
 def mean_score_cell(series: Series, keys: Sequence[ScoreKey]) -> TableCell:
-    """Return the mean of several scores: for one seed with the interval of the harness's standard errors."""
+    """Return the cell of the mean of several scores. For one seed, the harness's standard errors give its interval."""
 
     def scores(replicate: Replicate) -> list[Score]:
         return [score for key in keys if (score := find_score(replicate, key)) is not None and score.value is not None]
@@ -77,8 +77,8 @@ def mean_score_cell(series: Series, keys: Sequence[ScoreKey]) -> TableCell:
 
 
 def marked_as_cut(cell: TableCell, series: Series, key: ScoreKey) -> TableCell:
-    """Return the cell with notes on the numbers of samples with a truncated prompt, and of chats with an answer that
-    had not ended.
+    """Return the cell with a note on the number of samples with a truncated prompt and, for chats, a note on the number
+    of answers that had not ended. A note is absent if its number is 0.
     """
     tasks = [replicate.entries[key[:1]] for replicate in series.replicates if key[:1] in replicate.entries]
     worst = max(tasks, key=lambda task: task.cut, default=None)
@@ -93,7 +93,7 @@ def marked_as_cut(cell: TableCell, series: Series, key: ScoreKey) -> TableCell:
 
 
 def cut_text(cell: TableCell, cut: int, samples: int, protocol: HarnessProtocol) -> TableCell:
-    """Return the cell with a note that `cut` of its `samples` have a truncated prompt; unchanged if there are none."""
+    """Return the cell with a note that prompts of `cut` of its samples are truncated, or unchanged if `cut` is 0."""
     if not cut:
         return cell
     told = f"{cut} of {samples} prompts cut"
@@ -102,7 +102,7 @@ def cut_text(cell: TableCell, cut: int, samples: int, protocol: HarnessProtocol)
 
 
 def annotated(cell: TableCell, told: str, why: str) -> TableCell:
-    """Return the cell with a detail, and with the sentence that explains it as a note."""
+    """Return the cell with the detail `told` and with the note `why`, which explains the detail."""
     notes = "; ".join(filter(None, (cell.note, why)))
     return replace(cell, detail=", ".join(filter(None, (cell.detail, told))), note=notes)
 

@@ -26,7 +26,7 @@ from megatron_coca.support.arguments import json_object, local_path
 
 TruncatedPart = Literal["beginning", "middle"]
 TRUNCATED_PARTS: tuple[TruncatedPart, ...] = get_args(TruncatedPart)
-"""The part that a prompt loses if it exceeds the limit."""
+"""The choices for the part that a prompt loses if it exceeds the limit."""
 
 
 class HarnessProtocol(Record):
@@ -39,15 +39,15 @@ class HarnessProtocol(Record):
     tokens_per_batch: int
     dynamic_length: DynamicLength = "total"
     start: int | None = None  # token id put before every text
-    rolling_window: int | None = None  # window of rolling log-likelihoods; None: max_length
-    adds: bool = False  # whether the tokens that the model's own library adds are put around every text
+    rolling_window: int | None = None  # tokens of a window of rolling log-likelihoods; None: max_length
+    adds: bool = False  # whether every text gets the start and end tokens that the model's own library adds
     closes: int | None = None  # the token added after every text, if the tokenizer's settings ask for one
-    names_tokens: bool = False  # whether names of special tokens in prompts become these tokens
+    names_tokens: bool = False  # whether names of special tokens in prompts are encoded as these tokens
     prefix: int | None = None  # token before a text without context; None: start, or the end-of-document token
-    ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
+    ends: list[int] = []  # tokens that end an answer; empty if only the end-of-document token does
     chat: ChatRecord | None = None  # None: prompts are plain text
     plain_tasks: list[str] = []  # tasks whose prompts are plain text, although other prompts are chats
-    truncate: TruncatedPart = "beginning"  # the part that prompts above max_length lose
+    truncate: TruncatedPart = "beginning"  # the part that prompts longer than max_length lose
     metadata: dict[str, JsonValue] = {}  # values passed to the code of the tasks
     local_data: bool = False  # whether data sets come from the folder of --datasets
 
@@ -70,7 +70,7 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
         metavar="DIR",
         help="folders with additional task files (*.yaml)",
     )
-    shots = "few-shot examples before each document; default: the task's own number"
+    shots = "number of few-shot examples before each document; default: the task's own number"
     add("--num-fewshot", type=whole_number, metavar="N", help=shots)
     add("--limit", type=positive_int, metavar="N", help="only the first N documents of each task")
     metadata = 'values for the code of the tasks, as in lm_eval, such as {"max_seq_lengths": [4096, 8192]}'
@@ -78,8 +78,8 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
     folder = "folder with the data sets, as tools/fetch_benchmarks.py writes it; default: the Hugging Face hub"
     add("--datasets", type=local_path, metavar="DIR", help=folder)
     longest = (
-        "maximum input tokens; longer prompts are truncated; default: no limit, but rolling windows have the training "
-        "length"
+        "maximum tokens of an input; longer prompts are truncated; default: no limit, but rolling windows have the "
+        "training length"
     )
     add("--max-length", type=token_count, metavar="N", help=longest)
     sides = "which part of a prompt is cut off: its beginning, as in lm_eval, or its middle, as in LongBench"
@@ -98,7 +98,7 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
 
 
 def readings(entry: TaskScores) -> Iterator[Reading]:
-    """Yield the scores of a task: those by length, then those of all samples. The harness names them."""
+    """Yield the scores of a task: first by length, then of all samples. Names of metrics come from the harness."""
     for part in entry.by_length:
         whole = part.length.isdecimal()
         name = f"{entry.task} score" if whole else f"{entry.task} score, {part.length}"

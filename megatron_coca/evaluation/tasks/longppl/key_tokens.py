@@ -5,8 +5,8 @@ A token is a key token if two conditions hold for its log-likelihood given the w
     log P(x | l) - log P(x | s) > alpha    (the long-short difference, LSD)
     log P(x | l) > beta                    (the long-context likelihood, LCL)
 
-The short context has at least `short` and fewer than `short + stride` tokens: for `stride` consecutive tokens it begins
-at the same token, and positions are counted from that token.
+The short context has at least `short` and fewer than `short + stride` tokens, because the short contexts of `stride`
+consecutive tokens begin at the same token. Positions are counted from that token.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ def key_tokens(
     """Return the places of a document's key tokens (int64, ascending). Tokens before `short` are never key tokens.
 
     A forward pass has at most `tokens_per_batch` tokens, but at least one window; the long context is one window. After
-    each pass, `read` is called with the numbers of its windows and tokens.
+    each pass, `read` is called with its number of windows and its number of tokens.
     """
     short, stride = contrast.short, contrast.stride
     long = losses_of(model, tokens[None], len(tokens) - 1)[0]  # the loss of token i is at i - 1
@@ -100,10 +100,10 @@ def merged(spans: Sequence[TokenSpan]) -> list[TokenSpan]:
 
 
 def tokens_within(offsets: Sequence[TokenSpan], spans: Sequence[TokenSpan]) -> np.ndarray:
-    """Return the places of the tokens, except the first, that lie within one of the spans (int64).
+    """Return the places of the tokens that lie within one of the spans (int64). The first token is left out.
 
-    `offsets` are the spans of the evaluated model's tokens, and `spans` those of another tokenizer's key tokens. So
-    this translates key tokens from one tokenizer to another.
+    `offsets` are the spans of the evaluated model's tokens, and `spans` those of another tokenizer's key tokens.
+    Thus key tokens are translated from one tokenizer to another.
     """
     found, index = [], 0
     joined = merged(spans)

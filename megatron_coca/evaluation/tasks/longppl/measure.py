@@ -109,7 +109,7 @@ def run(args: Namespace, show: Show) -> int:
 
 
 def _has_all(path: Path, lengths: Sequence[int]) -> bool:
-    """Return True if a result file already has all lengths. `Store` checks later that it has the same measurement."""
+    """Return True if a result file already has all lengths. `Store` checks later that it is of the same measurement."""
     try:
         found = read_record(path, LongPerplexityResult, "a result")
     except EvaluationError:
@@ -165,9 +165,10 @@ def through_text(
     keys: Callable[[np.ndarray], np.ndarray],
     start: int | None = None,
 ) -> Prepared:
-    """Return a text for the evaluated model, with the key tokens that an evaluator with another tokenizer finds.
+    """Return a text as the evaluated model's tokens, with the places of the key tokens that the evaluator finds.
 
-    `keys` finds the places of key tokens in the evaluator's tokens. `start` is put before the evaluated model's tokens.
+    The evaluator has another tokenizer, and `keys` finds the places of key tokens in its tokens. `start` is put before
+    the evaluated model's tokens.
     """
     ids, spans = evaluators.encode_rendered(text)
     prefix = evaluators.start
@@ -188,7 +189,7 @@ def long_perplexity(
 ) -> LongPerplexity | None:
     """Return the entry of one length, or None if no document has a key token.
 
-    After each document, `read` is called with 1 and its number of tokens.
+    After each document, `read` is called with 1 and the document's number of tokens.
     """
     digest, sums, count, total, scored = hashlib.sha256(), [], 0, [], 0
     for document in prepared:

@@ -21,7 +21,7 @@ ALL_TOKENS: Mapping[str, Metric] = {
 
 @shared.grouped("longppl", LONGPPL.comparable)
 def longppl_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Return tables of LongPPL by length, and of the perplexity of all tokens and the share of key tokens."""
+    """Return a table and a plot of LongPPL, and a table of the perplexity of all tokens and the share of key tokens."""
     protocol, count = group.first.protocol, group.first.documents.count
     finder = "each model finds its own key tokens"
     if protocol.evaluator is not None:

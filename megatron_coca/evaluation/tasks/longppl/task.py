@@ -18,7 +18,7 @@ from megatron_coca.support.arguments import expanded
 
 
 class LongPerplexity(Entry):
-    """The documents at one length."""
+    """The numbers measured on all documents at one length."""
 
     length: int  # tokens of each document
     longppl: float  # exp(nll); infinite if it overflows

@@ -39,9 +39,9 @@ from megatron_coca.support.console import Progress
 MOST_NEEDLES = 1_000_000
 """Largest number of needles of one length that all have different seeds."""
 FOILS = 7
-"""Wrong answers per case. With equal probabilities, the right one of eight answers is the likeliest in 1/8 of cases."""
+"""Number of wrong answers per case. By chance, the right one of the eight answers is the likeliest in 1/8 of cases."""
 DIGITS = 7
-"""Digits of every hidden number."""
+"""Number of digits of every hidden number."""
 PROTOCOL = (
     "loss: the last tokens of each document, given the tokens before them in one input; facts: passkeys (random "
     f"depths) and needles (depths 1/2, 1/4, 3/4, 1/8, ..) in turn, numbers of {DIGITS} digits in the passkey filler; "
@@ -52,7 +52,7 @@ PROTOCOL = (
 
 
 ANSWER_TOKENS = 8
-"""A prompt is this many tokens shorter than its length, which leaves room for the answer."""
+"""Prompts are this many tokens shorter than the requested length, which leaves room for the answer."""
 MOST_SCORED = 1024
 """Default number of scored tokens per document, unless half of the training length is less."""
 DOCUMENTS = 4
@@ -100,9 +100,9 @@ def default_scored(evaluation: Evaluation) -> int:
 
 
 def check_lengths(args: Namespace, tokenizer: Tokenizer, data_root: Path) -> None:
-    """Raise LengthError if the prompts do not fit into a length of `args`, the parsed options.
+    """Raise LengthError if the prompts do not fit into one of the lengths in `args`, the parsed options.
 
-    Multiples of the training length, as in the default, are not checked.
+    Multiples of the training length, such as the default lengths, are not checked.
     """
     form = form_of(args, tokenizer)
     for length in sorted({each for each in args.lengths if not is_multiple(each)}):
@@ -110,10 +110,10 @@ def check_lengths(args: Namespace, tokenizer: Tokenizer, data_root: Path) -> Non
 
 
 def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: int, wanted: int | None) -> Documents:
-    """Return the first `wanted` documents of at least `length` tokens, truncated to `length`. None: up to DOCUMENTS.
+    """Return the first `wanted` documents of at least `length` tokens, truncated to `length`.
 
-    If too few are long enough, the rest of the data is joined and divided into documents of this length. Raises
-    EvaluationError or DataError.
+    If `wanted` is None, return at most DOCUMENTS. If too few documents are long enough, the rest of the data is joined
+    and divided into documents of this length. Raises EvaluationError or DataError.
     """
     names, shape = list(data or default_data(evaluation)), evaluation.opened.trained.model
     vocabulary = shape.vocab_size or shape.padded_vocab_size
@@ -127,7 +127,7 @@ def read_documents(evaluation: Evaluation, data: Sequence[str] | None, length: i
 
 
 def begun(store: Store[MarginResult], length: int) -> MarginEntry:
-    """Return the entry of a length with what is measured so far."""
+    """Return the entry of a length with all measurements so far, or an empty entry if there are none."""
     result = store.result
     empty = MarginEntry(length=length, documents=result.documents.count, scored=result.protocol.scored)
     entry: MarginEntry = store.get((length,)) or empty
@@ -172,9 +172,10 @@ def score_facts(subject: Subject, store: Store[MarginResult], cases: Cases, leng
 
 @torch.inference_mode()
 def last_loss(model: GPT, tokens: np.ndarray, window: int, scored: int, start: int | None = None) -> float:
-    """Return the sum of the nll in nats of the last `scored` tokens of a document (int64 [tokens]), given the tokens
-    before them. The model reads `window` tokens, the last of which predicts the document's last token. If `start`
-    is given, it replaces the first of these tokens.
+    """Return the loss of the last `scored` tokens of a document, given the tokens before them, as a sum in nats.
+
+    `tokens` is the document, int64 [tokens]. The model reads `window` tokens, the last of which predicts the document's
+    last token. If `start` is given, it replaces the first token of the window.
     """
     device = next(model.parameters()).device
     ids = torch.from_numpy(tokens[len(tokens) - 1 - window : -1].astype(np.int64)).to(device)
@@ -186,7 +187,7 @@ def last_loss(model: GPT, tokens: np.ndarray, window: int, scored: int, start: i
 
 
 def make_cases(form: PromptForm, length: int, count: int, seed: int = 0) -> Cases:
-    """Return `count` cases of at most `length` tokens, passkeys and needles in turn. A larger count adds cases.
+    """Return `count` cases of at most `length` tokens, alternately passkeys and needles. A larger count adds cases.
 
     Passkeys are at random depths. The depths of needles are 1/2, 1/4, 3/4, 1/8 and so on. The prompts end with the
     beginning of the answer. Raises LengthError if the length is too short.
@@ -208,10 +209,10 @@ def _spread(number: int) -> float:
 
 
 def margins(model: GPT, tokenizer: Tokenizer, cases: Cases, known: Container[int] = ()) -> Iterator[CaseMargin]:
-    """Yield the margins of the cases whose numbers are not in `known`.
+    """Yield the margin of each case with a number that is not in `known`.
 
     Cases are ordered by the tokens of their prompts, and thus by the depth of the fact. So consecutive prompts of
-    equal length share a long beginning, which is computed once (`SharedPrefix`).
+    equal length share a long beginning, which `SharedPrefix` computes once.
     """
     shared, waiting = SharedPrefix(model), [number for number in range(len(cases)) if number not in known]
     for number in sorted(waiting, key=lambda number: prefix_order(cases[number][1].prompt)):
@@ -234,7 +235,10 @@ def margins(model: GPT, tokenizer: Tokenizer, cases: Cases, known: Container[int
 
 
 def _continuations(tokenizer: Tokenizer, stub: str, answers: Sequence[str]) -> tuple[int, list[list[int]]]:
-    """Return the tokens of each answer after the stub, and the number of the stub's last tokens that they replace."""
+    """Return the number of tokens to drop from the end of the stub, and the tokens of each answer that follow the rest.
+
+    The stub and an answer are encoded together, which may change the stub's last tokens.
+    """
     before = np.array(tokenizer.encode(stub))
     encoded = [np.array(tokenizer.encode(f"{stub} {answer}")) for answer in answers]
     common = min(common_prefix(before, each) for each in encoded)
@@ -242,7 +246,7 @@ def _continuations(tokenizer: Tokenizer, stub: str, answers: Sequence[str]) -> t
 
 
 def _common_beginning(answers: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens with which all answers begin. The last token of the shortest answer never counts."""
+    """Return how many tokens the answers share at the beginning. The last token of the shortest answer never counts."""
     first = np.array(answers[0])
     return min(*(common_prefix(first, np.array(each)) for each in answers[1:]), min(map(len, answers)) - 1)
 
@@ -253,8 +257,8 @@ def _scores(
 ) -> tuple[list[float], bool]:
     """Return the log-probability of each answer after the prompt, and whether greedy decoding gives the first answer.
 
-    Greedy decoding starts after the tokens with which all answers begin: a model that would first write "a" instead of
-    the space before a number may still know the number.
+    Greedy decoding starts after the tokens with which all answers begin, because a model that would first write "a"
+    instead of the space before a number may still know the number.
     """
     shared_tokens = _common_beginning(answers)
     device, longest = next(model.parameters()).device, max(map(len, answers))

@@ -37,7 +37,7 @@ class CaseMargin(Record):
 
 
 class MarginEntry(Entry):
-    """The facts and losses of one length that are measured so far; other numbers are computed from these."""
+    """The facts and losses that are measured so far at one length. All other numbers are computed from them."""
 
     length: int  # tokens of an input
     documents: int  # number of documents to score; `nlls` is shorter until all are scored
@@ -51,7 +51,7 @@ class MarginEntry(Entry):
 
     @property
     def facts(self) -> list[CaseMargin]:
-        """The cases before the first missing number, so that models are compared by the same facts."""
+        """The cases before the first one that is not measured, so that models are compared by the same facts."""
         return [case for _, case in takewhile(lambda pair: pair[0] == pair[1].number, enumerate(self.cases))]
 
     @property
@@ -65,12 +65,12 @@ class MarginEntry(Entry):
 
     @property
     def found(self) -> Tally | None:
-        """The tally of the facts that greedy decoding finds."""
+        """The tally of `facts`. A fact has score 1 if greedy decoding finds it."""
         return tally([float(case.found) for case in self.facts])
 
     @property
     def nll(self) -> float | None:
-        """The loss in nats per token, if all documents are scored."""
+        """The loss in nats per token, or None if some documents are not scored."""
         return mean(self.nlls) / self.scored if 0 < self.documents <= len(self.nlls) else None
 
     @property
@@ -83,19 +83,19 @@ def mean(values: Sequence[float]) -> float:
 
 
 def facts_at(length: int) -> str:
-    """Return the name of a length's facts in costs and missing entries."""
+    """Return the name that costs and missing entries have for the facts of a length."""
     return f"length {length}"
 
 
 def windows_at(length: int) -> str:
-    """Return the name of a length's windows in costs and missing entries."""
+    """Return the name that costs and missing entries have for the windows of a length."""
     return f"length {length}, windows"
 
 
 class MarginProtocol(Record):
     text: str
     scored: int  # scored tokens of each document
-    seed: int  # of the hidden facts
+    seed: int  # seed of the hidden facts
     start: int | None = None  # token id with which windows and plain prompts begin
     chat: ChatRecord | None = None  # None: prompts are plain text
 
@@ -112,7 +112,7 @@ def add_margin_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     text = "lengths of prompts and windows in tokens, or as multiples of the training length; default: %(default)s"
     add("--lengths", default="1L,2L,4L", type=length_list, metavar="N,N,...", help=text)
-    facts = "number of hidden facts of each length, passkeys and needles in turn; default: %(default)s"
+    facts = "number of hidden facts of each length, alternately passkeys and needles; default: %(default)s"
     add("--facts", type=positive_int, default=16, metavar="N", help=facts)
     add("--seed", type=int, default=0, metavar="N", help="seed of the facts; default: %(default)s")
     data = "text files, JSONL files, folders of such files, or shard prefixes; default: the run's test data"
@@ -123,7 +123,7 @@ def add_margin_options(parser: ArgumentParser) -> None:
     add("--num-documents", type=positive_int, metavar="N", help=documents)
     longest = "truncate documents to N + 1 tokens; default: the greatest length"
     add("--max-length", type=length, metavar="N", help=longest)
-    scored = "scored tokens of each document; default: 1024, or half of the training length if that is less"
+    scored = "number of last tokens of each document to score; default: 1024, or half of the training length if less"
     add("--scored", type=token_count, metavar="N", help=scored)
     add_start_option(parser, "window and every plain prompt")
     add_chat_options(parser)

@@ -1,4 +1,4 @@
-"""Scores of single documents, which the parts of a divided evaluation leave for the command that merges them.
+"""Scores of single documents. The parts of a divided evaluation write them, and the command without a part merges them.
 
 A score is a small file in `.RESULT.scores/DIGEST`, next to the result file. DIGEST identifies the measurement, so a
 score of another model, document or device is never used.
@@ -13,7 +13,7 @@ from megatron_coca.evaluation.results import EvaluationError, Meter, Record, Res
 
 
 class DocumentRecord(Record):
-    """The score of a document for one window, and the time and memory that it took."""
+    """The score of a document for one window, and the time and memory that its measurement took."""
 
     nll: float
     correct: int
@@ -36,7 +36,7 @@ class DocumentScores:
             return None
         try:
             found = read_record(path, DocumentRecord, "the score of a document")
-        except EvaluationError:  # damaged: it is computed again
+        except EvaluationError:  # the file is damaged, so the score is computed again
             return None
         return found.nll, found.correct, Meter(found.seconds, found.peak_memory_bytes)
 

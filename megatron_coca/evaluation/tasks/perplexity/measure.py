@@ -43,7 +43,7 @@ PROTOCOL = (
 
 LOGITS_AT_ONCE = {"cpu": 1 << 22}
 """Number of logits in a chunk, by device type; 1 << 26 on other devices. 1 << 22 float32 logits fit into the caches of
-a CPU, which takes half the time of larger chunks.
+a CPU, which halves the time compared to larger chunks.
 """
 
 
@@ -75,7 +75,7 @@ def run(args: Namespace, show: Show) -> int:
 
 
 def _check_ring(args: Namespace) -> None:
-    """Check the windows with `--context-parallel-size`. Raises EvaluationError."""
+    """Raise EvaluationError if the processes of `--context-parallel-size` cannot divide a window."""
     for window in args.windows:
         if problem := uneven_chunks(window, args.context_parallel_size, 1):
             raise EvaluationError(f"--context-parallel-size {args.context_parallel_size}: window {window}: {problem}")
@@ -151,9 +151,9 @@ def _measure_part(
 ) -> int:
     """Score the documents of part `args.part`, and keep their scores. The command without a part merges them.
 
-    A unit is one document in windows of one size for one variant. The units of a window size follow each other, so two
-    parts score the same number of its documents, or numbers that differ by one. A variant without units of this part is
-    not loaded.
+    A unit is one document in windows of one size for one variant. The units of one window size are consecutive, so the
+    numbers of these units in two parts differ by at most one. A variant is not loaded if none of its units belongs to
+    this part.
     """
     part, parts = args.part
     pairs = [(window, document) for window in sorted(args.windows, reverse=True) for document in range(len(arrays))]
@@ -184,7 +184,7 @@ def _measure_part(
 
 
 class LanguageModel(Protocol):
-    """The methods of a causal language model that perplexity uses: those of `GPT`, or of a caller's torch module."""
+    """The methods that perplexity needs from a causal language model: `GPT`, or a module of the caller."""
 
     training: bool
 
@@ -207,14 +207,15 @@ def sliding_window_perplexity(
     vocabulary: int | None = None,
     progress: bool = True,
 ) -> list[WindowResult]:
-    """Return the perplexity of `documents` (one-dimensional integer arrays) for each window size, as PROTOCOL says.
+    """Return the perplexity of `documents` for each window size. PROTOCOL defines it.
 
-    `tokens_per_batch` limits the tokens of a forward pass (at least one window), and thus the memory. The LM head is
-    applied only to the scored positions, in chunks. With `vocabulary`, the softmax is only over the ids below it, for
-    models that also learned tokens that do not occur in text. Results are in the order of `windows`; no number depends
-    on that order or on the order of the documents. `progress` shows a progress bar for each window.
+    Documents are one-dimensional integer arrays. `tokens_per_batch` limits the tokens of a forward pass, and thus the
+    memory; a pass has at least one window. The LM head is applied only to the scored positions, in chunks. With
+    `vocabulary`, the softmax is only over the ids below it. This is for models that also learned tokens that do not
+    occur in text. Results are in the order of `windows`; no number depends on that order or on the order of the
+    documents. `progress` shows a progress bar for each window size.
 
-    Raises EvaluationError for an invalid window, stride, vocabulary or document, ValueError for a model in training
+    Raises EvaluationError for an invalid window, stride, vocabulary or document, and ValueError for a model in training
     mode.
     """
     check_windows(windows, stride)
@@ -282,8 +283,8 @@ class Window(NamedTuple):
 def plan_windows(length: int, window: int, stride: int) -> list[Window]:
     """Return the windows of a document of `length` tokens. Together they score each of tokens 1 .. length-1 once.
 
-    A token is predicted at the position before it, so each later window starts one token before the tokens it scores.
-    Hence every token is scored even if stride == window: such windows overlap in one token, and the last one may
+    A token is predicted at the position before it, so each later window ends before the last token that it scores.
+    Every token is scored even if stride == window, because such windows overlap in one token. The last window may
     overlap in more.
     """
     windows = [Window(0, 1, window)]
@@ -311,9 +312,9 @@ def score_document(
 ) -> DocumentScore:
     """Score all tokens of one document (int64, one dimension) except the first.
 
-    After each batch, `advance` is called with its number of windows. The processes of a `ring` divide every window.
+    After each batch, `advance` is called with its number of windows. The processes of `ring` divide every window.
 
-    A batch contains windows of this document only: the last bits of a matrix product depend on the other rows of the
+    A batch contains only windows of this document. The last bits of a matrix product depend on the other rows of the
     batch, and the result must not depend on other documents. The first window is a separate batch, because all of its
     positions are scored.
 
@@ -348,8 +349,8 @@ def score_document(
 
 
 def score_on_rank(model: GPT, rows: Tensor, held: Tensor, bounds: Tensor, vocabulary: int | None = None) -> Tensor:
-    """Return `score_hidden` of the tokens that a rank of a ring scores; see `Score`. The token at index i is predicted
-    by the rank that has the token at index i - 1.
+    """Return the result of `score_hidden` for the tokens that this rank of a ring scores; see `ScoreSequence`. A token
+    is scored by the rank that has the token before it.
     """
     hidden, states, targets = model.hidden_states(rows[:, :-1]), [], []
     for row, (first, end) in enumerate(bounds.tolist()):
@@ -360,7 +361,10 @@ def score_on_rank(model: GPT, rows: Tensor, held: Tensor, bounds: Tensor, vocabu
 
 
 def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabulary: int | None = None) -> Tensor:
-    """Return (sum of nll in nats, correct predictions) as float64 [2]; hidden [n, hidden_size], targets [n] int64."""
+    """Return (sum of nll in nats, correct predictions) as float64 [2].
+
+    `hidden` is [n, hidden_size], and `targets` is int64 [n].
+    """
     total = torch.zeros(2, dtype=torch.float64, device=hidden.device)
     for losses, correct in _scored(model, hidden, targets, vocabulary):
         total[0] += losses.double().sum()
@@ -369,7 +373,7 @@ def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabula
 
 
 def token_losses(model: LanguageModel, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nll of each token in nats, and whether it is the likeliest; arguments as in `score_hidden`."""
+    """Return each token's nll in nats, and whether it is the likeliest. The arguments are those of `score_hidden`."""
     losses, correct = zip(*_scored(model, hidden, targets, None), strict=True)
     return torch.cat(losses), torch.cat(correct)
 

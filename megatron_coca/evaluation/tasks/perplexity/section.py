@@ -17,12 +17,14 @@ MAP_TABLES = (
     LengthTable(LOSS_CAPTION, "loss at window", {"{}": LOSS}, "-loss", "loss"),
     LengthTable(ACCURACY_CAPTION, "accuracy at window", {"{}": PERCENT}, "-accuracy", "next-token accuracy"),
 )
-"""The tables of Su's pages on ReRoPE. A report shows them for models with a relative-position map."""
+"""The tables of Jianlin Su's posts on ReRoPE. A report shows them for models with a relative-position map."""
 
 
 @shared.grouped("perplexity", PERPLEXITY.comparable)
 def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Return our results as in Table 1 and Figure 1 of the CoCA paper: perplexity by window, on logarithmic axes."""
+    """Return our results in the form of Table 1 and Figure 1 of the CoCA paper, which show perplexity by window. The
+    figure has logarithmic axes.
+    """
     protocol, documents = group.first.protocol, group.first.documents
     limit = "" if protocol.vocabulary is None else f", softmax over the ids below {protocol.vocabulary} only"
     measured = f"stride {protocol.stride}{limit}"

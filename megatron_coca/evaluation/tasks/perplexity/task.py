@@ -37,7 +37,7 @@ class WindowResult(Entry):
     tokens_scored: int
     documents: int
     nll_by_document: list[float]  # nats, sum over each document's scored tokens
-    correct_by_document: list[int]  # number of tokens predicted as likeliest
+    correct_by_document: list[int]  # number of scored tokens of each document that the model predicted as likeliest
 
     @property
     def key(self) -> tuple[int]:
@@ -57,7 +57,7 @@ class PerplexityProtocol(Record):
     text: str
     stride: int
     tokens_per_batch: int
-    vocabulary: int | None = None  # the softmax is over ids below this; None: over the padded vocabulary
+    vocabulary: int | None = None  # the softmax is over the ids below this number; None: over the padded vocabulary
 
 
 class PerplexityResult(Result):
@@ -77,7 +77,7 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add("--stride", default="1L", type=length, metavar="S", help=stride)
     text = "restrict the softmax to token ids below N, such as the text tokens of a model that also learned facts"
     add("--vocabulary", type=positive_int, metavar="N", help=text)
-    ring = "number of processes, each on a GPU of its own, that divide every window by tokens; default: %(default)s"
+    ring = "number of processes, each on its own GPU, that share the tokens of every window; default: %(default)s"
     add("--context-parallel-size", type=positive_int, default=1, metavar="N", help=ring)
     add_batch_option(parser, 8192)
 

@@ -61,9 +61,10 @@ NO_KIND = -1
 
 
 class Questions(NamedTuple):
-    """Inputs int64 [n, length] and answers int64 [n]. The fact that answers input i consists of the input's
-    tokens first[i] .. last[i] - 1. `kinds` int64 [n] are indices in `QUESTIONS`, or NO_KIND if the task has only one
-    kind of question.
+    """Questions with inputs of one length. `ids` is int64 [n, length], all other fields are int64 [n].
+
+    The fact that answers input i is in the input's tokens first[i] to last[i] - 1. `kinds` has indices in `QUESTIONS`,
+    or NO_KIND if the task has only one kind of question.
     """
 
     ids: np.ndarray
@@ -116,14 +117,17 @@ def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskS
 
 
 def _text_digest(evaluation: Evaluation) -> str:
-    """Return a sha256 over samples of the test shards and their weights."""
+    """Return a sha256 over samples of the test shards and over the weights of the shards."""
     shards = [sampled_digest(Shard(local_prefix(path))) for path in test_data(evaluation)]
     weights = evaluation.opened.trained.data.test_data_weights
     return hashlib.sha256(json.dumps([shards, weights]).encode()).hexdigest()
 
 
 def seed_of(args: Namespace, evaluation: Evaluation) -> int:
-    """Return the seed of the questions: `--seed`, or the seed of the model's training. Raises EvaluationError."""
+    """Return the seed of the questions: `--seed`, or the seed of the model's training.
+
+    Raises EvaluationError if the checkpoint does not record the seed of its training.
+    """
     if args.seed != TRAINED:
         return int(args.seed)
     if evaluation.opened.step is None:
@@ -220,7 +224,7 @@ def batches(questions: Sequence[Questions], tokens_per_batch: int) -> Iterator[Q
 def measure(
     subject: Subject, questions: Sequence[Questions], length: int, shift: int, diagnosed: int, tokens_per_batch: int
 ) -> RecallEntry:
-    """Ask all `questions` with positions shifted by `shift`; score the heads in the first `diagnosed` questions.
+    """Ask all `questions` with positions shifted by `shift`, and score the heads on the first `diagnosed` questions.
 
     Raises FloatingPointError if a log-likelihood is not finite.
     """
@@ -235,7 +239,7 @@ def measure(
         scores += (logs.argmax(dim=-1, keepdim=True) == answers)[:, 0].double().tolist()
         distances += batch.distances.tolist()
         kinds += batch.kinds.tolist()
-    if not math.isfinite(nll):  # otherwise the largest invalid logit would count as an answer
+    if not math.isfinite(nll):  # without this check, an invalid logit would count as an answer
         raise FloatingPointError(
             f"the log-likelihood of an answer is {nll}: the computation overflowed its dtype; use float32 or bfloat16"
         )
@@ -262,7 +266,7 @@ def by_question(kinds: Sequence[int], scores: Sequence[float]) -> dict[str, Tall
 
 
 def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_per_batch: int) -> list[HeadScores]:
-    """Return each head's scores of the question with the fact, and of the question with all other keys, as means over
+    """Return each head's scores of the question with the fact and with all other keys. They are means over the first
     `count` questions.
     """
     device, layers = next(model.parameters()).device, len(model.blocks)

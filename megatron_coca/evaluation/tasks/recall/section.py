@@ -1,4 +1,4 @@
-"""The report section on key-value recall, and the scores of the heads that retrieve."""
+"""The report section on key-value recall and on the scores of the retrieval heads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,9 @@ UNSHIFTED = metric_of(RECALL.numbers[0], key=lambda length: (length, 0))
 
 @shared.grouped("recall", RECALL.comparable)
 def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Return accuracy by length, distance of the fact and shift of all positions, and scores of retrieving heads."""
+    """Return the accuracy by length, by distance of the fact and by shift of all positions, and the scores of the
+    retrieval heads.
+    """
     protocol, keys, trained = group.first.protocol, group.entry_keys(), min(group.training_lengths())
     guessed = "" if protocol.chance is None else f" A random value is correct in {protocol.chance:.3f} of the cases."
     text = f"Protocol: {protocol.text}; {protocol.prompts}; {protocol.cases} cases, seed {protocol.seed}.{guessed}"
@@ -57,13 +59,13 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
 
 
 SCORES = {"score of the fact": "fact", "log-sum-exp of all other keys": "rest"}
-"""The names of a retrieving head's two scores in plots, and their fields in `HeadScores`."""
+"""The two scores of a retrieval head: their names in plots, and their fields in `HeadScores`."""
 
 
 def head_lines(recalls: Mapping[str, Sequence[Mapping[float, RecallEntry]]], score: str) -> list[Line]:
-    """Return a line for each label: one number of its retrieving head by length, as a mean over seeds.
+    """Return a `Line` for each label. It shows the field `score` of the retrieval head by length, as a mean over seeds.
 
-    `recalls` contains the unshifted entries of each seed by label, in ascending order of length.
+    `recalls` maps a label to its seeds. Each seed maps lengths, in ascending order, to its unshifted entries.
     """
     lines = []
     for label, seeds in recalls.items():
@@ -82,7 +84,9 @@ def head_lines(recalls: Mapping[str, Sequence[Mapping[float, RecallEntry]]], sco
 def head_panels(
     recalls: Mapping[str, Sequence[Mapping[float, RecallEntry]]], x_label: str, members: Mapping[str, Member]
 ) -> list[Panel]:
-    """Return panels for the retrieving heads, in pairs: the score of the fact, the log-sum-exp of all other keys."""
+    """Return pairs of panels for the retrieval heads. The first panel of a pair shows the score of the fact, the second
+    the log-sum-exp of all other keys.
+    """
     sides = []
     for title, score in SCORES.items():
         shown = arranged(head_lines(recalls, score), members, Panel((), x_label, "score"))
@@ -101,8 +105,9 @@ def heads_figures(measured: Sequence[Series], name: str, members: Mapping[str, M
     if len({x for line in head_lines(recalls, "fact") for x in line.x}) < 2:
         return []
     caption = (
-        "Scores of the question in the retrieving head (largest weight on the fact at the shortest length), as the "
-        "softmax takes them. If the score equals the log-sum-exp of all other keys, the fact has half of the weight."
+        "Scores of the question in the retrieval head, in the form that enters the softmax. The retrieval head is the "
+        "one with the largest weight on the fact at the shortest length. If the score of the fact equals the "
+        "log-sum-exp of all other keys, the fact has half of the weight."
     )
     alt = f"Score of the fact and log-sum-exp of other keys by length for {', '.join(recalls)}"
     return [
@@ -111,7 +116,10 @@ def heads_figures(measured: Sequence[Series], name: str, members: Mapping[str, M
 
 
 def retrieving_head(entries: Sequence[RecallEntry]) -> tuple[int, int] | None:
-    """Return layer and head with the largest weight on the fact at the shortest length with scored heads, or None."""
+    """Return (layer, head) of the head with the largest weight on the fact, or None if no entry has scored heads.
+
+    The weights are those at the shortest length with scored heads.
+    """
     heads = next((entry.heads for entry in entries if entry.heads), [])
     best = max(heads, key=lambda head: head.weight, default=None)
     return None if best is None else (best.layer, best.head)

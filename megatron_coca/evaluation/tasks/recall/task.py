@@ -21,25 +21,25 @@ TRAINED = "trained"
 
 
 class HeadScores(Record):
-    """Means over cases for one attention head with the question as the query."""
+    """Scores of one attention head with the question as the query. Each number is a mean over cases."""
 
     layer: int
     head: int
-    fact: float | None  # score of the fact; None if a distance map hides the fact in some case
+    fact: float | None  # score of the fact; None if a distance map hides the fact in at least one case
     rest: float  # log-sum-exp of the scores of all other keys
     weight: float  # softmax weight of the fact
 
 
 class RecallEntry(Tally, Entry):
-    """Cases at one length with all positions shifted by `shift`; `heads` is empty unless heads were scored."""
+    """The tally of the cases of one length, with all positions shifted by `shift`. `heads` may be empty."""
 
     length: int
     shift: int
-    nll: float  # nll of the answer in nats
+    nll: float  # mean nll of the answers in nats
     inside: Tally | None
     beyond: Tally | None
-    heads: list[HeadScores]
-    questions: dict[str, Tally] | None = None  # tallies of ordered recall, by the kind of question
+    heads: list[HeadScores]  # empty if no heads were scored
+    questions: dict[str, Tally] | None = None  # tallies by the kind of question; only for ordered recall
 
     @property
     def key(self) -> tuple[int, int]:
@@ -52,9 +52,9 @@ class RecallProtocol(Record):
     diagnosed: int  # number of cases for which heads are scored
     seed: int | Literal["trained"]  # "trained": the seed of the model's training
     prompts: str  # "synthetic recall" or "synthetic ordered_recall" with its sizes, or "passkey"
-    chance: float | None  # accuracy of a random value; None for passkeys
+    chance: float | None  # accuracy of guessing a value at random; None for passkeys
     prompts_sha256: str | None = None  # hash of sample passkey prompts
-    text_sha256: str | None = None  # hash of samples of the filler shards; earlier files contain neither hash
+    text_sha256: str | None = None  # hash of samples of the filler shards; earlier files have neither of the two hashes
 
 
 MULTIPLES = (1, 2, 4, 8, 16)
@@ -90,7 +90,7 @@ def add_recall_options(parser: ArgumentParser) -> None:
     )
     text = "number of questions for which attention heads are scored; default: %(default)s"
     add("--diagnosed", type=whole_number, default=128, metavar="N", help=text)
-    text = "seed of the questions, or trained for the seed of the model's training; default: %(default)s"
+    text = "seed of the questions; the word trained selects the seed of the model's training; default: %(default)s"
     add("--seed", type=seed_or_trained, default=0, metavar="N", help=text)
     add_batch_option(parser, 32768)
 
@@ -105,7 +105,10 @@ def part_of(entry: RecallEntry, part: str) -> Tally | None:
 
 
 def accuracy_of(entry: RecallEntry, part: str) -> float | None:
-    """Return the accuracy of a part of the questions, as in `part_of`; for "kinds", the mean over their kinds."""
+    """Return the accuracy of a part of the questions, or None if there is none.
+
+    `part` has the values of `part_of`, or is "kinds", which selects the mean accuracy over the kinds of questions.
+    """
     if part == "kinds":
         kinds = entry.questions or {}
         return sum(tally.accuracy for tally in kinds.values()) / len(kinds) if kinds else None
@@ -122,7 +125,7 @@ def shifted(part: str) -> Callable[[RecallEntry], Tally | None]:
 
 
 PARTS = {"": "", ", inside": "inside", ", beyond": "beyond"}
-"""The parts of the questions, by the end of a number's name."""
+"""The parts of the questions. The keys are the ends of the names of the numbers."""
 RECALL = Task(
     "recall",
     "key-value recall by length and shift, and attention scores by head",

@@ -78,7 +78,7 @@ def passkey_score(answer: str, expected: Sequence[str]) -> float:
 
 
 def share_found(answer: str, expected: Sequence[str]) -> float:
-    """Return the fraction of the expected strings that the answer contains, ignoring case (RULER's string match)."""
+    """Return RULER's string match: the fraction of the expected strings that the answer contains, ignoring case."""
     return sum(text.lower() in answer.lower() for text in expected) / len(expected)
 
 
@@ -97,8 +97,8 @@ class Puzzle(NamedTuple):
 class RetrievalTask:
     """A kind of prompt with a known answer. A case's random numbers depend on `name`, seed, length and case number.
 
-    `puzzle` draws the sentences to hide in `haystack` for a length in tokens; with `answer_stub`, the beginning of the
-    answer is added to the prompt.
+    `puzzle` takes a random generator and a length in tokens, and draws the sentences to hide in `haystack`. With
+    `answer_stub`, the prompt ends with the beginning of the answer.
     """
 
     name: str
@@ -137,7 +137,7 @@ class RetrievalTask:
 
 
 def passkey(answer_stub: bool = False, digits: int = 5) -> RetrievalTask:
-    """Return the task of `PASSKEY_PROTOCOL`, with keys of `digits` digits instead of five."""
+    """Return the passkey task, with keys of `digits` digits; see `PASSKEY_PROTOCOL`."""
 
     def puzzle(random: Random, length: int) -> Puzzle:
         key = random_number(random, digits)
@@ -155,7 +155,7 @@ def passkey(answer_stub: bool = False, digits: int = 5) -> RetrievalTask:
 
 
 def needle(depth: int, haystack: Haystack, answer_stub: bool = False) -> RetrievalTask:
-    """Return the needle task at `depth` percent of the sentences; see `NEEDLE_PROTOCOL`."""
+    """Return the needle task, with the needle after `depth` percent of the sentences; see `NEEDLE_PROTOCOL`."""
 
     def puzzle(random: Random, length: int) -> Puzzle:
         city, code = random.choice(CITIES), random_number(random, 7)
@@ -205,7 +205,9 @@ def multi_query(random: Random, length: int) -> Puzzle:
 
 
 def variable_tracking(random: Random, length: int) -> Puzzle:
-    """Ask for all variables with one value. Each variable is set to the variable before it in its chain."""
+    """Ask for all variables with one value. The first variable of a chain is set to a value, and each later one to the
+    variable before it.
+    """
     hops, chains = within(length // 128, 1, 4), 1 + within(length // 512, 1, 3)
     names = variables(random, chains * (hops + 1))
     values = distinct_numbers(random, 5, chains)
@@ -240,7 +242,7 @@ def ruler(name: str, haystack: Haystack, answer_stub: bool = False) -> Retrieval
 
 
 def sample_digest(made: Iterable[RetrievalTask]) -> str:
-    """Return a sha256 over one prompt and answer of every task, which identifies templates and words.
+    """Return a sha256 over one prompt and answer of every task. Other templates or words give another digest.
 
     Prompts are encoded as bytes, so the digest does not depend on a model. The haystack has a separate digest.
     """

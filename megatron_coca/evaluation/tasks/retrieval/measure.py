@@ -56,7 +56,7 @@ from megatron_coca.support.console import Progress, short
 logger = logging.getLogger(__name__)
 
 ANSWER_CHARACTERS = 160
-"""Number of characters of an answer that result files keep. The score is that of the whole answer."""
+"""Largest number of characters of an answer that result files keep. Scores are computed from the whole answer."""
 
 
 RetrievalResult = PasskeyResult | NeedleResult | RulerResult
@@ -74,7 +74,7 @@ def make_entry(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], tra
 
 
 class Unit(NamedTuple):
-    """Entries with prompts of the same length, measured together; `at` names them if they are missing."""
+    """Entries that are measured together, with prompts of one length. `at` names them in notes on missing entries."""
 
     at: str
     length: int
@@ -119,14 +119,14 @@ def ruler(args: Namespace, show: Show) -> int:
 
 
 def check_lengths(args: Namespace, tokenizer: Tokenizer, data_root: Path) -> None:
-    """Raise LengthError if prompts of passkey, needle or ruler do not fit into a length of `args`, the parsed options.
+    """Raise LengthError if prompts of passkey, needle or ruler do not fit into one of the lengths in `args`.
 
     This needs no model. Also raises the errors of `load_haystack`.
     """
     haystack = FILLER_BLOCKS if args.task == "passkey" else load_haystack(args.haystack, data_root)
     kinds = {
         "passkey": lambda: [tasks.passkey(args.answer_stub)],
-        "needle": lambda: [tasks.needle(args.depths[0], haystack, args.answer_stub)],  # all depths have equal texts
+        "needle": lambda: [tasks.needle(args.depths[0], haystack, args.answer_stub)],  # texts do not depend on depth
         "ruler": lambda: [tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks],
     }
     form = form_of(args, tokenizer)
@@ -222,7 +222,7 @@ def measure(
 
 
 def warn_of_unfinished(at: str, cases: Sequence[CaseRecord], protocol: RetrievalProtocol) -> None:
-    """Warn of wrong answers that had not ended, in chats: the model may still have been thinking."""
+    """In chats, warn of wrong answers that had not ended, because the model may still have been thinking."""
     wrong = sum(case.unfinished and case.score < 1 for case in cases)
     if wrong and protocol.chat is not None:
         logger.warning(
@@ -248,8 +248,8 @@ def noting_errors(store: Store[Any], at: str) -> Iterator[None]:
 def generate_answers(
     subject: Subject, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], protocol: RetrievalProtocol, title: str
 ) -> list[tuple[list[int], bool]]:
-    """Return each answer as (token ids without the token that ends it, whether it had not ended), in the order of
-    `prompts` (int32 [n]).
+    """Return the answers in the order of `prompts`, each of which is int32 [n]. An answer is a pair: its token ids
+    without the token that ends it, and whether it had not ended.
 
     Prompts are not padded, because shifting all positions changes the output of a model with CoCA. The batches depend
     only on the prompts, so the same prompts produce bit-identical answers.

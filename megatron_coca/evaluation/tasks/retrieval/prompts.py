@@ -1,4 +1,4 @@
-"""Prompts of a given length in tokens: hidden sentences within as much filler text as fits."""
+"""Prompts of a given length in tokens, which consist of hidden sentences and as much filler text as fits."""
 
 import hashlib
 import itertools
@@ -22,7 +22,7 @@ FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here
 
 BUILTIN = "builtin"
 MAX_HAYSTACK_CHARACTERS = 4_000_000  # more than enough for a prompt of 500,000 tokens
-MAX_SENTENCE_CHARACTERS = 300  # longer sentences, such as tables, are split between words; prompts add whole sentences
+MAX_SENTENCE_CHARACTERS = 300  # longer ones, such as tables, are split between words, as prompts add whole sentences
 FIRST_TRY = 8  # number of filler units in the first prompt with filler that `fit` tries
 
 _BETWEEN_PARAGRAPHS = re.compile(r"\n\s*\n")
@@ -48,8 +48,8 @@ class Case:
 class Haystack:
     """Filler sentences, repeated as often as needed.
 
-    With `restarts`, the filler restarts with the first sentence after every hidden sentence, as in the passkey task.
-    Otherwise a prompt starts with any sentence, and the sentences follow in order.
+    If `restarts` is set, the filler begins again after every hidden sentence, as in the passkey task. Otherwise it
+    starts with a random sentence, and the sentences follow in order.
     """
 
     name: str  # name in result files
@@ -68,9 +68,9 @@ FILLER_BLOCKS = Haystack("filler", (" ".join(FILLER),), restarts=True)
 
 
 def load_haystack(names: Sequence[str] | None, data_root: Path) -> Haystack:
-    """Return the passkey filler (`names` is None), the built-in English corpus ("builtin"), or text from files.
+    """Return the passkey filler for None, the built-in English corpus for ["builtin"], and otherwise text from files.
 
-    Raises EvaluationError for files without text, DataError for unreadable files.
+    Raises EvaluationError if the files have no text, and DataError if a file cannot be read.
     """
     if not names:
         return FILLER_HAYSTACK
@@ -97,12 +97,12 @@ Gap = Callable[[int], int]
 
 
 def uniform_gap(fraction: float) -> Gap:
-    """Choose among all gaps, including both ends; a `fraction` uniform in [0, 1) gives all gaps equal probability."""
+    """Choose among all gaps, including both ends. If `fraction` is uniform in [0, 1), all gaps are equally likely."""
     return lambda units: min(units, int(fraction * (units + 1)))
 
 
 def inner_gap(fraction: float) -> Gap:
-    """Choose among the gaps between two units; a `fraction` uniform in [0, 1) gives all gaps equal probability."""
+    """Choose among the gaps between two units. If `fraction` is uniform in [0, 1), all gaps are equally likely."""
     return lambda units: min(units, 1 + int(fraction * max(units - 1, 0)))
 
 
@@ -111,8 +111,8 @@ def depth_gap(depth: float) -> Gap:
 
 
 class Hidden(NamedTuple):
-    """A sentence to hide in the haystack. `fact` is the part of it that the answer needs (the first mention counts), or
-    None.
+    """A sentence to hide in the haystack. `fact` is the part of the sentence that the answer needs, or None. If the
+    sentence repeats the fact, the first mention counts.
     """
 
     gap: Gap
@@ -131,8 +131,8 @@ class Text(NamedTuple):
 class Draft:
     """A prompt for any number of filler units: a task description, the haystack with hidden sentences, and a question.
 
-    Description, haystack and question are separate lines. With `in_lines`, so are all hidden sentences and stretches of
-    filler. `first` is the index of the haystack sentence with which the filler starts.
+    Description, haystack and question are separate lines. With `in_lines`, each hidden sentence and each stretch of
+    filler is also a separate line. `first` is the index of the haystack sentence with which the filler starts.
     """
 
     description: str
@@ -193,7 +193,7 @@ class PromptForm:
         return ids if self.start is None else [self.start, *ids]
 
     def framed(self, text: Text, stub: str) -> Text:
-        """Return the whole prompt: the message rendered as a chat, with `stub` as the beginning of the answer.
+        """Return the whole prompt, as plain text or rendered as a chat, with `stub` as the beginning of the answer.
 
         Raises EvaluationError if the template changes the message.
         """
@@ -233,9 +233,9 @@ def _fitted(draft: Draft, form: Form, units: int, stub: str) -> Fitted:
 
 
 def fit(draft: Draft, form: Form, length: int, stub: str = "") -> Fitted:
-    """Return the prompt with as many units as fit into `length` tokens, tokenized as a single text.
+    """Return the prompt with as many filler units as fit into `length` tokens, tokenized as a single text.
 
-    `stub` is the beginning of the answer, at the end of the prompt.
+    The prompt ends with `stub`, which is the beginning of the answer.
 
     Each new number of units is interpolated between the nearest smaller and larger prompts. Every third attempt halves
     the interval instead, so that sentences of very different lengths cannot cause many attempts.

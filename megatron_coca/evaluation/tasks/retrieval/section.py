@@ -27,7 +27,7 @@ PASSKEYS, NEEDLES, STRINGS = (
     Measure("mean share of needles found", least=LEARNED),
     Measure("mean share of strings found", "mean: ", least=LEARNED),
 )
-"""The quantities have the same names in the sentence at the top of a report, at the axis and in the tables."""
+"""The measures of the three tasks. A measure has one name in the top sentence of a report, on axes and in tables."""
 
 
 def head(measure: Measure) -> str:
@@ -35,7 +35,7 @@ def head(measure: Measure) -> str:
 
 
 def axis(measure: Measure) -> dict[str, Any]:
-    """Return the fields of panels for a measure."""
+    """Return the fields of a panel that shows a measure."""
     return PANEL | {"y_label": measure.quantity}
 
 
@@ -49,10 +49,10 @@ def retrieval_text(protocol: RetrievalProtocol, each: str) -> str:
 
 
 def unfinished_text(group: ResultGroup) -> tuple[str, ...]:
-    """Return a sentence on the answers that had not ended, in chats; empty if there are none."""
+    """Return a sentence on the answers in chats that had not ended. The tuple is empty if there are none."""
     found = []
     for series in group.measured if group.first.protocol.chat is not None else ():
-        cases = [case for entry in series.entries() for case in getattr(entry, "cases", ())]  # means have none
+        cases = [case for entry in series.entries() for case in getattr(entry, "cases", ())]  # means have no cases
         unfinished = [case for case in cases if case.unfinished]
         if unfinished:
             wrong = sum(case.score < 1 for case in unfinished)
@@ -63,14 +63,16 @@ def unfinished_text(group: ResultGroup) -> tuple[str, ...]:
 
 
 def by_side(metric: Metric) -> dict[str, Metric]:
-    """Return the metrics of two rows: facts within the training length of the prompt's end, and earlier facts."""
+    """Return the metrics of two rows. The first is for facts within the training length of the prompt's end, the second
+    for earlier facts.
+    """
     return {f"{{}}, {side}": replace(metric, tally=attrgetter(side)) for side in ("inside", "beyond")}
 
 
 @shared.grouped("passkey", PASSKEY.comparable)
 def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Return our results as in Table 2 of the CoCA paper, and those of its Figure 4 as a table: keys inside and beyond
-    the training length.
+    """Return our results in the form of Table 2 of the CoCA paper. A second table has the content of the paper's
+    Figure 4: the accuracy for keys inside and beyond the training length.
     """
     by_length = "Passkey accuracy by length of the prompt"
     split = "Passkey accuracy for keys within the training length of the end (inside) and before it (beyond)"
@@ -102,7 +104,7 @@ def _found_in(task: str) -> Metric:
 
 @shared.grouped("needle", NEEDLE.comparable)
 def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Return tables of the share of needles found, as means and by depth, and a heat map for each label."""
+    """Return tables of the share of needles found, one of means and one by depth, and a heat map for each label."""
     depths, lengths = group.first.protocol.depths, group.lengths()
     group = with_means(group, depths, MEAN_DEPTH, lambda length, depth: (length, depth))
     at_depth = {depth: _needle_at(depth) for depth in depths}
@@ -146,9 +148,9 @@ def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repor
 
 
 def with_means(group: ResultGroup, parts: Sequence[Any], mean: Any, key: SortKey) -> ResultGroup:
-    """Return a group with an entry for the part `mean` at each length at which all parts were measured.
+    """Return the group with an additional entry, for the part `mean`, at each length at which all parts were measured.
 
-    `key` returns the key of an entry from its length and part, such as a task or a depth.
+    `key` returns an entry's key from the entry's length and its part, which is a task or a depth.
     """
     lengths = group.lengths()
 

@@ -33,18 +33,18 @@ RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking")
 class FactRecord(Record):
     """Where a prompt contains a fact that the answer needs."""
 
-    depth: float  # fraction of the filler units before the fact, 0 .. 1
-    distance: int  # tokens from the fact's first mention to the end of the prompt, including both
+    depth: float  # fraction of the filler units that are before the fact, from 0 to 1
+    distance: int  # number of tokens from the start of the fact's first mention to the end of the prompt
 
 
 class HaystackRecord(Record):
     name: str
-    sentences: int  # 1 for the passkey filler, in which five sentences form one unit
+    sentences: int  # 1 in results of passkey, because the five sentences of its filler form one unit
     sha256: str  # hash of the sentences, each followed by a line feed
 
 
 class Tally(Record):
-    """Summary of cases: `accuracy` is their mean score, `low` .. `high` its 95% Wilson interval."""
+    """Summary of cases. `accuracy` is their mean score, `low` and `high` are the ends of its 95% Wilson interval."""
 
     accuracy: Share
     correct: int  # number of cases with a score of 1
@@ -75,7 +75,7 @@ class CaseRecord(Record):
 
 
 class ScoredEntry(Tally, Entry):
-    """Cases of one length (and depth or task), with their tally."""
+    """Cases of one length, with their tally. Needles also share a depth, and RULER-style cases a task."""
 
     length: int  # requested length in tokens; prompts are at most this long
     cases: list[CaseRecord]
@@ -83,8 +83,8 @@ class ScoredEntry(Tally, Entry):
 
 
 class PasskeyEntry(ScoredEntry):
-    """Cases of one length. `inside` has those whose key is at most the training length before the end of the prompt,
-    `beyond` all others.
+    """Cases of one length. `inside` is the tally of the cases in which the key is at most the training length before
+    the end of the prompt. `beyond` is the tally of all other cases.
     """
 
     model_config = OPEN
@@ -97,7 +97,7 @@ class PasskeyEntry(ScoredEntry):
 
 
 class NeedleEntry(ScoredEntry):
-    depth: int  # percent of the filler units before the needle
+    depth: int  # percentage of the filler units that are before the needle
 
     @property
     def key(self) -> tuple[int, int]:
@@ -122,10 +122,10 @@ class RetrievalProtocol(Record):
     tokens_per_batch: int
     answer_stub: bool
     haystack: HaystackRecord
-    dynamic_length: DynamicLength = "total"  # as before the option existed
+    dynamic_length: DynamicLength = "total"  # the default is for files from before the option existed
     decoding: Decoding = "growing"
     start: int | None = None  # token id put before every prompt
-    ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
+    ends: list[int] = []  # tokens that end an answer; empty if only the end-of-document token does
     chat: ChatRecord | None = None  # None: prompts are plain text
     prompts_sha256: str | None = None  # hash of sample prompts; None in files of earlier versions
 
@@ -157,17 +157,17 @@ ENTRIES: dict[str, tuple[type[ScoredEntry], tuple[str, ...]]] = {
     "needle": (NeedleEntry, ("length", "depth")),
     "ruler": (RulerEntry, ("task", "length")),
 }
-"""The entry type of each `megatron-coca evaluate TASK`, and the names of the values in the entries' keys."""
+"""The type of the entries of each task, and the names of the fields that form an entry's key."""
 
 
 def add_retrieval_options(
     parser: ArgumentParser, cases: int, max_new_tokens: int = 64, has_haystack: bool = True
 ) -> None:
-    """Declare the options that passkey, needle and ruler share, with the defaults of one task."""
+    """Declare the options that passkey, needle and ruler share. `cases` and `max_new_tokens` are a task's defaults."""
     add_subject_options(parser)
     add = parser.add_argument
     lengths = [512, 1024, 2048, 4096, 8192, 16384, 32768]  # as in the CoCA paper
-    text = "prompt lengths in tokens, or as multiples of the training length: 1L,2L; default: 512,1024,..,32768"
+    text = "prompt lengths in tokens, or as multiples of the training length, such as 1L,2L; default: 512,1024,..,32768"
     add("--lengths", type=length_list, default=lengths, metavar="N,N,...", help=text)
     add(
         "--cases",
@@ -203,7 +203,7 @@ def add_passkey_options(parser: ArgumentParser) -> None:
 
 def add_needle_options(parser: ArgumentParser) -> None:
     add_retrieval_options(parser, cases=5)
-    text = "depths of the needle: percent of the text before it; default: 0,10,..,100"
+    text = "depths of the needle, as percentages of the text before it; default: 0,10,..,100"
     parser.add_argument("--depths", type=percent_list, default=[*range(0, 101, 10)], metavar="P,P,...", help=text)
 
 
@@ -226,7 +226,7 @@ COMPARABLE: Comparable = {
     "protocol": "protocol.text",
 }
 LEARNED = 0.5
-"""Accuracy that some label must reach at some length: if no model has learned a task, it says nothing about lengths."""
+"""Accuracy that some label must reach at some length. A task that no model has learned cannot compare lengths."""
 
 
 def whole(entry: Any) -> Any:

@@ -79,10 +79,10 @@ class TimedMethod:
 def build_methods(
     base: Config, methods: Sequence[str], variants: Sequence[Variant], device: str, dtype: torch.dtype
 ) -> tuple[list[TimedMethod], list[Missing]]:
-    """Build models with the given methods (values of `pos_emb`), variants of the base config, and plain RoPE.
+    """Build a model for each value of `pos_emb` in `methods`, for each variant of the base config, and for plain RoPE.
 
-    Return the built methods, and an entry with the reason for each method that cannot be built. Weights are drawn from
-    the configuration's seed; models share parameters of the same name and shape.
+    Return the built methods, and an entry with the reason for each method that cannot be built. Weights are drawn with
+    the configuration's seed. Models share parameters of the same name and shape.
 
     Raises EvaluationError if two methods have the same label.
     """
@@ -147,7 +147,7 @@ def token_ids(model: GPT, length: int, batch: int) -> Tensor:
 
 
 def layer_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
-    """Projections and attention of one layer, without the position tables that all layers share.
+    """Return the work of one layer: its projections and attention, without the position tables that all layers share.
 
     The backward pass computes the gradients of the hidden states and of the layer's weights.
     """
@@ -173,10 +173,10 @@ def layer_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
 
 
 def model_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
-    """A forward pass of a prompt with the logits of its last token.
+    """Return the work of a forward pass that computes the logits of a prompt's last token.
 
-    With `backward`: the loss of all tokens and the gradients of all weights, as in a training step up to the optimizer
-    step.
+    With `backward`, the work is instead that of a training step without the optimizer step: the loss of all tokens and
+    the gradients of all weights.
     """
     model.train(backward)
     ids = token_ids(model, length + backward, batch)
@@ -194,7 +194,10 @@ def model_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
 
 
 def decode(model: GPT, length: int, batch: int) -> Workload:
-    """Decode tokens one by one after `length` cached tokens. Afterwards the cache is truncated to `length`."""
+    """Return the work of decoding tokens one by one after `length` cached tokens.
+
+    After each call, the cache is truncated to `length` tokens.
+    """
     model.eval()
     cache, ids = model.new_cache(length=length + DECODED), token_ids(model, length + DECODED, batch)
     with torch.no_grad():
@@ -274,8 +277,9 @@ def interleaved(
     uncounted: int = 1,
     seconds: float | None = None,
 ) -> dict[Key, list[float]]:
-    """Return the seconds of each call in each of `rounds` rounds, after warm-up rounds that are not counted. With
-    `seconds`, no round begins after that time, but at least three rounds count.
+    """Return the seconds that each call takes in each of `rounds` rounds. `uncounted` rounds before them are a warm-up.
+
+    If `seconds` is set, no round begins after that time, but there are at least three counted rounds.
     """
 
     def synchronize() -> None:
@@ -312,8 +316,8 @@ def ratio(own: list[float], other: list[float], against: str) -> Ratio:
 def measure(
     methods: Sequence[TimedMethod], kind: KindOfWork, length: int, batch: int, rounds: int, store: Store[SpeedResult]
 ) -> None:
-    """Try one kind of work with every method, and time the methods that succeed. `store` gets their entries, and the
-    reasons why others failed.
+    """Try one kind of work with every method, and time the methods that succeed. Their entries go into `store`. For a
+    method that fails, the reason goes there.
     """
     works: dict[str, Workload] = {}
     peaks: dict[str, int] = {}

@@ -15,8 +15,8 @@ from megatron_coca.evaluation.tasks.speed.task import KINDS_OF_WORK, SpeedResult
 
 
 def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
-    """Return our results as in Figure 6 and Table 6 of the CoCA paper. Times differ between runs, so each file has
-    its own tables.
+    """Return our results in the form of Figure 6 and Table 6 of the CoCA paper. Times differ between runs, so each file
+    has its own tables.
     """
     blocks = []
     for index, item in enumerate(loaded, 1):
@@ -41,11 +41,11 @@ def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
 
 
 def speed_table(result: SpeedResult, name: str, kind: str) -> Table:
-    """Return the milliseconds of one kind of work by method and length, with ratios and memory in small print."""
+    """Return a table of one kind of work: milliseconds by method and length, and ratios and memory in small print."""
     entries = {(entry.method, entry.length): entry for entry in result.results if entry.what == kind}
     missing = {each.at: each for each in result.missing}
     lengths, rows = sorted({entry.length for entry in result.results}), []
-    # In the order of the file; methods without entries come last.
+    # Methods are in the order of the file. Methods without entries come last.
     without = [each.at.rpartition(", ")[2] for each in result.missing]
     for method in dict.fromkeys([*(entry.method for entry in result.results), *without]):
         row = []

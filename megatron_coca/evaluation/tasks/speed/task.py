@@ -18,7 +18,7 @@ METHODS = tuple(methods.TABLES["pos_emb"])
 
 
 class Ratio(Record):
-    """Time relative to another method in the same rounds: the median and quartiles over rounds."""
+    """Time as a multiple of another method's time in the same round: the median and the quartiles over rounds."""
 
     against: str  # the other method's label
     median: float
@@ -31,12 +31,12 @@ class SpeedEntry(Entry):
     length: int  # tokens per sequence; in `decode` the number of cached tokens
     method: str
     backend: str
-    seconds: float  # median over rounds of the time of one pass; in `decode` of one token
+    seconds: float  # time of one pass, or of one token in `decode`, as the median over rounds
     quartiles: tuple[float, float]
     rounds: int
     tokens_per_second: float
     to_rope: Ratio | None  # time relative to RoPE; None: RoPE was not measured
-    peak_memory_bytes: int | None  # in addition to weights and inputs; includes gradients
+    peak_memory_bytes: int | None  # memory beside weights and inputs; includes gradients
     cache_bytes_per_token: int | None  # per token of a sequence, over all layers; None except in `decode`
 
     @property
@@ -107,7 +107,7 @@ def add_speed_options(parser: ArgumentParser) -> None:
     add("--methods", type=names_of(METHODS), default=["rotary", "coca"], help=", ".join(METHODS))
     add_source_options(parser)
     add_conf_dir(parser)
-    variants = "an additional method: its name, then YAML overlays and KEY=VALUE; repeat the option for each"
+    variants = "name of an additional method, its YAML overlays and KEY=VALUE pairs; repeat the option for each method"
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variants)
     add("--what", type=names_of(KINDS_OF_WORK), help="work to time: " + ", ".join(KINDS_OF_WORK) + "; default: all")
     add("--batch-size", type=positive_int, default=1, metavar="N", help="sequences per batch; default: %(default)s")
