@@ -156,8 +156,8 @@ class SampleView:
         number: number of the sample in the order of the run.
         source: prefix of the shard.
         epoch: number of the pass over the source in which the sample is read, counted from 1.
-        first_token: offset of the first token in the shard. For samples of whole documents, it is the number of the
-            sample in the shard instead.
+        first_token: offset of the first token in the shard. None for samples of whole documents, which may lie in
+            several places of the shard.
         parts: for each document in the sample, its tokens, int64.
         starts_document: whether the sample begins with the first token of a document.
         counted: for each item of `parts`, a mask of the tokens that count in the loss, bool. None if every target
@@ -167,7 +167,7 @@ class SampleView:
     number: int
     source: str
     epoch: int
-    first_token: int
+    first_token: int | None
     parts: list[np.ndarray]
     starts_document: bool
     counted: list[np.ndarray] | None = None
@@ -184,11 +184,11 @@ def view_sample(blend: Blend, number: int) -> SampleView:
     """Return sample `number` as training reads it. Raises `DataError` if `number` is not in 0 .. `MAX_SAMPLES`."""
     _check_sample_number(number)
     located = blend.by_source([number])[0]
-    shard, start, count = blend.shards[located.source], int(located.starts[0]), blend.seq_length + 1
+    shard = blend.shards[located.source]
     if blend.pack_impl == "packed":
-        begins = shard.document_begins(located.starts, count)[0]
+        start, begins = int(located.starts[0]), shard.document_begins(located.starts, blend.seq_length + 1)[0]
     else:
-        begins = blend.document_begins([located])[0]
+        start, begins = None, blend.document_begins([located])[0]
     edges, tokens = np.flatnonzero(begins[1:]) + 1, blend.tokens([located])
     parts, mask = np.split(tokens[0], edges), blend.loss_mask([located], tokens)
     counted = None if mask is None else np.split(np.concatenate(([False], mask[0])), edges)
@@ -208,10 +208,11 @@ def sample_text(view: SampleView, tokenizer: Tokenizer | None, pieces: bool = Fa
             "shards were prepared with"
         )
     tokens = sum(map(len, view.parts))
+    first = view.first_token
+    place = f"{tokens:,} tokens" if first is None else f"tokens {first:,} to {first + tokens:,} ({tokens:,} tokens)"
     heading = (
-        f"sample {view.number:,}: {view.source}, epoch {view.epoch}, tokens {view.first_token:,} to "
-        f"{view.first_token + tokens:,} ({tokens:,} tokens) from {len(view.parts)} document(s), starting "
-        f"{'at the beginning of' if view.starts_document else 'within'} the first document"
+        f"sample {view.number:,}: {view.source}, epoch {view.epoch}, {place} from {len(view.parts)} document(s), "
+        f"starting {'at the beginning of' if view.starts_document else 'within'} the first document"
     )
     if view.counted is None:
         texts = [_decoded(part, tokenizer, pieces) for part in view.parts]

@@ -163,6 +163,14 @@ def test_a_sample_shows_its_documents(tmp_path: Path) -> None:
         assert f"{int(blend.sample(number)[0])}:" in sample_text(view, TEXT, pieces=True)
 
 
+@pytest.mark.parametrize("pack_impl", ["unpacked", "pack_until_overflow"])
+def test_a_sample_of_whole_documents_has_no_place_in_the_shard(tmp_path: Path, pack_impl: str) -> None:
+    shard = Shard(write(tmp_path / "s", ["first", "second one", "third"]))
+    view = view_sample(Blend([shard], [1.0], 12, seed=1, pack_impl=pack_impl), 1)
+    assert view.first_token is None and view.facts()["first_token"] is None
+    assert ", epoch 1, 13 tokens from " in sample_text(view, TEXT)
+
+
 def test_tables() -> None:
     lines = [
         "| a   |        bb |",
