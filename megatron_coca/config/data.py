@@ -32,7 +32,7 @@ class SyntheticConfig(ConfigGroup):
         None, "ordered_recall: number of values that each key of a sample gets, one after the other; required."
     )
     back: Count | None = key(
-        None, "ordered_recall: largest k in questions for the value of the fact k facts earlier; default: `facts`."
+        None, "ordered_recall: largest k in questions for the value of the k-th fact before them; default: `facts`."
     )
     ngram: int = Field(default=3, ge=2, description="ngram: length of the repeated n-gram in tokens.")
     filler_tokens: Count = key(
