@@ -11,13 +11,15 @@ from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import Sample
 
 EARLY_PASSAGES, EARLY_FACTOR = 64, 5.0
-"""A preparation stops early if, after at least `EARLY_PASSAGES` passages, the tokenizer's losses are above
-`EARLY_FACTOR` times their limits.
+"""The tokenizer's losses are checked early, once `EARLY_PASSAGES` passages of a source were sampled. In this check, the
+limits of lost passages and unknown tokens are multiplied by `EARLY_FACTOR`.
 """
 
 
 def check_tokenizer(name: str, sample: Sample, tokenizer: Tokenizer, rules: Rules, factor: float = 1.0) -> None:
-    """Raise `DataError` if a tokenizer loses text of the source `name`, unless the rules accept the loss."""
+    """Raise `DataError` if a tokenizer loses text of the source `name`, unless the rules accept the loss. `factor` is
+    an argument of `Sample.loss`.
+    """
     if not rules.accept_tokenizer and (loss := sample.loss(tokenizer.vocab_size, factor)):
         raise DataError(
             f"{name}: the tokenizer ({tokenizer.tokenizer_type}) loses text: {loss}; use a tokenizer with byte "
@@ -36,8 +38,8 @@ class _SoFar:
 
 
 class Watch:
-    """Stops a preparation early if most of the data so far is unusable. A smaller share of unusable data stops it only
-    at the end.
+    """Stops a preparation early if almost all records of a source so far are faulty, or if the tokenizer loses far too
+    much of its text. Smaller losses stop the preparation only at the end.
     """
 
     def __init__(self, sources: Sequence[CorpusSource], tokenizer: Tokenizer, rules: Rules) -> None:
@@ -45,8 +47,8 @@ class Watch:
         self._found = [_SoFar() for _ in sources]
 
     def see(self, number: int, documents: int, problems: ReadingProblems, sample: Sample) -> None:
-        """Add the counts of a chunk of source `number`. Raises `DataError` if almost all data of this source so far is
-        faulty, or if the tokenizer loses far too much of it.
+        """Add the counts of a chunk to the counts of source `number`. Raises `DataError` if almost all records of this
+        source so far are faulty, or if the tokenizer loses far too much of its text.
         """
         source, found = self._sources[number], self._found[number]
         found.documents += documents

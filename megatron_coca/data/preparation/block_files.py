@@ -1,4 +1,4 @@
-"""The files of blocks: zip archives with the tokenized chunks of a block, and with the digests of its documents."""
+"""Block files: zip archives that contain the tokenized chunks of a block and the digests of its documents."""
 
 import json
 import secrets
@@ -19,8 +19,8 @@ from megatron_coca.support.atomic_write import flush
 
 BLOCK_FORMAT = 4  # a part of the names of blocks; increase it if the content or the meaning of a block file changes
 DOCUMENT = np.dtype([("high", "<u8"), ("low", "<u8"), ("unit", "<i4")])
-"""What duplicate removal needs to know about a document: the two halves of the digest of its text, and the number,
-within the block, of the unit that contains it.
+"""The record of a document for duplicate removal: the two halves of the digest of its text, and the number of its unit.
+The units of a block are numbered from 0.
 """
 _DOCUMENTS = "documents"
 _COLUMNS = ("target", "lengths", "text_bytes", "tokens", "digests", "labels")
@@ -33,10 +33,12 @@ def write_block(
 ) -> str:
     """Write a block file and return an empty string. If a unit is damaged, write no file and return the error message.
 
-    `results` are pairs (number of the unit within the block, result). A result is a chunk or, at the end of a unit, the
-    error about this unit or None. `advance` is called with the size of each chunk.
+    `results` yields pairs (number of the unit within the block, result). A result is a tokenized chunk. After the last
+    chunk of a unit, the result is the error about this unit, or None if there is no error. `advance` is called with the
+    size of each chunk.
     """
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # process numbers are equal in all pods
+    # The suffix is random, because processes in different pods can have the same process number.
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     documents = [np.empty(0, dtype=DOCUMENT)]
     try:
         with zipfile.ZipFile(unfinished, "w") as file:
@@ -89,13 +91,17 @@ def read_block(path: Path) -> Iterator[tuple[int, TokenizedChunk]]:
 
 
 def read_digests(path: Path) -> np.ndarray:
-    """Return the documents of a block in order, an array of `DOCUMENT`. Raises `DataError` for a damaged block."""
+    """Return the records of a block's documents in order, as an array of type `DOCUMENT`. Raises `DataError` for a
+    damaged block.
+    """
     with _opened(path) as file:
         return np.frombuffer(file.read(_DOCUMENTS), dtype=DOCUMENT)
 
 
 def _encoded(chunk: TokenizedChunk) -> bytes:
-    """Encode a chunk as an .npz file with its columns, and with its other attributes as JSON."""
+    """Encode a chunk as an .npz file with an array for each of its columns. One more array contains its other
+    attributes as JSON.
+    """
     facts = {
         "targets": chunk.targets,
         "sets": sorted(chunk.sets),

@@ -1,10 +1,11 @@
-"""Blocks: consecutive units of a corpus, or a piece of a large unit. Any process on any host can tokenize a block.
+"""The blocks of a corpus. A block consists of consecutive units, or of a piece of one large unit. Any process on any
+host can tokenize a block.
 
 A block is a zip file in `.<output>.blocks` with the tokenized chunks of its units. The file appears only when it is
 complete. Its name is a digest of everything that its content depends on: settings, tokenizer, libraries, and the
-content of the units (`unit_identity`). It does not depend on the paths and modification times of files. A preparation
-that was killed continues with the blocks that are missing. If files or settings change, only the blocks that depend on
-them are built again.
+content of the units (`unit_identity`). The name does not depend on the folders or modification times of files. If a
+preparation is killed and started again, it builds only the missing blocks. If files or settings change, only the blocks
+that depend on them are built again.
 """
 
 import hashlib
@@ -39,11 +40,13 @@ from megatron_coca.support.console import Progress
 from megatron_coca.work.folders import make_once
 
 TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
-"""A tokenizer, or a function that trains a tokenizer in the given folder. The function is called only once, because the
-trained tokenizer is kept if the preparation is interrupted.
+"""A tokenizer, or a function that trains a tokenizer in the given folder. The function is called only once, even if the
+preparation is interrupted, because the trained tokenizer is kept.
 """
 BLOCKS = 256
-"""Approximate number of blocks in a corpus, so that many processes have work even if the corpus is small."""
+"""Approximate number of blocks in a corpus, unless `BLOCK_BYTES` limits their size. It is high enough that many
+processes have work.
+"""
 BLOCK_BYTES = (8 << 20, 256 << 20)
 """Minimum and maximum size of a block in bytes on disk. With these sizes, one core builds a block in seconds to
 minutes, and a large corpus has few block files.
@@ -58,8 +61,8 @@ def settings_of(
     by_name = {source.spec.name: asdict(replace(source, spec=replace(source.spec, paths=()))) for source in sources}
     for values in by_name.values():
         del values["spec"]["max_record_mib"], values["max_faulty"]
-        # These keys are left out, so that the digest of a corpus without chats, or with many documents, does not depend
-        # on them.
+        # Keys with their default values are left out, so that they do not change the digest of a corpus without chats
+        # or with many documents.
         if values["spec"]["messages"] is None:
             del values["spec"]["messages"]
         for name, default in (("cut", False), ("train_from", None)):
@@ -87,7 +90,7 @@ def made_from(inputs: Inputs, settings: Mapping[str, Any], rules: Rules) -> str:
 
 
 def block_bytes(size: int) -> int:
-    """Return the size in bytes of a block in a corpus of `size` bytes. The result is a power of two, so that adding a
+    """Return the size of a block in bytes, for a corpus of `size` bytes. The result is a power of two, so that adding a
     little text to the corpus changes few blocks.
     """
     least, most = BLOCK_BYTES
@@ -101,10 +104,10 @@ def _digest(content: object) -> str:
 
 @dataclass(frozen=True)
 class BlockContent:
-    """The content of a block: the `units`, or a piece of a single unit.
+    """The content of a block: all of `units`, or a piece of a single unit.
 
-    A piece has the chunks that start at offset `begin` or later and before offset `end`. Offsets are the sums of
-    `Chunk.read`, in bytes on disk.
+    A piece contains the chunks that start at offset `begin` or later, and before offset `end`. The offset of a chunk is
+    the sum of `Chunk.read` over the earlier chunks of the unit, in bytes on disk.
     """
 
     units: range
@@ -135,7 +138,9 @@ def cut(sizes: Sequence[int]) -> list[BlockContent]:
 
 
 def contents(blocks: Sequence[BlockContent], units: Sequence[tuple[int, ReadUnit]]) -> Iterator[tuple[int, int, int]]:
-    """Yield (source, block, bytes on disk) for each source of each block, in order."""
+    """Yield (source, block, size) for each source in each block, in order. The size counts the bytes on disk that the
+    source has in this block.
+    """
     for number, block in enumerate(blocks):
         for source, own in groupby(units[block.units.start : block.units.stop], key=lambda unit: unit[0]):
             yield source, number, sum(int(min(unit.size, block.end)) - block.begin for _, unit in own)
@@ -170,19 +175,19 @@ class ChunkStream:
 class Blocks:
     """All blocks of a preparation, whether built or not.
 
-    The first process that creates this object trains the tokenizer while the other processes wait. It also fixes the
-    time that the chat template prints.
+    The first process that creates this object trains the tokenizer, if necessary, while the other processes wait. This
+    process also fixes the time that the chat template prints.
 
     Args:
         sources, inputs, rules: the sources, inputs and rules of the preparation.
-        output: the folder to prepare. The block files are in a folder next to it. Both must be on storage that all
-            hosts share.
-        tokenizer: as for `prepare`.
+        output: the folder to prepare. The block files are in a folder next to it. All hosts must share the storage of
+            both folders.
+        tokenizer: a tokenizer, or a function that trains a tokenizer in a given folder.
         settings: the result of `settings_of`.
 
     Attributes:
         tokenizer: the tokenizer of the preparation. Its chat template has no fixed time.
-        paths: the block files in order, whether they exist or not.
+        paths: the paths of all block files in order, whether the files exist or not.
         chat_time: the time that the template prints in all chats, in ISO 8601; None if the template does not ask for
             the time.
 
@@ -233,8 +238,8 @@ class Blocks:
 
     @contextmanager
     def _set_time(self, tokenizer: Tokenizer) -> Iterator[None]:
-        """Fix the time for a template that prints the current time, so that all hosts and resumed commands print the
-        same time.
+        """Fix the time of the chat template in the `with` block if the template prints the current time. Then all hosts
+        and resumed commands print the same time.
         """
         chat = tokenizer.chat
         if chat is not None and chat.asks_for_time and chat.now is None:
@@ -268,7 +273,7 @@ class Blocks:
         return sum(size for *_, size in contents([self._blocks[number]], self._inputs.units))
 
     def plan(self, shard_bytes: int | None) -> ShardPlan:
-        """Return the plan of the shards. The number of a unit is its position in `owners`."""
+        """Return the plan of the shards. The number of a unit is its index in `ShardPlan.owners`."""
         return ShardPlan(
             folder=self.folder / f"shards-{_digest([[path.name for path in self.paths], shard_bytes])}",
             sources=self._sources,
@@ -304,8 +309,8 @@ class Blocks:
         return write_block(self.paths[number], found, progress.advance)
 
     def _chunks(self, numbers: Sequence[int]) -> Iterator[tuple[int, int, Chunk | DataError | None]]:
-        """Yield (block, unit, chunk) in order. After the last chunk of each unit or piece, yield (block, unit, error),
-        or None in place of the error.
+        """Yield (block, unit, chunk) in order. After the last chunk of each unit or piece, yield (block, unit, error).
+        The error is None if the unit is not damaged.
         """
         stream, opened = ChunkStream(iter(())), -1
         for number in numbers:
@@ -350,8 +355,8 @@ class Blocks:
             yield number, unit, done(unit, job)
 
     def _end(self, unit: int, damage: DataError | None) -> DataError | None:
-        """Return `damage`, the error at which reading a unit or piece ended, or None. If the unit has changed since it
-        was listed, return the error about this change instead.
+        """Return `damage`, the error that stopped the reading of a unit, or None if there was no error. If the unit has
+        changed since it was listed, return the error about this change instead.
         """
         source, described = self._inputs.units[unit]
         try:

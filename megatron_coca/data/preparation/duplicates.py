@@ -1,10 +1,10 @@
-"""Find the documents with a text that occurred before. The result is exact, and the memory needed does not depend on
-the size of the corpus.
+"""Find the documents that repeat the text of an earlier document. The result is exact. The required memory does not
+depend on the size of the corpus.
 
-First, the documents of each *group* of blocks are written as sorted runs of (digest, position); each digest occurs once
-in a run. Then the digests are divided into *ranges*, and each range is compared over all runs: of the positions with
-the same digest, all but the first are dropped. No group depends on another group, and no range on another range, so any
-process on any host can do any group or range.
+First, each *group* of blocks is sorted: the digests and positions of its documents are written as sorted runs, and each
+digest occurs only once in a run. Then the digests are divided into *ranges*. In each range, the digests of all runs are
+compared. If documents have the same digest, only the document with the first position is kept. Groups do not depend on
+other groups, and ranges do not depend on other ranges, so any process on any host can process them.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,19 +16,22 @@ from megatron_coca.data.preparation.block_files import read_digests
 from megatron_coca.data.preparation.shard_plan import ShardPlan
 
 SORTED, DROPPED = "sorted", "dropped"
-"""The two kinds of results. One contains the runs of a group and, for each run, the documents dropped from it. The
-other contains the documents dropped from a range.
+"""The two kinds of results. A `SORTED` result contains the runs of a group and, for each run, the positions of the
+documents that were dropped from it. A `DROPPED` result contains the positions of the documents that were dropped from a
+range.
 """
 GROUP = 16
 """Number of blocks in a group."""
 RUN = 1 << 22
-"""Number of documents in a run, and average number of documents in a range. Sorting takes about 80 bytes of memory for
-each document.
+"""Approximate number of documents in a run, and average number of documents in a range. Sorting takes about 80 bytes of
+memory for each document.
 """
 _ROWS = 3
-"""A run is an array [3, documents] of unsigned 64-bit numbers: the two halves of the digests, and the positions.
+"""Number of rows of a run. A run is an array [3, documents] of unsigned 64-bit integers. The first two rows contain the
+halves of the digests, and the third row contains the positions.
 
-A position is `block << 33 | document << 1 | keep`. `keep` is 1 if the source keeps its duplicates.
+A position is `block << 33 | document << 1 | keep`. `document` is the number of the document within its block. `keep` is
+1 if its source keeps duplicates.
 """
 _INDEX = (1 << 32) - 1
 
@@ -56,7 +59,7 @@ def sort_group(plan: ShardPlan, number: int, folder: Path, advance: Callable[[fl
 
 
 def _write_run(folder: Path, number: int, waiting: list[np.ndarray]) -> int:
-    """Write a run with all waiting documents, and empty the list. Return the number of the next run."""
+    """Write run `number` with all documents in `waiting`, and empty this list. Return the number of the next run."""
     rows = np.concatenate([np.empty((_ROWS, 0), dtype=np.uint64), *waiting], axis=1)
     waiting.clear()
     if not rows.shape[1]:
@@ -68,7 +71,8 @@ def _write_run(folder: Path, number: int, waiting: list[np.ndarray]) -> int:
 
 
 def _sorted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents sorted by digest, and a mask of the documents with a digest that occurred before.
+    """Return the documents sorted by digest, and a mask that is True for documents with the digest of an earlier
+    document.
 
     Documents with equal digests stay in the order of their positions.
     """
@@ -79,12 +83,12 @@ def _sorted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write_positions(path: Path, positions: np.ndarray) -> None:
-    """Write the positions in order, without the positions in sources that keep their duplicates."""
+    """Write sorted positions, but leave out the documents of sources that keep their duplicates."""
     np.sort(positions[positions & np.uint64(1) == 0]).astype("<u8", copy=False).tofile(path)
 
 
 def _runs(plan: ShardPlan) -> Iterator[Path]:
-    """Yield all runs in the order of their positions."""
+    """Yield the paths of all runs, in the order of their blocks."""
     for group in range(count_groups(plan)):
         yield from sorted(plan.result(SORTED, group).glob("*.run"))
 
@@ -96,7 +100,7 @@ def count_ranges(plan: ShardPlan) -> int:
 
 
 def compare_range(plan: ShardPlan, number: int, folder: Path, advance: Callable[[float], None]) -> None:
-    """Find the documents to drop in a range of digests, and write their positions into `folder`, in order."""
+    """Find the documents that are dropped from a range of digests, and write their sorted positions into `folder`."""
     count = count_ranges(plan)
     limits = np.array([(number << 64) // count, (number + 1 << 64) // count - 1], dtype=np.uint64)
     found = []
@@ -110,7 +114,9 @@ def compare_range(plan: ShardPlan, number: int, folder: Path, advance: Callable[
 
 
 class Dropped:
-    """The documents to drop, for blocks that are requested in order. The results of all ranges must be complete."""
+    """Looks up the documents that are dropped from a block. The results of all ranges must be complete. Look-ups are
+    fast if blocks are requested in order, because only the positions of one group are kept in memory.
+    """
 
     def __init__(self, plan: ShardPlan) -> None:
         self._ranges = [plan.result(DROPPED, n) / "positions.dropped" for n in range(count_ranges(plan))]
@@ -118,7 +124,7 @@ class Dropped:
         self._blocks, self._positions = range(0), np.empty(0, dtype=np.uint64)
 
     def of(self, block: int) -> np.ndarray:
-        """Return the numbers of the documents of a block that are dropped, in order."""
+        """Return the numbers of the documents that are dropped from a block, in order."""
         if self._groups and block not in self._blocks:
             group = block // GROUP
             self._blocks = range(group * GROUP, (group + 1) * GROUP)

@@ -6,17 +6,18 @@ from megatron_coca.data.readers.source import NOT_COUNTED, ReadingProblems
 from megatron_coca.data.readers.streams import BINARY
 
 FEW, FEW_BYTES = 10, 1 << 16
-"""The share of faulty records is not limited if there are at most `FEW` of them. Their share of the bytes is not
-limited if they have at most `FEW_BYTES` bytes in total. So a bad line in a small file does not stop a preparation.
+"""The share of faulty records is limited only if there are more than `FEW` faulty records. Their share of the bytes is
+limited only if they have more than `FEW_BYTES` bytes in total. So a bad line in a small file does not stop a
+preparation.
 """
 EARLY_FAULTS, EARLY_SHARE = 10_000, 0.9
 """A preparation stops early if it finds more than `EARLY_FAULTS` faulty records and their share of the records so far
 is above `EARLY_SHARE`.
 """
 WITHOUT_ANSWER = "chat without an answer"
-"""A kind of fault: no token of the chat counts in the loss."""
+"""The kind of fault of a chat in which no token counts in the loss."""
 NOT_ENCODED = "text that the tokenizer cannot encode"
-"""A kind of fault. An example is a text with a run of millions of spaces."""
+"""The kind of fault of a text that the tokenizer cannot encode, such as a text with millions of consecutive spaces."""
 _AS_JSON = (
     "write one JSON object per line, as json.dumps does; if the files are plain text, give them the suffix .txt, "
     "before any compression suffix (log.txt.gz)"
@@ -58,12 +59,11 @@ def remedy_of(problems: ReadingProblems) -> tuple[str, str]:
 
 
 def check_faults(name: str, documents: int, problems: ReadingProblems, most: float, early: bool = False) -> None:
-    """Raise `DataError` if the share of faulty records in the source `name` is above `most`. The share is computed in
-    three ways: from the number of records, from their bytes, and from the number of files (a file without any usable
-    record is faulty).
+    """Raise `DataError` if the share of faulty records in the source `name` is above `most`. Three shares are checked:
+    the share of the records, the share of their bytes, and the share of the files that have no usable record.
 
-    `documents` is the number of usable records. Set `early` if the source is not completely read yet; then only the
-    share of the records counts, and its limit is much higher (see `EARLY_SHARE`).
+    `documents` is the number of usable records. Set `early` if the source is not completely read yet. Then only the
+    share of the records is checked, and its limit is at least `EARLY_SHARE`.
     """
     records = documents + problems.total + problems.filtered.total()
     shares = (

@@ -1,4 +1,4 @@
-"""The splits of a source with few documents. A hash of the keys could leave the training or a held-out split empty."""
+"""Change the splits of a source with few documents if a hash of the keys would leave one of its splits empty."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +15,11 @@ FEW = 20
 
 def with_splits(sources: Sequence[CorpusSource], inputs: Inputs, rules: Rules) -> list[CorpusSource]:
     """Return the sources. A source with few documents is changed if the hash would leave one of its splits empty.
+    Held-out splits with fraction 0 do not count.
 
-    If the training split, or a held-out split with a positive fraction, would be empty, long texts are cut
-    (`CorpusSource.cut`). Chats and documents with keys of their own cannot be cut; if all of them would be held out,
-    the documents whose key has the largest hash are used for training (`CorpusSource.train_from`).
+    A changed source cuts its long texts (`CorpusSource.cut`). Sources with only short texts are not cut, and neither
+    are chats and documents with their own keys. If all documents of such a source would be held out, the documents with
+    the largest hash of their key are used for training (`CorpusSource.train_from`).
 
     Reading stops after `FEW` documents. Damaged files are not reported here, because the preparation reports them.
     """
@@ -45,7 +46,7 @@ def _with_split(source: CorpusSource, units: Sequence[ReadUnit], rules: Rules) -
 
 
 def _few(source: CorpusSource, units: Sequence[ReadUnit]) -> list[Document]:
-    """Return all documents of a source, or an empty list if there are more than `FEW`."""
+    """Return all documents of a source, or an empty list if there are more than `FEW` or if a file is damaged."""
     reader, documents = open_reader(source.spec), list[Document]()
     try:
         for unit in units:

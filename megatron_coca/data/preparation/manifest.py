@@ -23,7 +23,7 @@ from megatron_coca.data.tokenizers.losses import Sample
 from megatron_coca.support.plain_text import masked, plain
 from megatron_coca.support.regular_files import read_regular
 
-FORMAT = 2  # version of the manifest and of the split; increase it if the meaning of either changes
+FORMAT = 2  # version of the manifest and of the choice of splits; increase it if either changes
 MANIFEST = "manifest.json"
 RUN_CONFIG = "data.yml"
 _LIBRARIES = ("sentencepiece", "tokenizers", "numpy")
@@ -33,8 +33,14 @@ _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": Non
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """A written shard: the number of its source, its set, its split, its number among the shards with the same source,
-    set and split, and its facts in the manifest. `number` is None if the source is not divided.
+    """A written shard.
+
+    Attributes:
+        source: number of the source.
+        part: the set of the shard's documents.
+        split: the split of the shard's documents.
+        number: number of the `SourcePiece` that the shard belongs to; None if the source has only one piece.
+        facts: the facts about the shard for the manifest.
     """
 
     source: int
@@ -46,8 +52,8 @@ class WrittenShard:
 
 @dataclass
 class Findings:
-    """Findings about a source: records that did not become documents, the sets found in it, and how well the tokenizer
-    reproduces a sample of passages.
+    """Findings about a source: records that did not become documents, sets that occur in the source, and how well the
+    tokenizer reproduces a sample of passages.
     """
 
     problems: ReadingProblems = field(default_factory=ReadingProblems)
@@ -109,7 +115,9 @@ def build_manifest(
 
 
 def shard_facts(folder: Path, name: str, documents: int, tokens: int, text_bytes: int) -> dict[str, Any]:
-    """Check and hash a shard that was written with these counts, and return its facts for the manifest."""
+    """Check that a shard contains these numbers of documents and tokens, and hash it. Return its facts for the
+    manifest.
+    """
     labelled = shard_paths(labels := folder / f"{name}{LABELS_SUFFIX}")[1].exists()
     shard = Shard(folder / name, labels if labelled else None)  # opening the shard checks its files
     if (shard.documents, shard.len_tokens) != (documents, tokens):
@@ -154,8 +162,8 @@ def write_run_config(
     """Write `data.yml` into `folder`, which is later renamed to `final`. The paths in `data.yml` are relative to this
     folder.
 
-    If a split has no documents, its list of shards is empty, so that a run does not use the shards of another split
-    instead.
+    If the validation or test split has no documents, its list of shards is empty, so that a run does not use the shards
+    of another split instead.
     """
     keys: dict[str, Any] = {}
     entries = record["sources"]
@@ -179,11 +187,11 @@ def write_run_config(
 
 
 def empty_splits(record: Mapping[str, Any], sources: Sequence[CorpusSource] = ()) -> list[str]:
-    """Return a line for each of the validation and test splits that has no documents according to the manifest.
+    """Return a message for each held-out split that has no documents according to the manifest `record`.
 
-    All files of a repository are in one split, so one repository cannot fill another split. The same is true for all
-    documents with the same key. If the fraction is 0, the user wanted the split to be empty, so the line states only
-    the effect and no remedy.
+    All files of a repository are in one split, so the files of a single repository cannot fill several splits. The same
+    is true for documents with the same key. If the fraction of a split is 0, the user wanted this split to be empty, so
+    its message contains no remedy.
     """
     more = ADD_DOCUMENTS
     if any("key" in source.spec.fields for source in sources):
@@ -204,10 +212,11 @@ def empty_splits(record: Mapping[str, Any], sources: Sequence[CorpusSource] = ()
 
 
 def training_weights(sources: Sequence[CorpusSource], entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the share of the training tokens for each entry of the manifest, by name. The shares sum to 1.
+    """Return the weight of each entry of the manifest, by name. A weight is the entry's share of the training tokens.
+    The weights sum to 1.
 
     A source without a weight is weighted by its token count. A set without a weight is weighted by its token count
-    within its source. If a set is divided into several shards, they share its weight in proportion to their token
+    within its source. If a set is divided into several shards, its weight is divided in proportion to the shards' token
     counts.
     """
     tokens = {entry["name"]: sum(entry[split]["tokens"] for split in SPLITS) for entry in entries}

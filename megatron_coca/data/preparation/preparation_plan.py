@@ -26,15 +26,17 @@ class CorpusSource:
 
     Attributes:
         spec: the files of the source and how they are read.
-        weight: share of the training tokens, relative to the other sources. None weights the source by its token count.
+        weight: share of the training tokens, relative to the other sources. If it is None, the source is weighted by
+            its token count.
         set_weights: relative weights of the sets, for a source that is divided into sets.
-        duplicates: `exact` drops documents with a text that occurred before; `keep` drops no documents.
-        fraction: use only this fraction of the documents, chosen by a hash of the text.
-        split: put all documents into this split, instead of choosing the split of each document by a hash of its key.
+        duplicates: `exact` drops documents that repeat the text of an earlier document; `keep` drops none.
+        fraction: the fraction of the documents that is used. A hash of the text chooses the documents.
+        split: the split of all documents. If it is None, a hash of the document's key chooses the split of each
+            document.
         max_faulty: maximum share of faulty records.
         cut: whether each long text is cut into parts, one for each split (`text_cuts`).
-        train_from: documents are used for training if the hash of their key is at least this number, whatever their
-            split. None if there is no such exception.
+        train_from: if it is not None, documents are used for training whenever the hash of their key is at least this
+            number.
     """
 
     spec: SourceSpec
@@ -53,13 +55,13 @@ class Rules:
     """The rules that apply to all sources.
 
     Attributes:
-        valid_fraction, test_fraction: fractions of the documents that are held out for validation and test, chosen by a
-            hash of the document key.
+        valid_fraction, test_fraction: fractions of the documents that are held out for validation and test. A hash of
+            the document's key chooses the documents.
         strict: whether the first unusable record stops the preparation with an error. Otherwise unusable records are
             skipped, counted and listed.
         accept_tokenizer: whether a tokenizer that loses text is accepted.
-        shard_gib: a source with at least twice this size on disk, in GiB, is divided into shards of about this size.
-            None writes one shard for each source, set and split.
+        shard_gib: a source with at least twice this many GiB on disk is divided into shards. Each shard covers about
+            this many GiB. If it is None, there is only one shard for each source, set and split.
     """
 
     valid_fraction: float = 0.01
@@ -94,8 +96,8 @@ def hash_fraction(key: str) -> float:
 
 
 def split_of(key: str, rules: Rules) -> str:
-    """Return the split of a document. The hash of its key decides: it is "test" if the hash is below `test_fraction`,
-    "valid" if the hash is below `test_fraction + valid_fraction`, and otherwise "train".
+    """Return the split of a document with this key: "test" if the hash of the key is below `test_fraction`, "valid" if
+    the hash is below `test_fraction + valid_fraction`, and otherwise "train".
     """
     fraction = hash_fraction(key)
     if fraction < rules.test_fraction:
@@ -104,7 +106,7 @@ def split_of(key: str, rules: Rules) -> str:
 
 
 def parts_of(source: CorpusSource, document: Document, rules: Rules) -> list[tuple[Document, str]]:
-    """Return (document, split) for a document of a source, or for each part of it if the source is cut."""
+    """Return one pair (document, split) for a document, or one pair for each of its parts if the source cuts texts."""
     if source.split is not None:
         return [(document, source.split)]
     if source.cut:
@@ -115,8 +117,8 @@ def parts_of(source: CorpusSource, document: Document, rules: Rules) -> list[tup
 
 
 def shard_name(source: str, part: str, split: str, number: int | None = None) -> str:
-    """Return the file name of a shard, composed of source, set and split, and its number if the source has several
-    shards. The set is converted to lower case, and every run of characters other than letters and digits becomes `-`.
+    """Return the file name of a shard. It consists of source, set and split, and of the shard's number if the source is
+    divided. The set is converted to lower case, and every run of characters that are not letters or digits becomes `-`.
 
     >>> shard_name("pile", "OpenWebText2", "train"), shard_name("pile", "PubMed Central", "test", 7)
     ('pile_openwebtext2_train', 'pile_pubmed-central_test_00007')
@@ -201,10 +203,10 @@ def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: in
     """Yield about `characters` characters of training text, with equal shares from all sources. A source with less text
     than its share yields all of its text.
 
-    The texts are spread evenly over all units of a source, in proportion to their size on disk. Unusable records are
-    not reported here, because the preparation reads the same files and reports them. Raises `DataError` if a source has
-    no usable document or too many faulty records, if all documents are held out, or if a file is damaged or changes
-    while it is read.
+    Each unit of a source yields an amount of text in proportion to its size on disk. Unusable records are not reported
+    here, because the preparation reads the same files and reports them. Raises `DataError` if a source has no usable
+    document or too many faulty records, if all documents are held out, or if a file is damaged or changes while it is
+    read.
     """
     held_out = True
     for source in sources:

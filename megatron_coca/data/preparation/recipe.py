@@ -94,7 +94,7 @@ class _Source(_Strict):
 
 
 def _escaped(pattern: Path) -> str:
-    """Escape the special characters in that part of a pattern that names existing folders."""
+    """Escape the special characters in the part of a pattern that names existing folders."""
     folder = next((each for each in pattern.parents if each.is_dir()), Path())
     return os.path.join(glob.escape(str(folder)), pattern.relative_to(folder))
 
@@ -162,8 +162,8 @@ def read_recipe(path: Path, root: Path | str | None = None) -> Recipe:
 
 
 def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> Recipe:
-    """Validate the keys of a recipe and resolve its paths. Error messages give `place` as the name of the file. Raises
-    `DataError` as `read_recipe` does.
+    """Validate the keys of a recipe and resolve its paths. Error messages contain `place` as the name of the file.
+    Raises `DataError` as `read_recipe` does.
     """
     try:
         recipe = _Recipe.model_validate(values)

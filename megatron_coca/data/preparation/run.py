@@ -1,5 +1,6 @@
-"""Prepare shards from corpora: tokenize the corpus in blocks, write the documents of the blocks to shards (each task
-writes some of them), and complete the output folder. If the process is killed, finished blocks and shards are kept.
+"""Prepare shards from a corpus: tokenize the corpus in blocks, write the documents of the blocks to shards, and
+complete the output folder. Each task writes some of the shards. If the process is killed, finished blocks and shards
+are kept.
 """
 
 import json
@@ -52,15 +53,16 @@ def prepare(
 ) -> Path:
     """Tokenize `sources` into `<output>/<source>[_<set>]_{train,valid,test}.{bin,idx}`.
 
-    The folder also contains the tokenizer, `manifest.json`, and `data.yml` with the data keys of a run. Every document
-    ends with `tokenizer.eod`. The result depends neither on `execution` nor on interruptions.
+    The folder also contains the tokenizer, `manifest.json`, and `data.yml` with the keys about data for the
+    configuration of a run. Every document ends with `tokenizer.eod`. The result depends neither on `execution` nor on
+    interruptions.
 
-    The folder appears only after it is complete. Until then the tokenized blocks and the complete shards are kept in
-    `.<output>.blocks`; after a kill or an error, the same call continues from them. If the folder is complete already
-    and has the same settings and inputs, nothing is done.
+    The folder appears only after it is complete. Until then, the tokenized blocks and the complete shards are kept in
+    `.<output>.blocks`. If the process is killed or an error occurs, the same call resumes from these files. If the
+    folder is complete already and has the same settings and inputs, nothing is done.
 
     Args:
-        sources: sources in reading order. If documents are equal, the first one is kept.
+        sources: sources in reading order. If several documents have the same text, the first one is kept.
         output: the folder to create.
         tokenizer: a tokenizer, or a function that trains a tokenizer in a given folder.
         rules: the rules that apply to all sources.
@@ -117,7 +119,8 @@ def completed(
     rules: Rules,
     notes: dict[str, Any] | None = None,
 ) -> Path | None:
-    """Return the manifest if `output` is complete and has the same settings and inputs as this preparation, else None.
+    """Return the path of the manifest if `output` is complete and has the same settings and inputs as this preparation.
+    Otherwise return None.
 
     A scheduler may repeat a call that was killed after its folder was complete. The repeated call then succeeds.
     """
@@ -144,10 +147,11 @@ def prepare_part(
     execution: Execution | None = None,
     notes: dict[str, Any] | None = None,
 ) -> str:
-    """Do a part of the work of `prepare`, and return a message about it. Raises `DataError` as `prepare` does.
+    """Do a part of the work of `prepare`, and return a message about the progress. Raises `DataError` as `prepare`
+    does.
 
-    If blocks are missing, this call builds those missing blocks whose number modulo `parts` is `part`. If all blocks
-    exist, all processes that call this function, however many, share the work of writing the shards.
+    If blocks are missing, this call builds the missing blocks with numbers that equal `part` modulo `parts`. If all
+    blocks exist, this call writes shards. Any number of processes that call this function share this work.
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
@@ -175,7 +179,7 @@ def prepare_part(
 
 
 def count_tasks(sources: Sequence[CorpusSource], rules: Rules, output: Path) -> tuple[int, int]:
-    """Return (number of blocks, number of tasks that write shards) of a preparation that has yet to run. Raises
+    """Return (number of blocks, number of tasks that write shards) of a preparation that has not started yet. Raises
     `DataError` as `prepare` does.
     """
     check(sources, rules)
@@ -208,7 +212,9 @@ def _check_findings(
 
 @contextmanager
 def _work_is_kept(output: Path) -> Iterator[None]:
-    """Raise `DataError` for a full or unwritable disk. The message says where the finished blocks are kept."""
+    """Raise `DataError` if the body cannot write a file, for example because the disk is full. The message contains the
+    folder of the finished blocks.
+    """
     try:
         yield
     except OSError as error:

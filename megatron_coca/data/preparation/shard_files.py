@@ -26,7 +26,7 @@ from megatron_coca.data.tokenizers.losses import Sample
 SHARDS = "shards"
 _RECORD = "task.json"
 ShardKey = tuple[int, str, str]
-"""A shard of a task: (number of the source, set, split)."""
+"""Identifies a shard within a task: (number of the source, set, split)."""
 
 
 def write_shards(plan: ShardPlan, number: int, folder: Path, advance: Callable[[float], None]) -> None:
@@ -60,7 +60,9 @@ def _write_block(
     findings: Mapping[int, Findings],
     outputs: "Outputs",
 ) -> None:
-    """Append the documents of a block that belong to the pieces and are not dropped."""
+    """Append the documents of a block to the shards, and add the block's counts to `findings`. Documents that belong to
+    none of `pieces` and documents in `dropped` are skipped.
+    """
     path, first = plan.blocks[block]
     end = 0
     for unit, chunk in read_block(path):
@@ -92,7 +94,7 @@ class Outputs:
         self._bytes = Counter[ShardKey]()
 
     def write(self, source: int, chunk: TokenizedChunk, kept: np.ndarray) -> None:
-        """Append the documents of a chunk that the mask `kept`, bool [documents], selects."""
+        """Append the documents of a chunk to their shards. The mask `kept`, bool [documents], selects the documents."""
         for number, (part, split) in enumerate(chunk.targets):
             chosen = kept & (chunk.target == number)
             if not chosen.any():
@@ -177,7 +179,7 @@ def collect(plan: ShardPlan, folder: Path) -> tuple[list[WrittenShard], list[Fin
 
 
 def _read_record(result: Path) -> dict[str, Any]:
-    """Read the record of a task, and check that all files are there. Raises `DataError`."""
+    """Read the record of a task. Raises `DataError` if a file of the task is missing or has the wrong size."""
     try:
         record = json.loads((result / _RECORD).read_bytes())
         for name, size in record["sizes"].items():

@@ -1,7 +1,7 @@
-"""The plan of the shards: which blocks go to which shards. The work is divided into tasks, each of which any process on
-any host can do.
+"""The plan of the shards: which blocks are written to which shards. The work is divided into tasks, and any process on
+any host can do any task.
 
-The plan follows from the sizes of the inputs on disk, so it does not depend on the processes or on their number.
+The plan is computed from the sizes of the inputs on disk, so it does not depend on the number of processes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,14 +15,14 @@ import numpy as np
 from megatron_coca.data.preparation.preparation_plan import CorpusSource
 
 TASK_BYTES = 8 << 30
-"""Small sources are put into the same task until their total size on disk reaches this value, or the size of a shard
-(`shard_gib`) if that is smaller.
+"""Small sources share a task until their total size on disk reaches this number of bytes. If the size of a shard
+(`shard_gib`) is smaller, that size is the limit.
 """
 
 
 @dataclass(frozen=True)
 class SourcePiece:
-    """The part of a source in one task: the documents of the source in consecutive blocks.
+    """The part of a source that one task writes: the documents of the source in consecutive blocks.
 
     The documents of each set and split in a piece become one shard. `number` is the number of the piece in the source,
     or None if the source has only one piece.
@@ -63,14 +63,12 @@ class ShardPlan:
         return max((n for n, source in enumerate(self.sources) if source.duplicates != "keep"), default=-1)
 
     def result(self, kind: str, number: int) -> Path:
-        """Return the folder of the result with this number and of this kind. The folder appears when the result is
-        complete.
-        """
+        """Return the folder of the result with this kind and number. The folder appears when the result is complete."""
         return self.folder / f"{kind}-{number:06d}"
 
 
 def divide(contents: Iterable[tuple[int, int, int]], shard_bytes: int | None) -> list[list[SourcePiece]]:
-    """Divide a corpus into tasks, given (source, block, bytes on disk) in order.
+    """Divide a corpus into tasks. `contents` yields (source, block, bytes on disk) in order.
 
     A source of at least two times `shard_bytes` is divided into pieces of about this size. Small sources share a task,
     and a task has at most one piece of each source.
@@ -87,7 +85,7 @@ def divide(contents: Iterable[tuple[int, int, int]], shard_bytes: int | None) ->
 
 
 def _pieces(source: int, blocks: Sequence[tuple[int, int]], shard_bytes: int | None) -> list[SourcePiece]:
-    """Divide a source into pieces of about the same size, given (block, bytes on disk) in order."""
+    """Divide a source into pieces of about the same size. `blocks` contains (block, bytes on disk) in order."""
     ends = np.cumsum([size for _, size in blocks])
     total = int(ends[-1])
     count = max(1, total // shard_bytes) if shard_bytes else 1

@@ -1,8 +1,9 @@
-"""Do the work that turns blocks into shards, together with any other processes that do the same.
+"""Turn blocks into shards. Any number of processes can share this work.
 
 The work consists of three stages, and a stage consists of items. The result of an item is a folder that appears when it
 is complete. A process holds a lock on an item while it works on the item, so processes on many hosts can share the
-items, whenever the processes start. If a process is killed, its locks end, and other processes do its items.
+items, even if they start at different times. If a process is killed, its locks are released, and other processes do its
+items.
 """
 
 import time
@@ -34,12 +35,13 @@ from megatron_coca.work.workers import end_pool, process_pool
 POLL = 0.5
 """Seconds between two checks for the results of other processes."""
 WAITING = 15.0
-"""Seconds after which a process says that it is waiting."""
+"""Seconds after which a waiting process prints a message."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage. Its items can be done at the same time and in any order, but only after all items of the previous stage.
+    """A stage of the work. Its items can be done at the same time and in any order, but only after all items of the
+    previous stage are done.
 
     Attributes:
         title: the name of the stage in progress lines.
@@ -57,7 +59,7 @@ class Stage:
     bytes_of: Callable[[ShardPlan, int], int] | None = None
 
     def missing(self, plan: ShardPlan) -> list[int]:
-        """Return the items without a result."""
+        """Return the numbers of the items without a result."""
         return [number for number in range(self.count(plan)) if not plan.result(self.kind, number).is_dir()]
 
 
@@ -79,7 +81,7 @@ def attempt(plan: ShardPlan, number: int, item: int, advance: Callable[[float], 
     return make_once(final, lambda folder: stage.make(plan, item, folder, advance), DataError)
 
 
-# Each worker process gets the plan once, because the plan of a large corpus has many blocks.
+# Each worker process receives the plan only once, because the plan of a large corpus has many blocks.
 _plan: ShardPlan | None = None
 
 
@@ -94,14 +96,14 @@ def _attempt_in_worker(number: int, item: int) -> bool:
 
 
 class _Team:
-    """The processes of one command. They start when there is more than one item to do."""
+    """The worker processes of one command. They start at the first stage with more than one missing item."""
 
     def __init__(self, plan: ShardPlan, execution: Execution, stack: ExitStack) -> None:
         self._plan, self._execution, self._stack = plan, execution, stack
         self._executor: ProcessPoolExecutor | None = None
 
     def work(self, number: int, items: Sequence[int]) -> int:
-        """Attempt items of a stage. Return how many of them have a result now."""
+        """Attempt `items` of stage `number`. Return how many of these items have a result now."""
         stage = STAGES[number]
         bytes_of = stage.bytes_of
         sizes = {item: 1 if bytes_of is None else bytes_of(self._plan, item) for item in items}
@@ -133,9 +135,10 @@ def run_stages(plan: ShardPlan, execution: Execution, begin: float = 0.0, wait: 
     damaged block.
 
     Args:
-        begin: the share of the missing items to leave for last. If it differs between processes, they rarely want the
-            same item.
-        wait: whether to wait for the shards of other processes. Results of earlier stages are always awaited.
+        begin: this share of the missing items, from the start of their list, is done last. If processes have different
+            values, they rarely attempt the same item.
+        wait: whether to wait for shards that other processes write. The function always waits for the results of
+            earlier stages.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

@@ -3,8 +3,8 @@
 SHORTEST_CUT = 1000
 """A text of fewer characters is not cut."""
 LEAST = 4096
-"""A held-out part has at least this many characters, or a tenth of the text if that is less, even if its fraction of
-the text is smaller. A smaller part could be shorter than one sample.
+"""Minimum number of characters of a held-out part, but at most a tenth of the text. The minimum applies even if the
+fraction of the split is smaller, because a smaller part could be shorter than one sample.
 """
 _NEAR = 1000
 
@@ -12,8 +12,9 @@ _NEAR = 1000
 def cut_text(text: str, valid_fraction: float, test_fraction: float) -> list[tuple[str, str]]:
     """Return (part, split) for the parts of a text, in order: first training, then validation, then test.
 
-    The parts together are the whole text, but a part with only white space is left out. Parts end after a line, or else
-    after a word. If a fraction is 0, its split gets no part. A short text is not cut and is used for training.
+    The parts together are the whole text, except that a part with only white space is left out. A part ends after a
+    line or, if no line ends nearby, after a word. A split with fraction 0 has no part. A short text is not cut and is
+    used for training.
     """
     if len(text) < SHORTEST_CUT:
         return [(text, "train")]
@@ -29,7 +30,9 @@ def _held_out(length: int, fraction: float) -> int:
 
 
 def _boundary(text: str, place: int) -> int:
-    """Return the last end of a line near `place` and not after it, or else the last end of a word, or else `place`."""
+    """Return the last end of a line shortly before `place`. If there is none, return the last end of a word shortly
+    before `place`, or else `place` itself.
+    """
     if place == len(text):
         return place
     for mark in ("\n", " "):

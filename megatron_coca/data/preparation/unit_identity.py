@@ -1,5 +1,5 @@
-"""The identity of a unit, which is part of the names of its blocks. It depends on the content of a file and not on its
-folder, so that a copy at another path needs no new blocks.
+"""The identity of a unit. The names of the unit's blocks depend on it. The identity of a file depends on the file's
+name and content but not on its folder, so a copy in another folder needs no new blocks.
 """
 
 import hashlib
@@ -12,8 +12,10 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.source import ReadUnit
 
 END_BYTES = 64 << 10
-"""The digest of a file covers this many bytes at each end: the whole file if it has at most twice this size."""
-version = cache(metadata.version)  # `metadata.version` reads and parses a file at each call; every block needs it
+"""The digest of a file covers this many bytes at each end. If the file has at most twice this size, the digest covers
+the whole file.
+"""
+version = cache(metadata.version)  # every block needs versions, and `metadata.version` would parse a file each time
 _TOKEN_LIBRARIES = ("sentencepiece", "tokenizers")
 
 

@@ -27,9 +27,11 @@ from megatron_coca.work.workers import process_pool
 
 DIGEST_BYTES = 16
 IN_FLIGHT = 4
-"""Number of chunks in progress per process, so that no process waits for the slowest chunk."""
+"""Number of chunks in progress for each process. It is above 1 so that no process waits for the slowest chunk."""
 SAMPLED = 16
-"""Number of passages of each chunk that are encoded and decoded to detect losses. They are about 1.5% of the text."""
+"""Number of passages of each chunk that are encoded and decoded to detect losses. These passages are about 1.5% of the
+text.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,8 @@ class TokenizedChunk:
         digests: BLAKE2b digest of each text, uint8 [documents, 16].
         sets: the sets that occur in the chunk.
         problems: counts of unusable and filtered records.
-        read: `Chunk.read`.
-        labels: the labels of all tokens, int32, as in a label shard; None if every token counts in the loss.
+        read: the value of `Chunk.read`.
+        labels: the labels of all tokens in the format of a label shard, int32; None if every token counts in the loss.
         sample: the tokenizer's losses in a sample of passages from the documents.
     """
 
@@ -125,7 +127,9 @@ class ChunkTokenizer:
         )
 
     def _sample(self, texts: Sequence[bytes], digests: Sequence[bytes]) -> Sample:
-        """Encode and decode passages of the texts with the smallest digests. Every run chooses the same texts."""
+        """Encode and decode passages of some texts, and return the counts. The texts with the smallest digests are
+        chosen, so that every run chooses the same texts.
+        """
         chosen = sorted(range(len(texts)), key=digests.__getitem__)[:SAMPLED]
         heads = [texts[number][: 4 * PASSAGE * SAMPLED // len(chosen)].decode(errors="ignore") for number in chosen]
         return sampled(self._tokenizer, passages_of(heads, SAMPLED))
@@ -133,8 +137,8 @@ class ChunkTokenizer:
     def _texts(
         self, source: CorpusSource, documents: Sequence[Document], problems: ReadingProblems
     ) -> tuple[list[tuple[Document, str]], list[Tokenized]]:
-        """Return two lists about the documents that the tokenizer can encode: pairs (document or part of it, split),
-        and the tokens of each. The other documents are added to `problems`.
+        """Return two lists: pairs (document or part of a document, split), and the tokens for each pair. Documents that
+        the tokenizer cannot encode are added to `problems` instead.
         """
         divided, done = [], []
         for document in documents:
@@ -153,8 +157,8 @@ class ChunkTokenizer:
     def _chats(
         self, documents: Sequence[Document], counted: Counted, problems: ReadingProblems
     ) -> tuple[list[Document], list[Tokenized]]:
-        """Return two lists: the documents that the chat template can render and that have an answer, and the tokens of
-        each. The other documents are added to `problems`.
+        """Return two lists: documents, and the tokens of each. Documents that the chat template cannot render and
+        documents without an answer are added to `problems` instead.
         """
         kept, done = [], []
         for document in documents:
@@ -189,8 +193,8 @@ def _tokenize_in_worker(number: int, chunk: Chunk) -> TokenizedChunk:
 
 
 class Pool:
-    """A context manager: a pool of `workers` processes that tokenize chunks. With 0 workers, this process tokenizes
-    them. `tokenizer` is the folder of a saved tokenizer.
+    """A context manager for a pool of `workers` processes that tokenize chunks. With 0 workers, the current process
+    tokenizes the chunks. `tokenizer` is the folder of a saved tokenizer.
     """
 
     def __init__(self, workers: int, sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
@@ -209,8 +213,8 @@ class Pool:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, source: int, chunk: Chunk) -> Callable[[], TokenizedChunk]:
-        """Start to tokenize a chunk. Call the returned function to get the result; without workers, that call does the
-        work.
+        """Start to tokenize a chunk. Return a function that waits for the result and returns it. Without workers, this
+        function tokenizes the chunk.
         """
         if self._executor is None:
             return lambda: self._local.tokenize(source, chunk)
@@ -229,8 +233,8 @@ def _fetch(future: Future[TokenizedChunk]) -> TokenizedChunk:
 
 
 class LostWorker(DataError):
-    """A worker process was killed. If the command is run again, it may succeed, so its exit status is not that of
-    invalid input.
+    """A worker process was killed. The same command may succeed if it is run again, so its exit status is not the
+    status for invalid input.
     """
 
     status = FAILED

@@ -49,8 +49,8 @@ def load_tokenizer(
     If `vocab_file` is a folder, the files with the usual names in it are read. `eod` is the symbol that ends documents.
     By default it is the end-of-text symbol that the files next to `vocab_file` define, or else the default of the type.
     If the symbol is not the default of the type, the tokenizer has a different fingerprint. Raises `DataError` for an
-    unknown type, for a symbol that is not in the vocabulary, for a file that is missing, unreadable or in another
-    format, and for a link among the files next to `vocab_file` that leads out of the folder.
+    unknown type, for a symbol that is not in the vocabulary, and for a file that is missing, unreadable or in another
+    format. Also raises `DataError` if a file next to `vocab_file` is a link that leads out of the folder.
     """
     given = {"vocab_file": vocab_file, "merge_file": merge_file}
     if vocab_file is not None:
@@ -80,7 +80,8 @@ def load_tokenizer(
 
 
 def _assembled(tokenizer_type: str, folder: Path) -> Files | None:
-    """Return a tokenizer.json for a folder with vocab.json, merges.txt and files that add to them, or None.
+    """Build a tokenizer.json from vocab.json, merges.txt and the files that add tokens to them. Return None if the
+    folder or the type needs no such file.
 
     Raises `DataError` if the folder's tokenizer splits texts differently from this type, or in an unknown way.
     """
@@ -99,8 +100,8 @@ def _assembled(tokenizer_type: str, folder: Path) -> Files | None:
 
 
 def _take_settings(tokenizer: Tokenizer, saved: Mapping[str, Any]) -> None:
-    """Apply the start symbol, chat template and text rules in the description of a saved tokenizer, if that tokenizer
-    has the same files.
+    """Apply the start symbol, chat template and text rules in `saved`, the description of a saved tokenizer. They are
+    applied only if the saved tokenizer has the same files as `tokenizer`.
 
     Raises ValueError, KeyError or AttributeError if the description is damaged.
     """
@@ -143,7 +144,9 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 
 
 def needs_files(tokenizer_type: str) -> bool:
-    """Return True if this tokenizer type needs files, so that the type name does not identify the tokenizer."""
+    """Return True if this tokenizer type needs files. In this case, the name of the type does not identify the
+    tokenizer.
+    """
     return tokenizer_type not in TOKENIZERS or bool(TOKENIZERS[tokenizer_type][1])
 
 

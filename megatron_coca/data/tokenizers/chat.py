@@ -33,15 +33,15 @@ KEEPING = (
 
 SHIPPED = Path(__file__).parents[2] / "configs/chat"
 STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 1_000, 4
-"""A template may take `STEPS` steps (see `chat_sandbox`) to render a chat, and more for each message and each character
-of the chat. `STEPS` steps take about a second.
+"""To render a chat, a template may take `STEPS` steps (see `chat_sandbox`) and additional steps for each message and
+each character of the chat. `STEPS` steps take about a second.
 """
 STEPS_FOR_ANSWERS = 30_000_000
-"""The maximum number of steps that a template may take to locate the answers of a chat. They take about a minute. To
-locate the answers, the template renders every prefix of the chat.
+"""The maximum number of steps that a template may take to locate the answers of a chat. These steps take about a
+minute. To locate the answers, the template renders the chat again up to each answer.
 """
 _SHOWN = 300
-"""Maximum number of characters that are shown of an error message that the template raises."""
+"""Error messages of a template are cut to this many characters before they are shown."""
 _MARKS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 """The private-use characters of Unicode."""
 
@@ -102,12 +102,13 @@ class ChatTemplate:
 
     def answers(self, messages: Messages, tools: Any = None, last: bool = False) -> tuple[str, AnswerSpans]:
         """Render a chat and return (text, parts of the text that are answers). If the template contains `{% generation
-        %}` blocks, the answers are the text in these blocks; otherwise they are the text that each assistant message
-        adds after its prompt. With `last`, only the last answer is located. Answers with `weight: 0` are left out.
+        %}` blocks, the answers are the texts in these blocks. Otherwise, an answer is the text that an assistant
+        message adds to the prompt for this message. With `last`, only the last answer is located. Answers of messages
+        with `weight: 0` are left out.
 
-        Raises `DataError` as `render` does. Also raises `DataError` if the template renders one of these answers
-        differently once other messages follow. Without `{% generation %}` blocks, the number of steps grows with the
-        square of the number of messages, up to `STEPS_FOR_ANSWERS`.
+        Raises `DataError` as `render` does. Also raises `DataError` if the template renders an answer differently when
+        further messages follow. Without `{% generation %}` blocks, the number of steps grows with the square of the
+        number of messages, up to `STEPS_FOR_ANSWERS`.
         """
         first = _budget(messages, tools)
         text = self.render(messages, tools, budget=first)
@@ -125,7 +126,7 @@ class ChatTemplate:
         return text, [self._answer(messages[: number + 1], tools, text, budget) for number in numbers]
 
     def _answer(self, messages: Messages, tools: Any, text: str, budget: Budget) -> tuple[int, int]:
-        """Locate the last of `messages` in `text`, the rendered chat that begins with these messages."""
+        """Locate the last of `messages` in `text`. `text` is the rendered chat, which begins with these messages."""
         after = self.render(messages, tools, budget=budget.part())
         if not text.startswith(after):
             raise DataError(
@@ -135,8 +136,9 @@ class ChatTemplate:
         prompt = self.render(messages[:-1], tools, True, budget=budget.part())
         if after.startswith(prompt):
             return len(prompt), len(after)
-        # The prompt may end with text that no message has, such as the tag that opens a thought. Then the answer begins
-        # after the text with which both the prompt and every rendered answer begin.
+        # The prompt may end with text that is not in the rendered message, such as a tag that opens a thought. Then the
+        # answer begins after the text that the prompt shares with the rendered chat, whatever the answer is. Rendering
+        # another answer shows which text this is.
         asked = self.render(messages[:-1], tools, budget=budget.part())
         other = {"role": ANSWERING, "content": chr(_MARKS[0].start)}
         begin = _common(prompt, self.render([*messages[:-1], other], tools, budget=budget.part()))
@@ -220,7 +222,7 @@ def saved_template(saved: Mapping[str, Any]) -> ChatTemplate | None:
 def find_template(folder: Path) -> ChatTemplate | None:
     """Return the chat template of a Hugging Face folder, or None. The template is the file `chat_template.jinja`, or
     else the key `chat_template` of `tokenizer_config.json`, or else the same key of `chat_template.json`, which models
-    with images use.
+    that read images use.
 
     Raises `DataError` if `chat_template.jinja` cannot be read as text.
     """
@@ -239,7 +241,7 @@ def find_template(folder: Path) -> ChatTemplate | None:
 
 
 def shipped_templates() -> dict[str, Path]:
-    """Return the chat templates of this package by their names."""
+    """Return the paths of the chat templates in this package, by name."""
     return {path.stem: path for path in sorted(SHIPPED.glob("*.jinja"))}
 
 
@@ -264,9 +266,9 @@ def with_source(template: ChatTemplate | None, path: Path) -> ChatTemplate:
 
 
 def with_variables(template: ChatTemplate, variables: Mapping[str, Any] | None) -> ChatTemplate:
-    """Return the template with these `variables` added, if there are any.
+    """Return the template with `variables` added to its variables.
 
-    Raises `DataError` for a name that the template does not read.
+    Raises `DataError` for a name that the template does not read or that this program sets.
     """
     for name in variables or ():
         if name in RESERVED or name in template.symbols:

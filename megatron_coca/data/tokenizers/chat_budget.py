@@ -1,9 +1,8 @@
-"""The budget of steps for rendering an untrusted chat template, and the sizes of the values that it makes.
+"""The budget of steps for rendering an untrusted chat template, and the sizes of the values that the template makes.
 
-Every value has a size: 1 for each character, and 16 for each item of a container, also for the items of containers
-inside it. One step pays for a size of 64. Before an operation computes its result, it pays for an upper bound of the
-result's size, and no value may be larger than a fixed part of the budget. These rules bound memory and time, whatever
-the operation.
+The size of a value is 1 for each character, and 16 for each item of a container. Items of nested containers count, too.
+One step pays for a size of 64. Before an operation computes its result, it pays for an upper bound of the result's
+size. No value may be larger than a fixed part of the budget. These rules bound the memory and time of every operation.
 """
 
 import re
@@ -25,9 +24,9 @@ steps pay for. The constant is the exponent.
 LARGEST_BITS = 4096
 """Maximum number of bits of a computed integer."""
 LARGEST_ARGUMENT = 1000
-"""Maximum of integer arguments of filters, such as widths and counts."""
+"""Maximum absolute value of an integer argument of a filter, such as a width or a count."""
 LARGEST_DEPTH = 200
-"""Maximum number of containers inside each other. Some operations of Python crash if the nesting is too deep."""
+"""Maximum depth of nested containers. Some operations of Python crash if the nesting is too deep."""
 
 _ATOMS = frozenset((int, bool, float, type(None)))
 _FIELD = 2 << CHARACTERS
@@ -40,14 +39,14 @@ class TooManySteps(jinja2.TemplateError):
 
 
 class Budget:
-    """The number of steps left, and the sizes of the containers seen so far.
+    """The number of steps that are left, and the sizes of the containers that were measured.
 
     Args:
-        steps: the number of steps, also an attribute.
-        each: the number of steps for each `part`, by default all of them.
+        steps: the number of steps. It is also an attribute.
+        each: maximum number of steps for each `part`; by default, `steps`.
 
-    The size of a container is a lower bound on the number of characters of its text. Repetitions count: a list that
-    contains another list twice includes the size of that list twice.
+    The size of a container includes the sizes of all its items. If a list contains another list twice, it includes the
+    size of that list twice.
     """
 
     def __init__(self, steps: int, each: int | None = None) -> None:
@@ -58,7 +57,7 @@ class Budget:
 
     def part(self) -> "Budget":
         """Return a budget for one of several renderings. Steps taken from the returned budget are also taken from this
-        one.
+        budget.
         """
         part = Budget(min(self._left, self._each))
         part._whole = self
@@ -78,14 +77,16 @@ class Budget:
             raise TooManySteps("it takes too many steps")
 
     def pay(self, size: int) -> None:
-        """Take the steps for a value of this size, before it is made. Raises TooManySteps if it is too large."""
+        """Take the steps for a value of this size before the value is made. Raises TooManySteps if the value is too
+        large.
+        """
         self.spend(size >> CHARACTERS)
         if size > self.steps << LARGEST_VALUE:
             raise TooManySteps("it makes a value that takes too many steps")
 
     def weigh(self, value: Any) -> int:
-        """Return the size of a value. Raises `TemplateError` for a value with a text that is not reproducible, such
-        as a function.
+        """Return the size of a value. Raises `TemplateError` for a value, such as a function, if its text would differ
+        between processes.
         """
         return self._measured(value)[0]
 
@@ -132,7 +133,7 @@ class Budget:
             self.spend(self.weigh(value) >> CHARACTERS)
 
     def pass_over(self, value: Any) -> None:
-        """Take steps for an operation that goes over the items of a value without reading them."""
+        """Take steps for an operation that visits the items of a value but does not read their content."""
         if type(value) is str or isinstance(value, (str, bytes)):
             self.spend(len(value) >> CHARACTERS)
         elif type(value) not in _ATOMS and isinstance(value, Collection):
@@ -220,7 +221,7 @@ GROWING: dict[str, Callable[[Budget, str, Sequence[Any]], int]] = {
     "join": _joined,
     "replace": _replaced,
 }
-"""The methods of texts with results that may be much larger than the text and the arguments. Maps the method to an
-upper bound for the size of its result, given the budget, the text and the arguments. The result of any other method is
-at most a few times as large as the text.
+"""The methods of texts that may return much larger values than the text and the arguments. Maps each method to a
+function (budget, text, arguments) that returns an upper bound of the size of the result. The result of any other method
+is at most a few times as large as the text.
 """

@@ -9,15 +9,15 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 
 Counted = Literal["answers", "last", "all"]
-"""The tokens of a chat that count in the loss: those of all answers, of the last answer, or all tokens."""
+"""The tokens of a chat that count in the loss: the tokens of all answers, those of the last answer, or all tokens."""
 
 
 class ChatTokens(NamedTuple):
-    """A chat as tokens.
+    """A tokenized chat.
 
     Attributes:
         text: the rendered chat.
-        tokens: int64 [n]; the last one is the token that ends documents.
+        tokens: the token ids, int64 [n]. The last token is the one that ends documents.
         counts: bool [n], whether each token counts in the loss.
     """
 
@@ -27,7 +27,7 @@ class ChatTokens(NamedTuple):
 
 
 def encode_chat(tokenizer: Tokenizer, record: Mapping[str, Any], counted: Counted) -> ChatTokens:
-    """Render and encode a chat, which has the keys `messages` and `tools`.
+    """Render and encode a chat. `record` contains the chat in the keys `messages` and `tools`.
 
     Raises `DataError` if the tokenizer has no chat template, or if the template does not accept the chat.
     """

@@ -2,8 +2,8 @@
 
 The sandbox keeps a template from running Python code and reading files, but a template could still run forever or fill
 the memory. Therefore each iteration, call, operation and printed value costs steps in proportion to its size. The steps
-are taken from a budget before anything is computed. Steps are counted, not timed, so that a template stops at the same
-place on every machine.
+are taken from a budget before anything is computed. The budget limits steps and not time, so that a template stops at
+the same place on every machine.
 """
 
 import json
@@ -69,11 +69,12 @@ ATTRIBUTES = {"selectattr": 0, "rejectattr": 0, "sum": 0, "groupby": 0, "min": 1
     "sort": 2,
     "map": None,
 }
-"""Filters that look up an attribute of each item. Maps the filter to the place of the argument that names the
-attribute, counted after the first argument, or to None if this argument is only given by name.
+"""Filters that look up an attribute of each item. Maps each filter to the index of the argument that names the
+attribute. The first argument of the filter is not counted. The index is None if the argument can only be passed by
+keyword.
 """
 LONGEST_ATTRIBUTE = 64
-"""Maximum number of characters in the name of such an attribute. Each dot in the name is a look-up."""
+"""Maximum number of characters in the name of an attribute that a filter looks up. Each dot in it adds a look-up."""
 LOOK_UP = 16
 """Steps for looking up an attribute of one item. The sandbox checks every look-up."""
 ANY_NUMBER = frozenset(["default", "d", "int", "float", "abs", "sum", "min", "max", "truncate"])
@@ -174,8 +175,8 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def _pay_for_filter(budget: Budget, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Take steps for a filter whose result may be larger than its arguments. `args` are the arguments after the first
-    one.
+    """Take steps for a filter whose result may be larger than its arguments. `value` is the first argument of the
+    filter, and `args` and `kwargs` are its other arguments.
     """
     others = [*args, *kwargs.values()]
     for each in others if name not in ANY_NUMBER else ():
@@ -224,7 +225,7 @@ def _counting(name: str, function: Callable[..., Any], is_filter: bool = True) -
     def counted(context: _Context, *args: Any, **kwargs: Any) -> Any:
         budget = context.budget
         budget.spend(1 + len(args) + len(kwargs))
-        if name in ATTRIBUTES:  # their work depends on the items
+        if name in ATTRIBUTES:  # the work of these filters depends on the items
             args = (_as_list(budget, args[0]), *args[1:])
         for value in chain(args, kwargs.values()) if name not in CONSTANT else ():
             walked(budget, value)
@@ -235,7 +236,7 @@ def _counting(name: str, function: Callable[..., Any], is_filter: bool = True) -
     return jinja2.pass_context(counted)
 
 
-# Filters that take steps, around the nodes of a template -------------------------------------------------
+# Filters that wrap the nodes of a template to take steps -------------------------------------------------
 
 
 @jinja2.pass_context
@@ -271,15 +272,17 @@ def _spread(context: _Context, value: Any) -> Any:
 
 @jinja2.pass_context
 def _stepped(context: _Context, size: int) -> bool:
-    """Take steps for an iteration or call. `size` is the size of the part of the template that it runs."""
+    """Take steps for an iteration or call. `size` is the size of the part of the template that the iteration or call
+    runs.
+    """
     context.budget.spend(1 + (size >> CHARACTERS))
     return True
 
 
 _NODES = {"-printed": _printed, "-compared": _compared, "-built": _built, "-spread": _spread, "-stepped": _stepped}
-"""The five filters above, under names that a template cannot spell."""
+"""The five filters above, by name. A template cannot use these names, because they are not valid in Jinja2."""
 _NODE = 4
-"""The size that counts for each node of a template, in addition to the text that the node prints."""
+"""The size of a node of a template, in addition to the size of its text and of the nodes inside it."""
 
 
 class _Metering(jinja2.visitor.NodeTransformer):
@@ -395,8 +398,8 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as transformers does. Steps are also taken for the written text, because indentation can make it much
-    longer than the value.
+    """Convert a value to JSON as transformers does. Steps are also taken for the JSON text, because indentation can
+    make it much longer than the value.
     """
     budget = context.budget
     budget.spend(1 + (budget.weigh(value) >> CHARACTERS))

@@ -1,7 +1,8 @@
-"""Values of messages as a chat template gets them.
+"""Convert messages to the values that a chat template reads.
 
-A template that prints an object or a list would print it in Python's notation, and null as `None`. A model would then
-learn this text. So null content is printed as nothing, and a template that prints an object or a list fails.
+Without this conversion, a template that prints an object or a list would print it in Python's notation, and null as
+`None`. A model would then learn this text. With the conversion, null content is printed as empty text, and a template
+that prints the arguments of a tool call or a list of content parts fails.
 """
 
 import json
@@ -15,7 +16,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class NoText(str):
-    """The content of a message with null content: an empty text that also equals null in a template."""
+    """The content of a message if it is null: an empty text that also equals null in a template."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -30,14 +31,12 @@ class NoText(str):
 
 
 def is_none(value: Any) -> bool:
-    """Return True for null, and for the content of a message that is null. Templates use this function as the test
-    `none`.
-    """
+    """Return True for null and for `NoText`. Templates use this function as the test `none`."""
     return value is None or isinstance(value, NoText)
 
 
 class _NotPrinted:
-    """A value whose items a template may read, but which it must not print."""
+    """A container that a template must not print. The template may read its items."""
 
     meaning = ""
 
@@ -55,8 +54,8 @@ class _Arguments(_NotPrinted, dict[str, Any]):
 
 
 def forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages in the forms that a template may accept: first with the arguments of tool calls as objects,
-    and then, if there are arguments, with the arguments as JSON text.
+    """Yield the messages in the forms that a template may accept. In the first form, the arguments of tool calls are
+    objects. If there are such arguments, they are JSON text in a second form.
     """
     objects = [_given(message, _Arguments) for message in messages]
     yield objects
@@ -66,8 +65,9 @@ def forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
 
 
 def _given(message: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
-    """Return a message for a template: its reasoning is stored under all names that templates read, null and lists as
-    content become `NoText` and `_Parts`, and the function `arguments` is applied to the arguments of its tool calls.
+    """Return a copy of a message for a template. Its reasoning is stored under the names that templates read. Null
+    content becomes `NoText`, and a list as content becomes `_Parts`. The function `arguments` is applied to the
+    arguments of the tool calls.
     """
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     given = dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

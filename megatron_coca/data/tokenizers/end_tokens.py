@@ -28,8 +28,8 @@ TOKENIZER_FILES = (
 def check_links(
     folder: Path, error: Callable[[str], Exception] = DataError, named: Collection[str | Path | None] = ()
 ) -> None:
-    """Raise `error` if a tokenizer file of a folder is a link that leads out of the folder. Files that the user has
-    `named` are not checked.
+    """Raise `error` if a tokenizer file of a folder is a link that leads out of the folder. The files in `named` are
+    not checked, because the user chose them.
     """
     exempt = [Path(file) for file in named if file is not None]
     for name in TOKENIZER_FILES:

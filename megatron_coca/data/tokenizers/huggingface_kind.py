@@ -19,7 +19,7 @@ class LibraryError(DataError):
         )
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type["LibraryError"], tuple[str]]:  # for worker processes
+    def __reduce__(self) -> tuple[type["LibraryError"], tuple[str]]:  # worker processes pickle the error
         return LibraryError, (self.reason,)
 
 
@@ -27,8 +27,8 @@ class LibraryError(DataError):
 def library_errors_as_data_errors() -> Iterator[None]:
     """Raise a `LibraryError` if the library `tokenizers` fails in the body.
 
-    The library raises errors of the type Exception itself. If its Rust code panics, it raises a PanicException, which
-    is a BaseException like KeyboardInterrupt, and which another process cannot unpickle.
+    The errors of the library have the type Exception, not a subclass of it. If the Rust code of the library panics, a
+    PanicException is raised. It is a BaseException, like KeyboardInterrupt, and another process cannot unpickle it.
     """
     try:
         yield
@@ -42,12 +42,13 @@ class HFTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`.
 
     Truncation, padding and dropout are disabled even if the file enables them. For byte-level models without a
-    normalizer, `decode` reproduces the text exactly. The normalizer of GPT-NeoX-20B composes characters (NFC).
+    normalizer, `decode` reproduces the text exactly. The tokenizer of GPT-NeoX-20B has a normalizer, which composes
+    characters (NFC).
     """
 
     tokenizer_type = "HFTokenizer"
     _ends_in_text: tuple[int, str] | None = None
-    """The id and the name of the end token, if it is an ordinary word, which a text can contain; otherwise None."""
+    """The id and the name of the end token if a text can contain it as an ordinary word; otherwise None."""
 
     @library_errors_as_data_errors()
     def _open(self, data: dict[str, bytes]) -> int:
@@ -74,14 +75,14 @@ class HFTokenizer(Tokenizer):
         symbol = getattr(self._model.model, "unk_token", None)
         if symbol is not None:
             return self._model.token_to_id(symbol)
-        # For a unigram model, the id is only in the file.
+        # For a unigram model, only the file contains the id.
         return None if hasattr(self._model.model, "unk_token") else json.loads(self._model.to_str())["model"]["unk_id"]
 
     def _find_eod(self, symbol: str | None) -> int:
         eod = super()._find_eod(symbol)
         self._make_special(eod)
         name, ids = self._model.id_to_token(eod), list[int]()
-        with suppress(DataError):  # the library fails on this text
+        with suppress(DataError):  # the library cannot encode this name
             ids = self._encode(name)
         if eod != self.unknown and eod in ids:
             if symbol is not None:
@@ -134,8 +135,8 @@ class HFTokenizer(Tokenizer):
 
     @property
     def _surrounds_itself(self) -> bool:
-        """True if, as in transformers, the rules decide which tokens are added, instead of the post-processor of the
-        file.
+        """True if the rules decide which start and end tokens are added, as in transformers. Otherwise the
+        post-processor in the file decides.
         """
         return self.rules.add_bos is not None or self.rules.add_eos is not None
 
@@ -159,8 +160,8 @@ class HFTokenizer(Tokenizer):
 
     @library_errors_as_data_errors()
     def _naming(self, text: str, add: bool, split: bool = False) -> Any:
-        """Encode a text. The names of special tokens become these tokens unless `split` is set. With `add`, start and
-        end tokens are added.
+        """Encode a text. The names of special tokens are encoded as these tokens unless `split` is set. With `add`,
+        start and end tokens are added.
         """
         self._model.encode_special_tokens = split
         try:

@@ -1,7 +1,7 @@
 """The base class of tokenizers, the tokenizer for bytes, and a check of whether two tokenizers agree.
 
 Every tokenizer keeps the bytes of its files, so that a checkpoint can include them. If a text contains the characters
-of the end-of-document symbol, they are not encoded as that symbol: only the preparation of a corpus writes it. A
+of the end-of-document symbol, they are not encoded as that symbol. Only the preparation of a corpus adds this symbol. A
 tokenizer uses a single thread; use several processes for parallel work.
 """
 
@@ -18,8 +18,8 @@ from megatron_coca.data.tokenizers.chat import ChatTemplate
 from megatron_coca.data.tokenizers.text_rules import TextRules
 
 DESCRIPTION = "tokenizer_type.json"
-# In order of preference: the symbols of megatron-coca, of GPT-2 and GPT-NeoX, LLaMA 3, Gemma, LLaMA, Cohere and
-# DeepSeek. Gemma's vocabulary also has </s>, but as an HTML tag.
+# The symbols that end documents, in order of preference: the symbol of megatron-coca, of GPT-2 and GPT-NeoX, of
+# LLaMA 3, of Gemma, of LLaMA, of Cohere, and of DeepSeek. In Gemma's vocabulary, </s> is an HTML tag.
 EOD_SYMBOLS = (
     *("<eod>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<EOS_TOKEN>"),
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
@@ -160,8 +160,8 @@ class Tokenizer(ABC):
         return self.start if trained is None else trained
 
     def start_warning(self) -> str | None:
-        """Return a warning for a command without ``--start-token``, if the texts of this tokenizer usually begin with a
-        start token, or None.
+        """Return a warning for a command without ``--start-token``. Return None if the texts of this tokenizer do not
+        usually begin with a start token.
         """
         if (start := self.usual_start) is None:
             return None
@@ -189,8 +189,8 @@ class Tokenizer(ABC):
             return self._with_rows(self._encode(text))
 
     def encode_prompt(self, text: str, add: bool = False) -> list[int]:
-        """Return the token ids of `text` as the model's own library encodes a prompt: the names of special tokens
-        become these tokens and, with `add`, the library's start and end tokens are added. Raises `DataError` as
+        """Return the token ids of `text` as the model's own library encodes a prompt. The names of special tokens are
+        encoded as these tokens. With `add`, the library's start and end tokens are added. Raises `DataError` as
         `encode` does.
         """
         with explaining_surrogates(text):
@@ -207,7 +207,7 @@ class Tokenizer(ABC):
         return self.vocab_size
 
     def _with_rows(self, ids: list[int]) -> list[int]:
-        """Return the ids. Raises `DataError` for an id that the embedding has no row for."""
+        """Return `ids` unchanged. Raises `DataError` for an id if the embedding has no row for it."""
         if self.rows is not None and ids and (largest := max(ids)) >= self.rows:
             raise DataError(
                 f"token {self.piece(largest)!r}: has id {largest}, but the embedding of the model has {self.rows} "
@@ -216,8 +216,8 @@ class Tokenizer(ABC):
         return ids
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return (token ids, (first character, end) of each token) for a rendered chat, in which the names of special
-        tokens become these tokens. Raises `DataError` if this type of tokenizer cannot locate tokens in a text.
+        """Encode a rendered chat. Return (token ids, (first character, end) of each token). The names of special tokens
+        are encoded as these tokens. Raises `DataError` if this type of tokenizer cannot locate tokens in a text.
         """
         raise DataError(f"{self.tokenizer_type}: cannot encode chats; use HFTokenizer with the model's tokenizer.json")
 
@@ -266,7 +266,7 @@ class Tokenizer(ABC):
 
 @contextmanager
 def explaining_surrogates(text: str) -> Iterator[None]:
-    """If the body fails and `text` contains a lone surrogate, raise a `DataError` that says so."""
+    """Raise a `DataError` that names the surrogate if the body fails and `text` contains a lone surrogate."""
     try:
         yield
     except Exception as error:  # each library raises a different error for text that UTF-8 cannot represent
@@ -280,8 +280,8 @@ def explaining_surrogates(text: str) -> Iterator[None]:
 
 
 class CharLevelTokenizer(Tokenizer):
-    """UTF-8 bytes, as in GPT-NeoX. There are 512 ids; 0 ends a document and 1 is padding. A NUL in a text has id 256,
-    not 0.
+    """A tokenizer that encodes UTF-8 bytes as in GPT-NeoX. It has 512 ids. Id 0 ends a document, and id 1 is padding. A
+    NUL in a text has id 256, not 0.
     """
 
     tokenizer_type = "CharLevelTokenizer"
@@ -334,7 +334,7 @@ def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
     """Return the first of `PROBES` that two tokenizers encode differently, or the first token that differs, or None.
 
     Tokens are compared only if both tokenizers have the same type, because each type spells tokens differently.
-    This comparison also distinguishes small vocabularies that differ only in words outside the probes.
+    Comparing tokens also distinguishes small vocabularies that differ only in words that the probes do not contain.
     """
     probe = next((text for text in PROBES if one.encode(text) != other.encode(text)), None)
     if probe is not None or one.tokenizer_type != other.tokenizer_type:

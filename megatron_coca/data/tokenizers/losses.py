@@ -1,5 +1,5 @@
-"""Detect tokenizers that lose text: some passages differ after decoding, tokens are unknown, or texts have too many
-tokens.
+"""Detect tokenizers that lose text. The signs are passages that differ after decoding, unknown tokens, and too many
+tokens per byte.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,8 +54,8 @@ class Sample:
         return cls(**{name: int(facts.get(name, 0)) for name in cls.__dataclass_fields__})
 
     def loss(self, vocab_size: int, factor: float = 1.0) -> str:
-        """Describe the losses of a tokenizer with `vocab_size` ids. Returns an empty string unless a share is above
-        `factor` times its limit.
+        """Describe the losses of a tokenizer with `vocab_size` ids. Returns an empty string if no limit is exceeded.
+        `factor` multiplies the limits of lost passages and unknown tokens, but not the limit of tokens per byte.
         """
         found = []
         if self.lost > factor * MOST_LOST * self.passages:

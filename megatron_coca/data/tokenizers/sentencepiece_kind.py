@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers: LLaMA's, those trained by megatron-coca, and others."""
+"""SentencePiece tokenizers, such as LLaMA's tokenizer and the tokenizers that megatron-coca trains."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class SentencePieceTokenizer(Tokenizer):
         file = data["vocab_file"]
         self._model = sentencepiece.SentencePieceProcessor(model_proto=file)
         settings = ModelSettings.read(file)
-        # This model encodes the continuation of a text, which must not get a dummy prefix.
+        # `_inner` encodes the later parts of a text, which must not begin with a dummy prefix.
         self._inner = self._model
         if settings.dummy_prefix:
             self._inner = sentencepiece.SentencePieceProcessor(model_proto=without_dummy_prefix(file))

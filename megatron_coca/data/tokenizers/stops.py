@@ -11,8 +11,8 @@ def text_before_stop(
     """Return (text of `ids`, whether it contained a stop string). The text ends before the first stop string in it.
 
     Special tokens have no text, but a stop string can be the name of a special token, or contain such a name together
-    with ordinary text. The tokens `context` precede `ids` and are not part of the text; they are needed because some
-    tokenizers drop the space at the start of a text.
+    with ordinary text. The tokens `context` precede `ids` and are not part of the text; they are decoded with `ids`
+    because some tokenizers drop the space at the start of a text.
     """
     before = len(tokenizer.decode(context))
     text = tokenizer.decode([*context, *ids])[before:]

@@ -57,8 +57,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path, show:
 
 
 def _lines(texts: Iterable[str], progress: Progress, errors: list[BaseException]) -> Iterator[str]:
-    """Yield the non-blank lines of the texts, cut to the length that the trainer accepts. A character has up to four
-    bytes.
+    """Yield the non-blank lines of the texts. Long lines are cut into pieces of the length that the trainer accepts. A
+    character has up to four bytes.
 
     An error that `texts` raises is also appended to `errors`, because the trainer converts every error, even an
     interrupt, to a RuntimeError.

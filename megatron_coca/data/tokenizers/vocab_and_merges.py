@@ -40,7 +40,7 @@ def has_files(folder: Path) -> bool:
 
 
 def class_of(folder: Path) -> str:
-    """Return the name of the class that divides texts. If no file names a class, it is GPT-2's.
+    """Return the name of the class that divides texts. The default is GPT-2's class.
 
     Raises DataError for a class that divides texts in an unknown way.
     """
@@ -55,7 +55,9 @@ def class_of(folder: Path) -> str:
 
 
 def added_tokens(folder: Path) -> list[dict[str, Any]]:
-    """Return the tokens that the files next to a vocabulary add, as tokenizer.json stores them, sorted by id."""
+    """Return the tokens that the files next to a vocabulary add to it, in the format of tokenizer.json and sorted by
+    id.
+    """
     settings = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
     named = [value for name, value in settings.items() if name.endswith("_token")]
     others = settings.get("additional_special_tokens")
@@ -78,11 +80,11 @@ def added_tokens(folder: Path) -> list[dict[str, Any]]:
 
 
 def as_tokenizer_json(folder: Path) -> bytes | None:
-    """Return the content of a tokenizer.json for a folder with `has_files`, or None if the two files alone describe a
-    tokenizer of GPT-2's class.
+    """Return the content of a tokenizer.json for a folder for which `has_files` is True. Return None for a tokenizer of
+    GPT-2's class without added tokens, because the two files describe it completely.
 
-    Raises DataError for an unknown class, for files that are not a vocabulary and merges, and for added tokens with ids
-    that do not continue the vocabulary.
+    Raises DataError for an unknown class, for files that do not contain a vocabulary and merges, and for added tokens
+    with ids that do not follow the ids of the vocabulary.
     """
     kind, added = class_of(folder), added_tokens(folder)
     normalizer, divided = CLASSES[kind]
