@@ -30,7 +30,7 @@ from megatron_coca.data.tokenizers import needs_files
 from megatron_coca.data.tokenizers.end_tokens import check_links, with_text_keys
 from megatron_coca.data.tokenizers.kinds import first_difference
 from megatron_coca.data.tokenizers.text_rules import find_rules
-from megatron_coca.data.tokenizers.vocab_and_merges import as_tokenizer_json, has_files
+from megatron_coca.data.tokenizers.vocab_and_merges import has_files, is_plain_gpt2
 
 KINDS = (
     ("HFTokenizer", ("tokenizer.json",)),
@@ -143,7 +143,7 @@ def read_tokenizer(folder: Path, rows: int, end: str | None = None) -> Found:
         if not all((folder / name).is_file() for name in files):
             continue
         try:
-            assembled = has_files(folder) and as_tokenizer_json(folder) is not None
+            assembled = has_files(folder) and not is_plain_gpt2(folder)
             tokenizer, note = _load_from_folder("HFTokenizer" if assembled else kind, folder, end)
         except (DataError, CheckpointError) as error:
             reasons.append(str(error))

@@ -87,8 +87,8 @@ def _assembled(tokenizer_type: str, folder: Path) -> Files | None:
     """
     if not has_files(folder):
         return None
-    if tokenizer_type == "HFTokenizer" and (content := as_tokenizer_json(folder)) is not None:
-        return {"vocab_file": ("tokenizer.json", content)}
+    if tokenizer_type == "HFTokenizer":
+        return {"vocab_file": ("tokenizer.json", as_tokenizer_json(folder))}
     if (
         TOKENIZERS.get(tokenizer_type, (None, None))[1] is _GPT2_FILES
         and (name := class_of(folder)) == "Qwen2Tokenizer"

@@ -79,27 +79,24 @@ def added_tokens(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def as_tokenizer_json(folder: Path) -> bytes | None:
-    """Return the content of a tokenizer.json for a folder for which `has_files` is True. Return None for a tokenizer of
-    GPT-2's class without added tokens, because the two files describe it completely.
+def is_plain_gpt2(folder: Path) -> bool:
+    """Return whether the two files describe the tokenizer completely: it has GPT-2's class and no added tokens. Raises
+    DataError as `as_tokenizer_json` does.
+    """
+    vocabulary, _ = _vocabulary_and_merges(folder)
+    return CLASSES[class_of(folder)] == CLASSES["GPT2Tokenizer"] and not _new_tokens(folder, vocabulary)
+
+
+def as_tokenizer_json(folder: Path) -> bytes:
+    """Return the content of a tokenizer.json for a folder for which `has_files` is True.
 
     Raises DataError for an unknown class, for files that do not contain a vocabulary and merges, and for added tokens
     with ids that do not follow the ids of the vocabulary.
     """
-    kind, added = class_of(folder), added_tokens(folder)
-    normalizer, divided = CLASSES[kind]
-    try:
-        vocabulary = json.loads(read_regular(folder / VOCABULARY))
-        lines = read_regular(folder / MERGES).decode().split("\n")
-        size = max(vocabulary.values()) + 1
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(
-            f"{folder}: {VOCABULARY} and {MERGES} cannot be read ({error}); check that the files are complete"
-        ) from error
-    new = [entry for entry in added if vocabulary.get(entry["content"]) != entry["id"]]
-    if CLASSES[kind] == CLASSES["GPT2Tokenizer"] and not new:
-        return None
-    for number, entry in enumerate(new):
+    normalizer, divided = CLASSES[class_of(folder)]
+    vocabulary, lines = _vocabulary_and_merges(folder)
+    size = max(vocabulary.values()) + 1
+    for number, entry in enumerate(_new_tokens(folder, vocabulary)):
         if entry["id"] != size + number:
             raise DataError(
                 f"{folder}: the added token {entry['content']!r} has id {entry['id']} instead of {size + number}, "
@@ -107,6 +104,24 @@ def as_tokenizer_json(folder: Path) -> bytes | None:
             )
     merges = [line for line in lines if line.strip() and not line.startswith("#version")]
     model = {"type": "BPE", "vocab": vocabulary, "merges": merges}
+    added = added_tokens(folder)
     content = {"version": "1.0", "added_tokens": added, "normalizer": normalizer, "pre_tokenizer": divided}
     content |= {"post_processor": None, "decoder": _BYTES | {"use_regex": True}, "model": model}
     return json.dumps(content, ensure_ascii=False).encode()
+
+
+def _vocabulary_and_merges(folder: Path) -> tuple[dict[str, int], list[str]]:
+    """Return the vocabulary and the lines of merges.txt."""
+    try:
+        vocabulary = json.loads(read_regular(folder / VOCABULARY))
+        max(vocabulary.values()) + 1  # the ids are numbers
+        return vocabulary, read_regular(folder / MERGES).decode().split("\n")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{folder}: {VOCABULARY} and {MERGES} cannot be read ({error}); check that the files are complete"
+        ) from error
+
+
+def _new_tokens(folder: Path, vocabulary: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return the added tokens that are not in the vocabulary with the same id."""
+    return [entry for entry in added_tokens(folder) if vocabulary.get(entry["content"]) != entry["id"]]

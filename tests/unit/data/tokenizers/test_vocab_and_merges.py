@@ -71,6 +71,16 @@ def test_gpt2s_own_files_are_as_before(tmp_path: Path) -> None:
     assert found is not None and found.tokenizer_type == "GPT2BPETokenizer"
 
 
+def test_gpt2s_own_files_as_a_tokenizer_json(tmp_path: Path) -> None:
+    from transformers import GPT2Tokenizer
+
+    write_folder(tmp_path, tokenizer_class="GPT2Tokenizer", eos_token="<|endoftext|>")
+    theirs = GPT2Tokenizer.from_pretrained(tmp_path)
+    plain, built = (load_tokenizer(kind, tmp_path) for kind in ("GPT2BPETokenizer", "HFTokenizer"))
+    assert built.encode(TEXT) == plain.encode(TEXT) == theirs(TEXT).input_ids
+    assert (built.eod, built.vocab_size) == (plain.eod, plain.vocab_size)
+
+
 def test_faults_are_named(tmp_path: Path) -> None:
     size = write_folder(tmp_path, tokenizer_class="NovelTokenizer")
     for kind in ("HFTokenizer", "GPT2BPETokenizer"):
