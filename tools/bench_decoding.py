@@ -3,11 +3,10 @@
     python tools/bench_decoding.py --methods coca
     python tools/bench_decoding.py --layers 4 --lengths 8192 --dtypes bfloat16
 
-The model is that of configs/350M with random weights. In every round each way decodes --tokens greedy tokens. The cache
-already holds random keys and values for a number of tokens, each of --lengths in turn. The script measures CPU time
-with one thread, because other programs change it less than the elapsed time. "compile" is the CPU time by which the
-first call of the compiled step exceeds a later one, the compiler's processes included. PyTorch's cache of compiled code
-is off.
+The model is that of configs/350M with random weights. In every round, each way decodes --tokens greedy tokens. For each
+of --lengths, the cache already holds random keys and values of that many tokens. The script measures CPU time with one
+thread, because other programs change it less than the elapsed time. "compile" is the CPU time by which the first call
+of the compiled step exceeds a later call, including the compiler's processes. PyTorch's cache of compiled code is off.
 
 The script appends one JSON line for each method, dtype, length and way to --output.
 """
@@ -47,7 +46,7 @@ def cpu_seconds() -> float:
 
 @torch.inference_mode()
 def filled(model: GPT, cached: int, total: int, segments: int) -> Cache:
-    """Return a cache with room for `total` tokens and `cached` random ones."""
+    """Return a cache with room for `total` tokens. It holds random keys and values of `cached` tokens."""
     cache, generator = model.new_cache(length=total, capacity=total), torch.Generator().manual_seed(0)
     config = model._config
     shape, dtype = (1, config.num_kv_heads, cached), model.embedding.word_embeddings.weight.dtype

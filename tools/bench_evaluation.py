@@ -1,21 +1,22 @@
-"""Compare evaluation with plain loops over transformers: windows of perplexity, and decoding with a full cache.
+"""Compare our speed with plain loops over transformers models: scoring windows, and decoding with a full cache.
 
     python tools/bench_evaluation.py models/smollm2 --lengths 1L
     python tools/bench_evaluation.py models/smollm2 --lengths 4L --layers 10 --rounds 1
 
-The model is a GGUF file, a folder with one, or a Hugging Face folder. A GGUF file is exported first, because
+The model is a GGUF file, a folder with a GGUF file, or a Hugging Face folder. A GGUF file is exported first, because
 transformers would keep its weights quantized. Every implementation and dtype reads the folder in a process of its own,
 and these processes take turns in every round:
 
-- window: seconds to score the last --scored tokens of one input. The plain loop is that of transformers' documentation:
-  labels that are ignored outside the scored tokens, and logits at every position. "last logits" computes only the
-  logits of the scored positions, as our code does. The losses of all implementations must agree.
-- decode: seconds for each of --tokens greedy tokens, after a cache with as many tokens as that input. The cache is
-  filled with random keys and values, because a prefill would take minutes.
+- window: seconds to score the last --scored tokens of one input. The plain loop is from transformers'
+  documentation. It ignores the labels of tokens that are not scored, and computes logits at every position. "last
+  logits" computes only the logits of the scored positions, as our code does. The losses of all implementations must
+  agree.
+- decode: seconds for each of --tokens greedy tokens, after a cache with as many tokens as the input of "window". The
+  cache is filled with random keys and values, because a prefill would take minutes.
 
-float32 on both sides compares the same arithmetic. Our evaluation in bfloat16 is compared with transformers in both
-dtypes, because `megatron-coca evaluate --dtype auto` takes bfloat16 where that is faster. --layers keeps only the first
-layers of both models, for lengths that would take too long; the output head then has a larger share of the time.
+With float32 on both sides, the arithmetic is the same. Our evaluation in bfloat16 is compared with transformers in both
+dtypes, because `megatron-coca evaluate --dtype auto` selects bfloat16 if it is faster. --layers keeps only the first
+layers of both models, for lengths that would take too long. The output head then has a larger share of the time.
 
 The script appends one JSON line for each length, kind, implementation and dtype to --output.
 """
@@ -44,9 +45,11 @@ from megatron_coca.support.host import keep_freed_memory
 from tools.records import ChildProcess, append_records, benchmark_parser, compared
 
 AGREEMENT = {"float32": 1e-3, "bfloat16": 0.05}
-"""Largest difference from the first loss, in nats per token, by dtype."""
+"""Dtype -> largest allowed difference from the first implementation's loss, in nats per token."""
 USUAL = 10.0
-"""About the loss of a whole model on random tokens, in nats. Above it, the allowed difference grows with the loss."""
+"""Typical loss of a model with all layers on random tokens, in nats per token. If the loss is greater, the allowed
+difference grows in proportion.
+"""
 OURS, THEIRS, LAST = "ours", "transformers", "transformers, last logits"
 
 Calls = tuple[Callable[[np.ndarray, int], float], Callable[[int, int], float]]
@@ -134,7 +137,7 @@ def serve(way: str, path: str, dtype: str, layers: int | None) -> Callable[..., 
 
 
 def in_hugging_face_form(model: str, folder: Path) -> str:
-    """Return a Hugging Face folder unchanged. Export other models to `folder`, and return it."""
+    """Return `model` if it is a Hugging Face folder. Otherwise export it to `folder`, and return that folder."""
     if (Path(model) / "config.json").is_file():
         return model
     export(model, folder)
@@ -169,7 +172,7 @@ def check(losses: dict[tuple[str, str], float]) -> None:
     """Raise RuntimeError if losses, in nats per token, disagree."""
     expected = next(iter(losses.values()))
     for (way, dtype), loss in losses.items():
-        # A model without its last layers has large losses, and rounding errors in proportion.
+        # A model without its last layers has large losses, and its rounding errors grow in proportion.
         if abs(loss - expected) > AGREEMENT[dtype] * max(1.0, expected / USUAL):
             raise RuntimeError(f"{way}, {dtype}: the loss is {loss:.4f} nats per token, not {expected:.4f}")
 
@@ -177,9 +180,9 @@ def check(losses: dict[tuple[str, str], float]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and append the records; return the exit status."""
     parser = benchmark_parser(__doc__, "evaluation.jsonl", rounds=3)
-    parser.add_argument("model", help="a GGUF file, a folder with one, or a Hugging Face folder")
+    parser.add_argument("model", help="a GGUF file, a folder with a GGUF file, or a Hugging Face folder")
     parser.add_argument(
-        "--lengths", nargs="+", default=["1L", "2L"], help="in tokens, or as multiples such as 2L; default: %(default)s"
+        "--lengths", nargs="+", default=["1L", "2L"], help="tokens, or multiples such as 2L; default: %(default)s"
     )
     parser.add_argument("--dtypes", nargs="+", choices=AGREEMENT, default=list(AGREEMENT), help="default: both")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="implementations; default: all")

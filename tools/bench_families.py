@@ -1,4 +1,4 @@
-"""Compare transformers models, family by family: logits, import, and the speed of sliding-window perplexity.
+"""Compare our implementation with transformers for each family: logits, import, and speed of perplexity windows.
 
     python tools/bench_families.py qwen3 gemma3
     python tools/bench_families.py
@@ -7,13 +7,13 @@
 For every family, a random model with about 40 million parameters and a training length of 256 is written as a Hugging
 Face folder. Our implementation and transformers' own class read the folder, and their results are compared:
 
-- float32 logits at one and four times the training length: the largest difference, beside the standard deviation;
+- float32 logits at one and four times the training length: the largest difference, and the standard deviation;
 - import: seconds and growth of resident memory of `import_checkpoint`, and of `from_pretrained` with `save_pretrained`,
   each in a separate process that has already loaded the libraries;
 - scored tokens per second of sliding-window perplexity at 1, 4 and 16 times the training length, each implementation in
-  a separate process, in alternating rounds. For transformers, the plain loop of its documentation is used: one window
-  at a time, labels ignored outside the scored tokens, logits at every position. The negative log-likelihoods must agree
-  to 1e-4 per token.
+  a separate process, in alternating rounds. For transformers, the plain loop of its documentation is used. It scores
+  one window at a time, ignores the labels of tokens that are not scored, and computes logits at every position. The
+  negative log-likelihoods must agree to 1e-4 per token.
 
 The script appends one JSON line per family to --output, and prints it as a row of the table in docs/models.md.
 """
@@ -41,7 +41,7 @@ from megatron_coca.support.host import keep_freed_memory
 from tools.records import ChildProcess, append_records, benchmark_parser, compared
 
 AGREEMENT = 1e-4
-"""Largest difference between two implementations, in nats per token."""
+"""Largest allowed difference between the implementations, in nats per token."""
 TRAINED = 256
 BLOCK = {"vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
 BLOCK |= {"intermediate_size": 1408, "num_key_value_heads": 4, "max_position_embeddings": 16 * TRAINED}
@@ -183,7 +183,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_model(name: str, folder: Path) -> int:
-    """Write a family's model with random weights, norms and biases included; return its number of parameters."""
+    """Write a family's model with random weights, norms and biases; return its number of parameters."""
     import transformers  # a development requirement
 
     kind, values = FAMILIES[name]
@@ -214,7 +214,7 @@ def logit_errors(folder: Path) -> dict[str, float]:
 
 
 def importer(way: str, folder: Path) -> Callable[[str], tuple[float, int]]:
-    """Return a function that reads `folder`, writes it to another folder, and returns seconds and memory bytes."""
+    """Return a function that reads `folder`, writes a copy, and returns the seconds and the bytes of memory."""
     from transformers import AutoModelForCausalLM
 
     def run(target: str) -> tuple[float, int]:

@@ -5,7 +5,7 @@
 
 A random model with about 40 million parameters scores documents of random tokens with `megatron-coca evaluate
 perplexity`, once with one process and once with --jobs processes. Every process has one thread. The result files must
-be equal, byte by byte. The processes divide the work by documents, and each gets the same number of documents.
+be equal, byte by byte. The processes divide the documents among them, and each process scores the same number.
 
 `ratio` compares the whole commands. These include the start: imports, reading the model, and printing the result.
 `seconds_start` is the time of the same command when all results exist already, and `ratio_scoring` compares the times
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=4096, metavar="W", help="tokens (default: %(default)s)")
     seconds = "desired time of the scoring with one process; it sets the length of the documents"
     parser.add_argument("--seconds", type=float, default=125, help=f"{seconds} (default: %(default)s)")
-    documents = "documents of each process (default: %(default)s)"
+    documents = "number of documents per process (default: %(default)s)"
     parser.add_argument("--documents", type=int, default=2, metavar="N", help=documents)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -109,7 +109,7 @@ def seconds_of_window(model: Path, window: int, stride: int) -> float:
 
 
 def timed(*arguments: object) -> float:
-    """Return the seconds of `megatron-coca evaluate perplexity` with these arguments."""
+    """Run `megatron-coca evaluate perplexity` with these arguments, and return the elapsed seconds."""
     command = [*PROGRAM, "evaluate", "perplexity", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     begin = time.perf_counter()

@@ -5,9 +5,10 @@
 
 For every row of METHODS, on the CPU in float32:
 
-- errors: one attention layer at four times the training length of 128 is compared with the float64 oracle (norm of the
-  difference / norm of the output) and, if transformers implements the method, with transformers (largest difference /
-  standard deviation; of the logits for imported families, of one layer's output for gpt-oss and Llama 4);
+- errors: the output of one attention layer at four times the training length of 128 is compared with the float64
+  oracle. The error is the norm of the difference, divided by the norm of the output. If transformers implements the
+  method, a second error is the largest difference from transformers, divided by the standard deviation. It compares
+  logits for imported families, and one layer's output for gpt-oss, Qwen3-Next and Llama 4;
 - memory: growth of resident memory in the forward and backward pass of one layer with 4 heads of 64 features, at 16,384
   tokens;
 - time: forward and backward pass of a model with 4 such layers on 4 samples of 512 tokens, alternating with rotary;
@@ -143,7 +144,7 @@ def launches(name: str) -> float:
 
 
 def errors(name: str, rounds: int) -> dict[str, Any]:
-    """Return the errors of a method against the oracle and transformers; for a layer pattern, only against
+    """Return a method's errors against the oracle and transformers. A layer pattern is compared only with
     transformers.
     """
     own = oracle_error(METHODS[name], ERROR_LENGTH) if name in METHODS else None

@@ -1,9 +1,10 @@
-"""Measure the speed of data preparation with one and two processes, of its last steps only, and of datatrove.
+"""Measure the speed of data preparation, of only its last steps, and of datatrove, with one and two processes.
 
     python tools/bench_prepare.py --datatrove ENVIRONMENT/bin/python
     python tools/bench_prepare.py --tables
 
-The text is Python source code of this installation in JSONL files. All methods use the same byte-level BPE:
+The text is Python source code of this installation in JSONL files. All methods use the same byte-level BPE. The methods
+are:
 
     prepare 1, 2     megatron-coca prepare in 1 process, and with 2 workers
     nodes 2          two simulated nodes with one process each: --part 1/2 and 2/2 for the blocks, both again for the
@@ -13,9 +14,9 @@ The text is Python source code of this installation in JSONL files. All methods 
 
 The methods take turns. Whole commands are timed, imports included; for `shards` only the steps are timed. Each record
 has the seconds of all rounds, and the speed as a share of the ideal, which is the speed of one process times the number
-of processes. `pip install 'megatron-coca[cluster]'` installs datatrove; --datatrove names the Python that has it.
-Without this option, datatrove is left out. --tables computes the tables of benchmarks/data.md from the newest records.
-On two cores the defaults take about five minutes.
+of processes. `pip install 'megatron-coca[cluster]'` installs datatrove; --datatrove names a Python in which it is
+installed. Without this option, datatrove is left out. --tables computes the tables of benchmarks/data.md from the
+newest records. On two cores the defaults take about five minutes.
 """
 
 import argparse
@@ -58,7 +59,7 @@ FILES = 4
 SHARDS = 8
 """Number of shards of the training split."""
 BLOCKS = 64
-"""Approximate number of blocks of the corpus. With 13 blocks, one of two nodes had seven, and the other one waited."""
+"""Approximate number of blocks of the corpus. With 13 blocks, one of two nodes had seven, and the other node waited."""
 LIBRARIES = ("tokenizers", "numpy", "datatrove")
 DATATROVE = """
 import sys
@@ -79,7 +80,7 @@ if __name__ == "__main__":
     from tools.bench_prepare import own_command
     own_command()
 """
-"""Runs a command of this program with smaller blocks, because the corpus is small."""
+"""A program that calls `own_command`. Its blocks are smaller than usual, because the corpus is small."""
 
 
 def own_command() -> None:
@@ -97,7 +98,7 @@ def own_command() -> None:
 def write_shards(corpus: str, model: str, output: str, copies: str, workers: str) -> None:
     """Build all blocks and copies of them, if they are missing. Otherwise write their shards and print the seconds.
 
-    A copy gets digests of its own, so that its documents do not count as duplicates.
+    Each copy has other digests, so that its documents do not count as duplicates.
     """
     sources, rules = [CorpusSource(SourceSpec("c", sorted(Path(corpus).glob("*.jsonl"))))], Rules(0.01, 0.01)
     tokenizer, inputs, number = load_tokenizer("HFTokenizer", model), find_inputs(sources), int(copies)
@@ -146,14 +147,14 @@ def main() -> None:
 
 
 class Race:
-    """All methods on one corpus in a scratch folder."""
+    """Measures all methods on one corpus in a scratch folder."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self._folder, self._options = folder, options
         self._corpus, self._model = folder / "corpus", folder / "tokenizer.json"
         train_bpe(limited(TOKENIZER_BYTES), self._model)
         self._documents, self._bytes = write_corpus(self._corpus, int(options.megabytes * 10**6))
-        self._blocks = folder / "blocks"  # of all rounds of `shards`
+        self._blocks = folder / "blocks"  # shared by all rounds of `shards`
         on_disk = sum(path.stat().st_size for path in self._corpus.iterdir())
         self._block, self._shard_gib = on_disk // BLOCKS, on_disk / SHARDS / 2**30
         self._libraries = [libraries(sys.executable), libraries(options.datatrove) if options.datatrove else {}]
@@ -212,7 +213,7 @@ class Race:
 
     def _time_datatrove(self, output: Path, workers: int) -> float:
         output.mkdir()
-        program = self._folder / "datatrove_command.py"  # its worker processes import it
+        program = self._folder / "datatrove_command.py"  # a file, because the worker processes import it
         program.write_text(DATATROVE)
         line = [self._options.datatrove, program, self._corpus, self._model, output, workers]
         return self._wait([[str(word) for word in line]])[0]
@@ -289,11 +290,11 @@ class Planned:
     """A corpus and the cluster that prepares it, for one row of a table.
 
     Attributes:
-        name: a text for the table.
+        name: the first cell of the row.
         text: bytes of text.
         disk: bytes of the compressed files.
-        document: bytes of text of a document.
-        token: bytes of a token in a shard.
+        document: bytes of text per document.
+        token: bytes per token in a shard.
         hosts: number of hosts.
     """
 
@@ -312,7 +313,7 @@ PLANNED = (
 CORES, SHARD_GIB = 32, 8
 """Cores of a host, and `shard_gib`."""
 STORAGE = 1e9
-"""Bytes per second that a host reads and writes on the shared storage, both together."""
+"""Bytes per second that a host can read and write on the shared storage, in total."""
 BYTES_PER_TOKEN = 4
 RECORD_BYTES = 24
 """Bytes of a document's record in the files of digests."""

@@ -38,7 +38,7 @@ DIVISIONS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))
 
 
 def measure(overrides: list[str], rounds: int) -> None:
-    """Train in this process, one of a launch. Rank 0 prints the CPU seconds of every step, summed over all ranks."""
+    """Train as one process of a launch. Rank 0 prints the CPU seconds of every step, summed over all ranks."""
     torch.set_num_threads(1)
     dist.init_distributed()
     config = load_config([], overrides)
@@ -57,7 +57,7 @@ def measure(overrides: list[str], rounds: int) -> None:
 
 
 def launched(overrides: list[str], processes: int, rounds: int) -> dict[str, Any]:
-    """Return what rank 0 of `processes` processes prints."""
+    """Launch `processes` processes with `--measure`, and return the figures that rank 0 prints."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
     command = [sys.executable, *launcher, __file__, "--measure", "--rounds", str(rounds), "--set", *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=4096, help="tokens of the sequence (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=4, help="maximum number of processes (default: %(default)s)")
     parser.add_argument("--set", nargs="+", default=["pos_emb=coca"], metavar="KEY=VALUE", help="keys of the model")
-    parser.add_argument("--measure", action="store_true", help="train in this process, one of a launch")
+    parser.add_argument("--measure", action="store_true", help="train as one process of a launch")
     options = parser.parse_args(arguments)
     if options.measure:
         measure(options.set, options.rounds)

@@ -3,9 +3,9 @@
     python tools/bench_spinning.py
     python tools/bench_spinning.py --settings GOMP_SPINCOUNT=3000 OMP_WAIT_POLICY=passive --kinds train --rounds 9
 
-A thread that has done its share of a parallel loop waits for the others at a barrier. It spins before it sleeps. On
-idle cores spinning is fast, because a sleeping thread wakes late. If another process needs the core, a spinning thread
-keeps the core from the thread that all others wait for (docs/speed.md). The setting `default` changes nothing.
+A thread that has done its share of a parallel loop waits for the other threads at a barrier. It spins before it sleeps.
+On idle cores spinning is fast, because a sleeping thread wakes late. If another process needs the core, a spinning
+thread keeps the core from the thread that all others wait for (docs/speed.md). The setting `default` sets no variable.
 
 Every setting has a process of its own, because libgomp reads its settings when it is loaded. The processes take turns
 in every round, for --seconds each, first on idle cores and then beside --busy processes that compute without end:
@@ -94,7 +94,7 @@ KINDS: dict[str, Callable[[], Callable[[], int]]] = {"train": training, "score":
 
 
 def serve(kinds: list[str]) -> Callable[[str, float], tuple[float, float]]:
-    """Return a function (kind, seconds) -> tokens per second, and processor seconds per second of all threads."""
+    """Return a function (kind, seconds) -> tokens per second, and the mean number of processors in use."""
     keep_freed_memory()
     torch.manual_seed(0)
     works = {kind: KINDS[kind]() for kind in kinds}
@@ -110,7 +110,7 @@ def serve(kinds: list[str]) -> Callable[[str, float], tuple[float, float]]:
 
 
 def child(setting: str, kinds: list[str]) -> ChildProcess:
-    """Start the process of a setting, `NAME=VALUE`. In it, the variables of the other settings are not set."""
+    """Start a process with a setting, `NAME=VALUE`. In this process, the other variables of `SETTINGS` are not set."""
     before = {name: os.environ.pop(name, None) for name in SETTINGS}
     if setting != DEFAULT:
         name, _, value = setting.partition("=")
@@ -143,8 +143,8 @@ def records(options: Any) -> Iterator[dict[str, Any]]:
         for number in dict.fromkeys((0, options.busy)):
             measured: dict[str, list[tuple[float, float]]] = {setting: [] for setting in children}
             for turn in range(options.rounds + 1):
-                # Half of the rounds take the settings in reverse, so that a slow drift of the machine favours none of
-                # them.
+                # Half of the rounds run the settings in reverse order, so that a slow drift of the machine favours no
+                # setting.
                 for setting in list(children)[:: 1 if turn % 2 else -1]:
                     with busy(number):
                         measured[setting].append(children[setting](kind, options.seconds))

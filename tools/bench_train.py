@@ -1,15 +1,15 @@
-"""Speed and memory of whole training steps: of position methods, of engines, and of Hugging Face transformers' models.
+"""Measure the speed and memory of whole training steps, for position methods, engines and transformers' models.
 
     python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods rotary coca --peer transformers
     python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods coca --engines deepspeed native graphs
 
-Our implementation runs the step of `megatron-coca train`, engine included; the peer runs plain PyTorch in a separate
-process, as its users do. On a CPU, the peer is measured a second time with our C library setting that keeps freed
-memory. All implementations take turns, step by step, on the same random tokens, so that a slow phase of the machine
-affects all of them. A ratio is the median over the rounds. The CPU time of each process is recorded too, because other
-processes on the same cores change it less than the elapsed time. With `lora=...` and `--peer llama`, the peer trains
-adapters with peft. The script appends one JSON line per implementation to --output. On a GPU, with 350M parameters and
-bfloat16:
+Our implementation runs the step of `megatron-coca train`, including the engine. The peer is a transformers model that
+runs in plain PyTorch, in a separate process. On a CPU, the peer is measured a second time with our setting of the C
+library, which keeps freed memory. All implementations take turns, step by step, on the same random tokens, so that a
+slow phase of the machine affects all of them. A ratio is the median over the rounds. The CPU time of each process is
+recorded too, because other processes on the same cores change it less than the elapsed time. With `lora=...` and
+`--peer llama`, the peer trains adapters with peft. The script appends one JSON line per implementation to --output. On
+a GPU, with 350M parameters and bfloat16:
 
     python tools/bench_train.py configs/350M/roformer.yml precision=bfloat16 train_micro_batch_size_per_gpu=32 \\
         --methods rotary coca --peer transformers --compile --rounds 50
@@ -56,7 +56,7 @@ ENGINES = {
     "native": ("engine=native",),
     "graphs": ("engine=native", "cuda_graphs=true"),
 }
-"""The keys of each value of --engines."""
+"""Value of --engines -> its configuration keys."""
 RATE = 1e-4
 WARMUP = 5
 """Number of warm-up steps of each implementation, which are not measured."""
@@ -70,7 +70,7 @@ class Contestant:
         name: the position method, with the engine if there are several, or the peer's name.
         step: a function that runs a step on micro-batches and returns the loss.
         peak: a function that returns the peak memory of a step in bytes, without weights and optimizer states.
-        cpu: a function that returns the CPU time that its process has used, in seconds.
+        cpu: a function that returns the CPU time that the contestant's process has used, in seconds.
         backend: our attention backend and, on a GPU, its kernel; None for the peer.
     """
 
@@ -103,14 +103,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = benchmark_parser(__doc__, "train.jsonl", rounds=20)
     parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
-    methods = "values of pos_emb; without a value, only the peer"
+    methods = "values of pos_emb; with no value, only the peer is measured"
     parser.add_argument("--methods", nargs="*", default=["rotary", "coca"], help=methods)
-    engines = "engines, each with every method (default: that of the configuration); graphs: native with cuda_graphs"
+    engines = "engines for every method (default: that of the configuration); graphs: native with cuda_graphs"
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=[None], help=engines)
     parser.add_argument("--peer", choices=PEERS, help="also measure this implementation, and report ratios to it")
     parser.add_argument("--seconds", type=float, metavar="S", help="begin no round after this time (at least 3 rounds)")
     parser.add_argument(
-        "--compile", action="store_true", help="torch_compile=true for ours, torch.compile of each layer of the peer"
+        "--compile", action="store_true", help="torch_compile=true for our models; torch.compile on each peer layer"
     )
     return parser.parse_intermixed_args(arguments)
 
@@ -136,7 +136,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
 
 
 def own_step(config: Config) -> tuple[Callable[[list[Tensor]], float], str]:
-    """Return a function that runs an engine step like `megatron-coca train`, and the attention backend."""
+    """Return a function that runs a step as `megatron-coca train` does, and the name of the attention backend."""
     model = build_model(config, group.local_device())
     if config.optimizer.lora is not None:
         add_adapters(model, config.optimizer.lora, config.seed)
@@ -203,7 +203,7 @@ def transformers_step(
     optimizer = torch.optim.AdamW(
         trained, lr=1e-4, betas=keys.betas, eps=keys.eps, weight_decay=keys.weight_decay, fused=True
     )
-    if compiled:  # layer by layer, as ours, so that all layers share one compilation
+    if compiled:  # layer by layer, like our model, so that all layers share one compilation
         for layer in next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList)):
             layer.compile()
 
@@ -250,7 +250,7 @@ def with_peft(model: torch.nn.Module, lora: LoraConfig, kind: str) -> torch.nn.M
 
 
 def _unsupported(config: Config, plain: dict[str, Any], name: str) -> None:
-    """Raise a ConfigError that names the keys with other values than `plain`."""
+    """Raise a ConfigError that names all keys whose values differ from `plain`."""
     flat = config.flat()
     other = [f"{key}={flat[key]}" for key, value in plain.items() if flat[key] != value]
     if other:
@@ -335,7 +335,13 @@ def mixtral_keys(config: Config) -> dict[str, Any]:
 
 
 class Peer(NamedTuple):
-    """A class of transformers: its name, its arguments, and the keys of a config that describes such a model."""
+    """A model class of transformers.
+
+    Attributes:
+        name: the class name without `Config` or `ForCausalLM`.
+        arguments: a function that returns the arguments of the configuration class.
+        keys: keys of our configuration that describe such a model.
+    """
 
     name: str
     arguments: Callable[[Config], dict[str, Any]]
@@ -365,7 +371,7 @@ experts."""
 def race(entrants: list[Contestant], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run all contestants alternately on the same tokens, and yield their records.
 
-    A contestant that runs out of memory gets a record with the error, and the others continue.
+    If a contestant runs out of memory, its record contains the error, and the other contestants continue.
     """
     micro_batches = draw(entrants[0].config, torch.Generator().manual_seed(0))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -34,7 +34,7 @@ def sources(names: Sequence[str]) -> list[str]:
 
 
 def fetch(source: str, folder: Path) -> None:
-    """Download one source to its place below `folder`. Raises OSError."""
+    """Download one source to its place below `folder`. Raises OSError if this fails."""
     place = place_of(source, folder)
     if source == PUNKT:
         import nltk

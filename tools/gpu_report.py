@@ -10,8 +10,8 @@ time limits. One call takes less than ten minutes (--minutes). The same command 
 process that was killed runs again. A process that finished does not run again, unless its code, a library or the type
 of the GPU changed. After every process the page is written again. The report installs nothing.
 
-The exit status is 0 if all parts are done, 1 if a part failed or lacks a package, 2 without a usable GPU or a writable
-folder or with wrong options, 3 if parts are left for the next call, and 130 after Ctrl-C.
+The exit status is 0 if all parts are done, 1 if a part failed or lacks a package, 2 if there is no usable GPU or
+no writable folder or an option is wrong, 3 if parts are left for the next call, and 130 after Ctrl-C.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
     first = "the plan of one call for one GPU: the most important measurements, in less than ten minutes"
     parser.add_argument("--first", action="store_true", help=first)
-    parser.add_argument("--gpus", type=int, choices=PLANS, default=1, help="the plan (default: %(default)s)")
+    parser.add_argument("--gpus", type=int, choices=PLANS, default=1, help="GPUs of the plan (default: %(default)s)")
     caches = "folder of compiled kernels to begin with, from `make gpu-caches` (default: wheels/cache)"
     parser.add_argument("--caches", type=Path, default=ROOT / "wheels/cache", metavar="DIR", help=caches)
     only = "run only these parts, or runs such as step.coca_16, in this order"

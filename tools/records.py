@@ -32,7 +32,7 @@ def benchmark_parser(description: str | None, output: str, rounds: int) -> argpa
 class ChildProcess:
     """A function that is built and called in a separate process.
 
-    `build(*arguments)` runs in the child and returns a function; a call of this object calls that function there.
+    `build(*arguments)` runs in the child and returns a function. Calling this object calls that function in the child.
     """
 
     def __init__(self, build: Callable[..., Callable[..., Any]], *arguments: Any) -> None:
@@ -104,6 +104,6 @@ def append_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
     } | machine()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        for record in records:  # a generator may measure each record only now
+        for record in records:  # if this is a generator, it may measure each record only now
             file.write(json.dumps(record | environment) + "\n")
             file.flush()

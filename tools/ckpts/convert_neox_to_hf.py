@@ -3,7 +3,7 @@
     python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/global_step1000 --config_file configs/125M.yml \\
         --output_dir exported/hf --precision bf16
 
-The checkpoint is one of GPT-NeoX, which contains its configuration, or one of `megatron-coca train`. The position and
+The checkpoint was saved by GPT-NeoX or by `megatron-coca train`, and contains its configuration. The position and
 network keys of --config_file must agree with the weights; keys such as rope_scaling change the exported model.
 `megatron-coca export huggingface` has more options.
 """
@@ -30,7 +30,7 @@ OF_FILES = {"vocab_size", "make_vocab_size_divisible_by", "use_bias_in_norms", "
 def parser() -> ArgumentParser:
     described = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     add = described.add_argument
-    add("--input_dir", required=True, metavar="DIR", help="a step folder, or a save folder, for its latest step")
+    add("--input_dir", required=True, metavar="DIR", help="a step folder, or a save folder (its latest step)")
     add("--config_file", metavar="FILE", help="YAML file of the model; default: the checkpoint's own")
     add("--output_dir", required=True, metavar="DIR", help="new folder to write")
     add("--precision", choices=DTYPES, default="auto", help="dtype of the weights; default: auto, as saved")

@@ -4,7 +4,7 @@
         --tokenizer-type GPT2BPETokenizer --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --workers 4
 
 The shard is PREFIX_text_document.bin and .idx, as in GPT-NeoX, for `data_path: data/books_text_document`. The folder
-PREFIX_text_document has the same files with the tokenizer, the manifest and data.yml. All documents are kept, in their
+PREFIX_text_document contains the same shard, the tokenizer, the manifest and data.yml. All documents are kept, in their
 order, as training documents; the key `split` divides them. `megatron-coca prepare` has more options.
 """
 
@@ -20,7 +20,7 @@ from megatron_coca.cli import main
 from megatron_coca.data.tokenizers import TOKENIZERS
 
 SOURCE = "text"
-"""The name of the only source, and so of its files in the output folder."""
+"""Name of the only source. The names of its files in the output folder begin with it."""
 
 
 def parser() -> ArgumentParser:
@@ -71,7 +71,7 @@ def prepare_line(args: Namespace, folder: str) -> list[str]:
 
 
 def place_shard(folder: Path) -> None:
-    """Give the shard in `folder` the name that GPT-NeoX's configurations use, beside the folder."""
+    """Link the shard in `folder` to the path that GPT-NeoX's configurations use, beside the folder."""
     for suffix in (".bin", ".idx"):
         shard, wanted = folder / f"{SOURCE}_train{suffix}", Path(f"{folder}{suffix}")
         wanted.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ TRIES = 2
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file; none if it does not exist. A last line that was cut off by a kill is left out."""
+    """Return the lines of a file; none if it does not exist. An incomplete last line is left out."""
     if not file.is_file():
         return []
     found = []
@@ -36,7 +36,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def write_line(file: Path, **values: Any) -> None:
-    """Append a line and flush it to the operating system, so that it survives a kill of this process."""
+    """Append a line and flush it to the operating system, so that it is kept if this process is killed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     cut = file.is_file() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
     with file.open("a") as output:

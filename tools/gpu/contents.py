@@ -26,7 +26,7 @@ def digest(command: str, reads: Iterable[str], root: Path = ROOT) -> str:
 
 
 def closure(files: Iterable[Path], root: Path = ROOT) -> set[Path]:
-    """Return the files with all modules of this repository that they import, and YAML files next to modules."""
+    """Return the files, all modules of this repository that they import, and the YAML files next to these modules."""
     found: set[Path] = set()
     waiting = list(files)
     while waiting:

@@ -18,13 +18,13 @@ LEFT_OUT = {"case", "versions", "nvidia-smi", "python", "threads", "shape", "gpu
 """Keys of results that the tables leave out."""
 ResultLine = dict[str, Any]
 Results = Mapping[str, Sequence[ResultLine]]
-"""The finished lines of a part's runs, by the name of the run."""
+"""Name of a run -> its finished lines, for all runs of a part."""
 
 
 def results_of(item: Item) -> list[ResultLine]:
-    """Return the finished lines of a run. For pytest's report, these are the numbers of tests by outcome."""
+    """Return the finished lines of a run. If pytest ran, return one line with the number of tests by outcome."""
     if item.results.is_file() and item.results.read_bytes()[:1] == b"<":
-        with contextlib.suppress(ElementTree.ParseError):  # a kill cut the report off
+        with contextlib.suppress(ElementTree.ParseError):  # incomplete, because pytest was killed
             if tests := list(ElementTree.fromstring(item.results.read_text(errors="replace")).iter("testcase")):
                 return [_junit(tests)]
     lines = [line for line in read_lines(item.results) if line.get("status") != "started"]
@@ -89,7 +89,7 @@ def _step(results: Results) -> str:
 
 
 def _ratios(results: Results) -> str:
-    """Return the ratios at the longest length of each pair of sides. A side is not compared with itself."""
+    """Return the ratio of each method and backend to its base, at the longest length. A base has no ratio to itself."""
     lines = [line for each in results.values() for line in each if "ratio" in line]
     longest = {}
     for line in sorted(lines, key=lambda line: line["length"]):
@@ -166,7 +166,7 @@ def _state(records: Mapping[str, ItemRecord], group: Sequence[Item]) -> str:
 
 
 def outdated(item: Item, record: ItemRecord, machine: Mapping[str, Any]) -> str:
-    """Return how the GPU, the libraries and the code of a record differ from the present ones; empty if they do not."""
+    """Return how the GPU, the libraries and the code of a record differ from the present ones; empty if none does."""
     then, now = record.get("identity"), identity(item, machine)
     if then is None:
         return ""

@@ -58,7 +58,7 @@ PATHS: dict[str, dict[str, Any]] = {
 }
 """Names of default paths -> keys. Methods that this version does not declare are left out."""
 FLOOR = 5e-3
-"""Errors below this do not count: one number, such as the loss, may be exact on the CPU by chance."""
+"""A part of every limit, because a single number, such as the loss, may be exact on the CPU by chance."""
 
 
 def results(model: LanguageModelLoss, samples: Tensor, documents: Tensor | None) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The plans of the GPU report: the most useful answers come first. Each part has processes with limits.
+"""The plans of the GPU report: the most useful answers come first. Each part has processes with time limits.
 
 This file imports neither PyTorch nor the package, so that a plan can be printed anywhere.
 """
@@ -119,7 +119,7 @@ ONE_GPU: dict[str, PlanPart] = {
         },
     ),
 }
-"""One GPU, 29 minutes."""
+"""The plan for one GPU, with limits of 29 minutes in total."""
 
 
 LONGER = "seq_length=2048 max_position_embeddings=2048"
@@ -127,8 +127,8 @@ CHANGED_TESTS = " ".join(
     f"tests/gpu/test_{name}_cuda.py" for name in ("passes", "decoding", "merge", "head", "operands")
 )
 OTHER_TESTS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("triton", "attention", "lengths"))
-"""The files of the GPU tests. First come those that failed on a GPU and were then changed, and those that were added
-since."""
+"""The files of the GPU tests. Those in `CHANGED_TESTS` run first: they failed on a GPU and were then changed, or they
+were added since."""
 
 FIRST: dict[str, PlanPart] = {
     "step": PlanPart(
@@ -174,8 +174,8 @@ FIRST: dict[str, PlanPart] = {
         },
     ),
 }
-"""One GPU, one call: the most important measurements, in less than nine minutes. Models take turns, so that the two
-sides of a ratio are from one run.
+"""The plan of one call for one GPU: the most important measurements, in at most nine minutes. Models take turns, so
+that both sides of a ratio come from the same run.
 """
 
 
@@ -193,7 +193,9 @@ EIGHT_GPUS: dict[str, PlanPart] = {
     "elastic": PlanPart("Does a checkpoint of 8 ranks resume on 4?", {"four": _ranks("elastic", 180)}),
     "one_gpu": PlanPart("Are the losses those of one GPU?", {"one": _ranks("one_gpu", 240)}),
 }
-"""Eight GPUs, 15 minutes. Every run trains the same small number of steps on the built-in corpus."""
+"""The plan for eight GPUs, with limits of 15 minutes in total. Every run trains the same small number of steps on the
+built-in corpus.
+"""
 
 STAND_IN = {
     "tools/gpu/smoke.py": "--without-values",
@@ -210,4 +212,4 @@ values are compared and pytest only collects the tests. The other options save t
 """
 
 PLANS = {1: ONE_GPU, 8: EIGHT_GPUS}
-"""The whole plan by the number of GPUs. `FIRST` is a shorter plan for one GPU."""
+"""Number of GPUs -> the whole plan. `FIRST` is a shorter plan for one GPU."""

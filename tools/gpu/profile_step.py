@@ -78,7 +78,7 @@ def slowest(kernels: Sequence[Ran], steps: int) -> list[dict[str, Any]]:
 
 
 def recorded(call: Any) -> list[Ran]:
-    """Return what ran on the device during a call."""
+    """Return the kernels and copies that ran on the device during a call."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()

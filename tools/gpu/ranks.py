@@ -1,4 +1,4 @@
-"""Check whole training runs: resuming after a kill, several GPUs, and NCCL's collectives.
+"""Check whole training runs: a killed run that resumes, several GPUs, and NCCL's collectives.
 
     python tools/gpu/ranks.py --check resume --folder results/gpu/resume --output FILE.jsonl
     python tools/gpu/ranks.py --check speed --ranks 8 --folder results/gpu/speed --output FILE.jsonl
@@ -35,7 +35,7 @@ SAVED = 9
 BATCH = 128
 """Samples in a step, the same for any number of ranks."""
 ROUNDING = 5e-3
-"""Largest relative difference between losses if bfloat16 gradients were summed in different orders."""
+"""Largest allowed relative difference between losses if bfloat16 gradients were summed in different orders."""
 WAIT = 170.0
 """Seconds to wait for a step before a run counts as blocked."""
 Arguments = argparse.Namespace
@@ -97,7 +97,7 @@ def rate(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def same_bits(one: Losses, other: Losses) -> None:
-    """Raise an AssertionError that names the first step with another loss."""
+    """Raise an AssertionError if losses differ. It names the first step at which they do."""
     assert one.keys() == other.keys(), f"steps {sorted(one.keys() ^ other.keys())} are only in one run"
     different = [step for step in sorted(one) if one[step] != other[step]]
     assert not different, f"step {different[0]}: loss {one[different[0]]!r} and {other[different[0]]!r}"
@@ -153,7 +153,7 @@ def _wait_for(save: Path, step: int, process: subprocess.Popen[bytes]) -> int:
 
 
 def speed(options: Arguments) -> dict[str, Any]:
-    """Measure ZeRO 1 with overlapped reductions."""
+    """Measure the speed of ZeRO 1 with overlapped reductions."""
     return rate(train(options, "speed", options.ranks)) | {"ranks": options.ranks}
 
 
@@ -177,7 +177,7 @@ def elastic(options: Arguments) -> dict[str, Any]:
 
 
 def one_gpu(options: Arguments) -> dict[str, Any]:
-    """Compare all ranks with one rank that computes the same batches."""
+    """Compare the losses of all ranks with those of one rank that computes the same batches."""
     many = losses(train(options, "many", options.ranks))
     return {"difference": nearly(losses(train(options, "one", 1)), many), "last_loss": many[max(many)]}
 

@@ -1,7 +1,7 @@
-"""Run the processes of a plan one after the other, each within its limit, and record each at once.
+"""Run the processes of a plan one after the other, each within its time limit, and write a record of each.
 
-A run has three files in the output folder: PART.RUN.json (its record), PART.RUN.log (its output, written by the process
-itself) and PART.RUN.jsonl (its results, a line as soon as it is measured).
+A run has three files in the output folder: PART.RUN.json (its record), PART.RUN.log (its output) and PART.RUN.jsonl
+(its results). The process itself writes the log, and writes each result as soon as it is measured.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from tools.gpu.plans import PlanPart, Run
 ItemRecord = dict[str, Any]
 DONE, RUNNING, FAILED, LATE, MISSING = "done", "running", "failed", "ended at its limit", "not run"
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Variables that tell PyTorch and Triton where compiled kernels are. Their folders are below the output folder, so that
-a run that continues does not compile again.
+"""Environment variable -> name of a folder for compiled kernels, below the output folder. A resumed run finds them
+there and does not compile them again.
 """
 LOCAL = ("*.so", "*.best_config")
 """Files in these folders that fit only the machine that wrote them: libraries built for its C library, and choices of
@@ -37,7 +37,7 @@ the kernels that were fastest there.
 
 
 class Item(NamedTuple):
-    """A run of a part, with the place of its files (without their suffixes)."""
+    """A run of a part. `place` is the path of its files without their suffixes."""
 
     part: str
     name: str
@@ -76,7 +76,7 @@ def items(plan: Mapping[str, PlanPart], output: Path) -> list[Item]:
 
 
 def read_record(item: Item) -> ItemRecord:
-    """Return the record of a run; empty if there is no valid one."""
+    """Return the record of a run; empty if no valid record exists."""
     try:
         return dict(json.loads(item.record.read_text()))
     except (OSError, TypeError, ValueError):
@@ -114,7 +114,7 @@ def missing_packages(run: Run) -> list[str]:
 def execute(item: Item, here: Mapping[str, Any]) -> ItemRecord:
     """Run a process within its limit, and return its record, which is written before and after the process runs.
 
-    If a kill or the limit ended an earlier process of the same code, its results are kept, and the new process
+    If an earlier process of the same code was killed or reached its limit, its results are kept, and the new process
     continues after them. If a signal ends a process in a case, for example because the driver crashed, the process is
     started again for the other cases.
     """
@@ -160,7 +160,7 @@ def _process(item: Item, record: ItemRecord, log: IO[str], seconds: float) -> in
     except subprocess.TimeoutExpired:
         return None
     finally:
-        end = end_tree if process.poll() is None else end_group  # another process may have the number of one that ended
+        end = end_tree if process.poll() is None else end_group  # an ended process's number may be in use again
         end(process.pid)
         process.wait()
 
@@ -178,7 +178,7 @@ def carry_caches(source: Path, output: Path) -> None:
     """
     target, partial = output / "cache", output / "cache.part"
     if source.is_dir() and not target.exists():
-        shutil.rmtree(partial, ignore_errors=True)  # of a call that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by a call that was killed
         shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*LOCAL))
         partial.rename(target)
 

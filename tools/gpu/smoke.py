@@ -47,11 +47,11 @@ ATTENTION: dict[str, tuple[str, Case]] = {
         for size in (128, 80, 256, 32)
     },
 }
-"""Backends and their kernels, those of the default configurations first."""
+"""Name -> backend and case. The kernels of the default configurations come first."""
 OPERANDS = [(form, *size) for size in ((64, 64), (16, 64), (20, 80)) for form in ("coca", "rotary", "coca_strict")]
-"""Form, rotated features and head_dim: with all features rotated, and with features after the rotary block."""
+"""(score form, rotated features, head_dim). In some cases, features after the rotary block are not rotated."""
 POLAR = {"PoPE": ("softplus", 1, 1, True), "CoCA-Strict with angles": ("relu_mean", 2, 2, True)}
-"""Magnitude, power, features per frequency, and constant angles."""
+"""Name -> (magnitude, power, features per frequency, whether there are constant angles)."""
 LOSSES = {
     "loss head": HeadCase(1000, 64, 50304, 512),
     "loss head, odd vocabulary": HeadCase(300, 64, 5025, 128),
@@ -61,7 +61,7 @@ SMALL = {"loss head": HeadCase(60, 16, 300, 16), "loss head, odd vocabulary": He
 
 
 def adamw(device: str, values: bool) -> None:
-    """PyTorch's fused AdamW, which updates the float32 weights."""
+    """Run PyTorch's fused AdamW, which updates the float32 weights, and compare the weights with those on the CPU."""
     torch.manual_seed(0)
     weights = [torch.randn(1000, 33, device=each, requires_grad=True) for each in ("cpu", device)]
     with torch.no_grad():

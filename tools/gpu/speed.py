@@ -1,4 +1,4 @@
-"""Time position methods and attention backends of the 350M model, and write a JSON line for each at once.
+"""Time position methods and attention backends of the 350M model, and write each result as a JSON line at once.
 
     python tools/gpu/speed.py --output FILE.jsonl --kind "layer forward+backward" --lengths 512 2048
     python tools/gpu/speed.py --output FILE.jsonl --backends --lengths 2048
@@ -6,9 +6,9 @@
     python tools/gpu/speed.py --output FILE.jsonl --graphs --lengths 2048 --methods rotary coca rerope
 
 `--kind` compares methods with rotary, `--backends` compares the backends that `auto` could choose for a method,
-`--packed` compares the kernels for packed documents, and `--graphs` compares decoding in a CUDA graph, with fixed
-shapes, with decoding with a growing cache. In every round each side makes one call. A case that runs out of memory is
-recorded, and the others continue.
+`--packed` compares the kernels for packed documents, and `--graphs` compares two ways of decoding: with fixed shapes in
+a CUDA graph, and with a growing cache. In every round, each side makes one call. If a case runs out of memory, this is
+recorded, and the other cases continue.
 """
 
 import argparse
@@ -68,14 +68,14 @@ CANDIDATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "coca": ({"pos_emb": "coca"}, ("sdpa", "triton", "flex")),
     "pope": ({"pos_emb": "pope"}, ("sdpa", "triton")),
 }
-"""For each method, its keys and its backends. The first backend is the base of the others' ratios."""
+"""For each method, its keys and its backends. The first backend is the base of all ratios."""
 TOKENS = 65536
 ROWS = 8
 """Maximum number of tokens and of rows in one call."""
 DOCUMENT = 300
 """Mean number of tokens of a packed document."""
 ERROR = 0.02
-"""Largest relative difference between two kernels for packed documents in half precision."""
+"""Largest allowed relative difference between two kernels for packed documents in half precision."""
 
 
 def available(keys: dict[str, Any]) -> bool:
@@ -84,7 +84,7 @@ def available(keys: dict[str, Any]) -> bool:
 
 
 class Setting:
-    """The models of one kind of work, all with the weights of the first, on one device."""
+    """The models of one kind of work, on one device. All models share the weights of the first one."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.device, self.dtype = options.device, getattr(torch, options.dtype)
@@ -130,7 +130,7 @@ def pair(
 
 
 def static_decode(model: GPT, length: int) -> Workload:
-    """Decode tokens one by one after `length` cached tokens, with fixed shapes. The first call captures the graph."""
+    """Return the work of decoding with fixed shapes after `length` cached tokens. Its first call captures the graph."""
     model.eval()
     total = length + DECODED
     cache, ids = model.new_cache(length=total, capacity=total), token_ids(model, length + 1, 1)
@@ -168,7 +168,7 @@ def graphs(setting: Setting, length: int, rounds: int, name: str) -> dict[str, A
 
 
 def varlen(inputs: AttentionInputs) -> Tensor:
-    """PyTorch's FlashAttention for documents of any lengths, one after the other, in one call."""
+    """Compute attention in consecutive documents of any lengths, with one call of PyTorch's FlashAttention."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert inputs.documents is not None
@@ -185,14 +185,14 @@ PACKED: dict[str, Callable[[AttentionInputs], Tensor]] = {
     **{name: BACKENDS[name].attend for name in ("sdpa", "flex", "triton")},
     "varlen": varlen,
 }
-"""Kernels for packed documents; the first is the base of the ratios, and its values are the expected ones."""
+"""Kernels for packed documents. The first is the base of the ratios. Its output and gradients are the expected ones."""
 
 
 def packed(setting: Setting, length: int, rounds: int, name: str, values: bool) -> dict[str, Any]:
     """Time attention over packed documents beside one call per document, forward and backward.
 
     Raises:
-        AssertionError: the output or a gradient differs from the base.
+        AssertionError: the output or a gradient differs too much from the base.
     """
     rows, device = max(1, min(ROWS, TOKENS // length)), setting.device
     ids = (torch.rand(rows, length, generator=torch.Generator().manual_seed(length)) < 1 / DOCUMENT).cumsum(1)

@@ -65,7 +65,7 @@ that spills registers is slow.
 BATCH_TOKENS = 16384
 HEADS = 16
 ERROR = 0.02
-"""Largest relative difference of gradients from those of the present launch, in half precision."""
+"""Largest allowed relative difference of gradients from those of the present launch, in half precision."""
 GAIN = 0.03
 """Share of its time that a launch must save to replace the present one."""
 
@@ -110,7 +110,7 @@ def measure(problem: Problem, kernel: str, launch: Launch, rounds: int, values: 
     """Time a launch beside the present one.
 
     Raises:
-        AssertionError: a gradient differs.
+        AssertionError: a gradient differs too much from that of the present launch.
     """
     present = getattr(problem.present, kernel)
     for own, other in zip(problem.gradients(kernel, launch), problem.gradients(kernel, present), strict=True):
@@ -182,7 +182,7 @@ def compile_all(arguments: Sequence[str], count: int) -> None:
     command = [sys.executable, str(Path(__file__).resolve()), *arguments]
     children = [subprocess.Popen([*command, "--compile", f"{index}/{count}"]) for index in range(count)]
     for child in children:
-        child.wait()  # what fails here fails again, and is recorded, when it is timed
+        child.wait()  # a candidate that fails here fails again when it is timed, and is then recorded
 
 
 def calls(options: argparse.Namespace) -> Iterator[tuple[str, int, int, str, Launch]]:
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192], help="tokens (default: %(default)s)")
     parser.add_argument("--head-dim", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=8, help="counted measurements (default: %(default)s)")
-    parser.add_argument("--candidates", type=int, metavar="N", help="only the first N of each kernel")
+    parser.add_argument("--candidates", type=int, metavar="N", help="only the first N launches of each kernel")
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--without-values", action="store_true", help="compare no values")
