@@ -57,7 +57,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         num_heads=model.num_attention_heads,
         head_dim=model.head_dim,
         training_length=model.seq_length,
-        bias=make_bias(model.num_attention_heads, model.head_dim, options["pos_emb"]) if make_bias else BiasSource(),
+        bias=make_bias(model.num_attention_heads, model.head_dim, of_embedding) if make_bias else BiasSource(),
         clex=_clex(position, model) if position.extension.learned else None,
         bands=UNMAPPED if distances is not None and distances.training_only else bands,
         trained_bands=bands,
@@ -225,7 +225,7 @@ def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
 
 def uncapped(name: str, needs: Needs) -> str | None:
     """Return None, or the reason why the backend cannot cap the model's scores."""
-    return None if needs.softcap is None or DECLARED[name].caps else "its kernels have no attn_logit_softcapping"
+    return None if needs.softcap is None or DECLARED[name].caps else "it has no attn_logit_softcapping"
 
 
 def without_sinks(name: str, needs: Needs) -> str | None:

@@ -139,7 +139,7 @@ class Case:
             RelativeMap(**relative) if relative else None,
             self._factors(),
             TRAINING_LENGTH,
-            learned,
+            {**learned, **self.options},
             ids,
             polar=self._polar(learned),
         )

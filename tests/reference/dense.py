@@ -125,6 +125,7 @@ def attention(
     positions = positions.double().reshape(-1, k.shape[2])
     pairs = lay_out(positions, q.shape[2], setting)
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(groups, 1), v.to(dtype).repeat_interleave(groups, 1)
+    assert name in SCORES, f"{name}: the oracle has no formula; add it to SCORES or BIASES in tests/reference/dense.py"
     if setting.polar is None:
         scores = SCORES[name](q, k, theta.double(), pairs, setting.multiplier) / math.sqrt(head_dim)
     else:

@@ -251,8 +251,8 @@ def test_every_choice_is_covered(tmp_path: Path) -> None:
     declared = {key: set(rows) for key, rows in tables["CHOICES"].items()}
     assert declared == {key: set(rows) for key, rows in methods.TABLES.items()}
     assert {keys.get("pos_emb") for keys in CASES.values()} >= EXPORTED
-    assert declared["rope_scaling"] == {*EXTENSIONS, "default"}
-    assert declared["relative_positions"] == set(MAPS)
+    assert declared["rope_scaling"] == {*EXTENSIONS, "default"}, "add a case to EXTENSIONS"
+    assert declared["relative_positions"] == set(MAPS), "add a case to MAPS"
     used = {key: {keys.get(key, "") for keys in BLOCKS.values()} for key in ("norm", "activation")}
     assert set(tables["NORMS"]) - {"layernorm"} <= used["norm"] and set(tables["NORMS"]) == set(get_args(Norm))
     activations = tables["UNGATED"] | tables["GATED"] | tables["LEARNED"]

@@ -68,7 +68,8 @@ def test_its_formulas_are_the_sources(tmp_path: Path) -> None:
     """Each row of a table is a function whose source is in the file, word by word."""
     text, names = modelling_file(), names_in_the_file(tmp_path)
     tables = (frequencies.EXTENSIONS, distance_maps.DISTANCE_MAPS, logit_scalings.LOGIT_SCALINGS)
-    for compute in (compute for table in tables for compute in table.values()):
+    written = [compute for table in tables for compute in table.values()]
+    for compute in (each for each in written if each.__name__ != "<lambda>"):  # which the table itself contains
         source = Path(compute.__code__.co_filename).read_text()
         assert ast.unparse(_definition(text, compute.__name__)) == ast.unparse(_definition(source, compute.__name__))
     ours = {"SCORE_FORMS": forms.SCORE_FORMS, "BIASES": bias.BIASES, "LOGIT_SCALINGS": logit_scalings.LOGIT_SCALINGS}

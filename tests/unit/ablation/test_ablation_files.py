@@ -193,10 +193,13 @@ def test_every_pattern_of_layers_is_measured() -> None:
     assert any("rotary_emb_base" in text for text in entries)
 
 
+ADD = "add a file in configs/extend/ to configs/ablations/extensions.yml, and correct the counts in docs/ablations.md"
+
+
 def test_every_extension_and_map_is_measured() -> None:
     found = models(ROOT / "configs/ablations/extensions.yml", "small")
     positions = [config.position for _, variants in found.values() for config in variants.values()]
     scaled = {each.rope_scaling.rope_type for each in positions if each.rope_scaling}
-    assert scaled == set(methods.names("rope_scaling", compute=None)) - {"default", "longrope", "proportional"}
+    assert scaled == set(methods.names("rope_scaling", compute=None)) - {"default", "longrope", "proportional"}, ADD
     mapped = {each.relative_positions.type for each in positions if each.relative_positions}
-    assert mapped == set(methods.names("relative_positions", compute=None)) - {"inv_leaky_rerope"}
+    assert mapped == set(methods.names("relative_positions", compute=None)) - {"inv_leaky_rerope"}, ADD

@@ -90,6 +90,20 @@ def test_frequencies_of_ones_own() -> None:
     torch.testing.assert_close(rotary.inverse_frequencies(9), 0.1 * 4.0 ** (-torch.arange(4, dtype=torch.float64) / 4))
 
 
+def test_a_bias_of_ones_own_gets_the_defaults_of_its_options() -> None:
+    before, given = dict(methods.TABLES["pos_emb"]), []
+    slope = methods.Option("slope", "positive", "Slope.", default=2.0)
+    declared = methods.PositionEmbedding("steep", "steep", "here", bias="-s r", biased=True, options=(slope,))
+    try:
+        register(declared, lambda heads, width, options: given.append(options) or BiasSource())
+        for keys in ({}, {"pos_emb_options": {"slope": 3.0}}):
+            build_model(load_config([], SHAPE | {"pos_emb": "steep"} | keys))
+    finally:
+        methods.TABLES["pos_emb"].clear()
+        methods.TABLES["pos_emb"].update(before)
+    assert given == [{"slope": 2.0}, {"slope": 3.0}]
+
+
 def test_a_gate_of_ones_own() -> None:
     """A gate that is always 1/2 lowers scores by ln 2 for every token between, which is ALiBi with one slope."""
     before = dict(methods.TABLES["forgetting_gate"])

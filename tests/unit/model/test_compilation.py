@@ -123,7 +123,7 @@ def test_layers_that_differ_are_a_graph_for_each_type() -> None:
 
 
 def test_every_backend_is_traced_or_an_error() -> None:
-    assert set(CASES) | set(compilation.UNCOMPILED) == set(BACKENDS)
+    assert set(CASES) | set(compilation.UNCOMPILED) == set(BACKENDS), "add a case to CASES, or uncompiled to the row"
     for backend in compilation.UNCOMPILED:
         reason = compilation.reason_not_compiled(configured(), backend, "cuda")
         assert reason is not None and reason.startswith(f"attention_backend {backend}: ")

@@ -139,8 +139,8 @@ DIVIDED_BY_FOUR = {"linear", "ntk_fixed", "ntk_mixed", "longrope", "proportional
 def test_a_rotary_dimension_of_two_has_one_frequency_which_a_new_base_keeps(rope_type: str) -> None:
     scaling = chosen(rope_type, factor=4.0, target_length=128, short_factor=(2.0,), long_factor=(4.0,), proportion=1.0)
     theta = Rotary(2, 1e4, 16, scaling).inverse_frequencies(64)
-    blended = RAMPED_AT_TWO.get(rope_type)
-    assert theta.tolist() == pytest.approx([blended or (0.25 if rope_type in DIVIDED_BY_FOUR else 1.0)], rel=1e-15)
+    expected = RAMPED_AT_TWO.get(rope_type, 0.25 if rope_type in DIVIDED_BY_FOUR else 1.0)
+    assert theta.tolist() == pytest.approx([expected], rel=1e-15), "correct, or add to the two tables above"
 
 
 @pytest.mark.parametrize("rope_type", EXTENSIONS)
