@@ -44,6 +44,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
     rotated = int(model.head_dim * position.rotary_pct)
     magnitudes = form.operand_features * rotated // 2
     make_bias = embedding.compute or BIASES[embedding.name] if embedding.biased else None
+    bias_options = options["pos_emb"] | of_embedding  # values of the model too, as rpe_num_buckets
     bands: tuple[Band, ...] = UNMAPPED
     if position.sliding_window_width is not None:
         bands = (Band(high=position.sliding_window_width + 1),)
@@ -57,7 +58,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         num_heads=model.num_attention_heads,
         head_dim=model.head_dim,
         training_length=model.seq_length,
-        bias=make_bias(model.num_attention_heads, model.head_dim, of_embedding) if make_bias else BiasSource(),
+        bias=make_bias(model.num_attention_heads, model.head_dim, bias_options) if make_bias else BiasSource(),
         clex=_clex(position, model) if position.extension.learned else None,
         bands=UNMAPPED if distances is not None and distances.training_only else bands,
         trained_bands=bands,

@@ -52,7 +52,7 @@ class FlexBackend:
         if needs.bias in PAIRWISE:
             return f"it supports only biases of the distance, but {needs.bias} also depends on the query's position"
         if needs.gates:
-            return "it is compiled for each length, but forgetting gates need one call per query block"
+            return "it is compiled anew for each length, and forgetting gates need a call per query block"
         return missing_einsum()
 
     def attend(self, inputs: AttentionInputs) -> Tensor:

@@ -18,8 +18,8 @@ from megatron_coca.text_generation import Continuation, TextGenerator
 ChatMessage = dict[str, str]
 
 SIGN = "> "
-WAITING = "Type a prompt and press Enter. Ctrl-C stops a continuation, Ctrl-D ends."
-WAITING_IN_CHAT = "Type a message and press Enter. Ctrl-C stops an answer, Ctrl-D ends the conversation."
+WAITING = "Type a prompt and press Enter. Ctrl-C stops the current continuation; Ctrl-D quits."
+WAITING_IN_CHAT = "Type a message and press Enter. Ctrl-C stops the current answer; Ctrl-D quits."
 
 
 def answer_typed(generator: TextGenerator, args: Namespace, sampling: Sampling, options: dict[str, Any]) -> None:

@@ -208,8 +208,8 @@ class Fields:
                 yield document
 
     def columns(self, names: Sequence[str], place: str) -> list[str]:
-        """Return the required columns of a table with the columns `names`. Raises `DataError` if no column contains the
-        text or the messages.
+        """Return the columns that are required in a table whose columns are `names`. Raises `DataError` if no
+        column contains the text or the messages.
         """
         needed = [self._content, "key", "repository"]
         needed += ["tools", "system"] if self._content == "messages" else []

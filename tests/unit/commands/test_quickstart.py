@@ -60,7 +60,7 @@ def test_the_cores_that_children_used() -> None:
     began = os.times()
     subprocess.run([sys.executable, "-S", "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
     seconds, cores = quickstart.used_since(began)
-    assert 0.3 <= seconds * cores < 1 and cores <= 1.1
+    assert 0.25 < seconds * cores < 1 and cores <= 1.1  # the system counts hundredths of seconds
 
 
 def test_a_shortened_run_is_killed_midway_and_keeps_its_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_bias_of_ones_own_gets_the_defaults_of_its_options() -> None:
     finally:
         methods.TABLES["pos_emb"].clear()
         methods.TABLES["pos_emb"].update(before)
-    assert given == [{"slope": 2.0}, {"slope": 3.0}]
+    assert [options["slope"] for options in given] == [2.0, 3.0]
 
 
 def test_a_gate_of_ones_own() -> None:
