@@ -126,7 +126,7 @@ def attention(
     pairs = lay_out(positions, q.shape[2], setting)
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(groups, 1), v.to(dtype).repeat_interleave(groups, 1)
     if setting.polar is None:
-        assert name in SCORES, f"{name}: the oracle has no formula; add it to SCORES or BIASES in tests/reference/dense.py"
+        assert name in SCORES, f"{name}: the oracle has no formula; add it to SCORES or BIASES of dense.py"
         scores = SCORES[name](q, k, theta.double(), pairs, setting.multiplier) / math.sqrt(head_dim)
     else:
         scores = _polar_scores(q, k, theta.double(), pairs, setting.multiplier, setting.polar) / math.sqrt(head_dim)
