@@ -159,6 +159,7 @@ NOT_RUN = {
     "python tools/bench_prepare.py --tables": "reads measurements; test_bench_prepare.py computes the tables",
     "python tools/bench_prepare.py": TIMED,
     "python tools/bench_train.py": TIMED,
+    "OMP_NUM_THREADS=1 python tools/bench_train.py": TIMED,
     "python tools/gpu/sweep.py": "needs a GPU, or its results",
     "python tools/bench_methods.py": "times two methods side by side, for minutes",
     "python tools/bench_evaluation.py": "times SmolLM2 beside transformers, for minutes",

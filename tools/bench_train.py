@@ -55,6 +55,7 @@ ENGINES = {
     "deepspeed": ("engine=deepspeed",),
     "native": ("engine=native",),
     "graphs": ("engine=native", "cuda_graphs=true"),
+    "muon": ("engine=native", "optimizer.type=Muon"),
 }
 """Value of --engines -> its configuration keys."""
 RATE = 1e-4
@@ -105,7 +106,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
     methods = "values of pos_emb; with no value, only the peer is measured"
     parser.add_argument("--methods", nargs="*", default=["rotary", "coca"], help=methods)
-    engines = "engines for every method (default: that of the configuration); graphs: native with cuda_graphs"
+    engines = "engines for every method (default: that of the configuration); graphs: native with cuda_graphs; muon: "
+    engines += "native with Muon"
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=[None], help=engines)
     parser.add_argument("--peer", choices=PEERS, help="also measure this implementation, and report ratios to it")
     parser.add_argument("--seconds", type=float, metavar="S", help="begin no round after this time (at least 3 rounds)")

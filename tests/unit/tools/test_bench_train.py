@@ -178,9 +178,9 @@ def test_the_command_compares_engines(tmp_path: Path) -> None:
     root, output = Path(__file__).parents[3], tmp_path / "train.jsonl"
     keys = [f"{name}={json.dumps(value)}" for name, value in SHAPE.items()] + ["optimizer.params.lr=1e-3"]
     command = [sys.executable, str(root / "tools/bench_train.py"), *keys, "--rounds", "3", "--output", str(output)]
-    options = ["--methods", "coca", "--engines", "deepspeed", "native"]
+    options = ["--methods", "coca", "--engines", "deepspeed", "native", "muon"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [line["method"] for line in records] == ["coca, deepspeed", "coca, native"]
+    assert [line["method"] for line in records] == ["coca, deepspeed", "coca, native", "coca, muon"]
     assert records[1]["ratio_to"] == "coca, deepspeed"
