@@ -124,8 +124,7 @@ def _add_tokenizer_options(add: Callable[..., object]) -> None:
 
 
 def _add_record_options(add: Callable[..., object]) -> None:
-    reader = "reader of the input: files, source code in repositories, or data sets of Hugging Face (files)"
-    add("--reader", choices=list(READERS), help=reader)
+    add("--reader", choices=list(READERS), help="reader of the input; docs/data.md describes them (files)")
     add("--text-field", help="record field that contains the text (text)")
     chats = "read the records as chats; compute the loss on all answers, on the last answer, or on all tokens"
     add("--messages", choices=["answers", "last", "all"], help=chats)

@@ -24,7 +24,7 @@ from megatron_coca.data.readers.folders import (
     unread_reason,
 )
 from megatron_coca.data.readers.remote import local_input, remote_unit
-from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
+from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
 from megatron_coca.support.remote_files import is_url
 
@@ -47,11 +47,12 @@ class FileReader(Reader):
 
     The payload of a chunk is a tuple of `TypedChunk` with about `block` bytes of records in total. It has one
     `TypedChunk` for a large file, or many for the small files in an archive. Raises `DataError` if `fields` or
-    `documents` of `spec` has an unknown value, or if `spec` has a key that this reader does not use.
+    `documents` of `spec` has an unknown value.
     """
 
+    uses = frozenset(("fields", "documents", "sets", "divide", "messages"))
+
     def __init__(self, spec: SourceSpec, block: int = BLOCK) -> None:
-        check_keys(spec, "files")
         if spec.documents not in TEXT_FORMATS:
             raise DataError(f"{spec.name}: documents: must be one of {', '.join(TEXT_FORMATS)}, not {spec.documents!r}")
         self.spec, self._block, self.fields = spec, block, Fields(spec)

@@ -13,7 +13,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.columnar_files import packed
 from megatron_coca.data.readers.files import FileReader, TypedChunk, file_unit
 from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset, kind_of, saved_splits
-from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
+from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec
 from megatron_coca.data.readers.streams import BLOCK
 from megatron_coca.support.regular_files import inside
 
@@ -30,12 +30,13 @@ class HuggingFaceReader(Reader):
     `spec.paths` are folders that `save_to_disk` wrote, other data files or folders, or names of data sets on the Hub.
     The Arrow files from `save_to_disk` are read directly. All other data is streamed without a copy in the cache of the
     library. `spec.options` are the `name` of the data set's configuration, the `split` (default: train) and the
-    `revision` on the Hub. Raises `DataError` for an unknown option, for a key that this reader does not use, and for
-    the other reasons that `FileReader` lists.
+    `revision` on the Hub. Raises `DataError` for an unknown option, and for the other reasons that
+    `FileReader` lists.
     """
 
+    uses = frozenset(("fields", "sets", "divide", "options", "messages"))
+
     def __init__(self, spec: SourceSpec) -> None:
-        check_keys(spec, "huggingface")
         if unknown := sorted(set(spec.options) - set(OPTIONS)):
             raise DataError(
                 f"{spec.name}: unknown options {unknown} for the reader huggingface; supported options: "

@@ -36,7 +36,6 @@ from megatron_coca.data.readers.source import (
     ReadUnit,
     RejectedRecord,
     SourceSpec,
-    check_keys,
     printable,
 )
 from megatron_coca.data.readers.streams import BYTE_ORDER_MARK, decode
@@ -66,11 +65,12 @@ class RepositoryReader(Reader):
 
     The key of a document is its repository, so that each repository is in a single split. The number of stars is looked
     up in `spec.metadata` by the repository's name (case-insensitive). Raises `DataError` if a filter needs stars but
-    there is no metadata, if a filter names an unknown language, or if `spec` has a key that this reader does not use.
+    there is no metadata, or if a filter names an unknown language.
     """
 
+    uses = frozenset(("metadata",))
+
     def __init__(self, spec: SourceSpec) -> None:
-        check_keys(spec, "repositories")
         known = {language.lower() for language in LANGUAGES}
         for name in spec.filters.languages:
             if name.lower() not in known:

@@ -272,30 +272,6 @@ class SourceSpec:
         return self.max_record_mib << 20
 
 
-KEY_READERS: dict[str, tuple[str, ...]] = {
-    "fields": ("files", "huggingface"),
-    "documents": ("files",),
-    "sets": ("files", "huggingface"),
-    "divide": ("files", "huggingface"),
-    "metadata": ("repositories",),
-    "options": ("huggingface",),
-    "messages": ("files", "huggingface"),
-}
-"""Maps each key of a `SourceSpec` that only some readers use to the names of these readers."""
-
-
-def check_keys(spec: SourceSpec, reader: str) -> None:
-    """Raise `DataError` for a key that is set although `reader` does not use it."""
-    unset = SourceSpec(spec.name, spec.paths)
-    for key, readers in KEY_READERS.items():
-        given = getattr(spec, key)
-        if reader not in readers and given and given != getattr(unset, key):
-            raise DataError(
-                f"{spec.name}: the reader {reader} does not use {key}; remove {key}, or use the reader "
-                f"{' or '.join(readers)}"
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class ReadUnit:
     """A file, a repository or a data set that is read from beginning to end.
@@ -330,7 +306,18 @@ class Chunk:
 
 
 class Reader(ABC):
-    """Reads the units of a `SourceSpec`. A reader can be pickled."""
+    """Reads the units of a `SourceSpec`. A reader can be pickled.
+
+    Attributes:
+        uses: the keys of a `SourceSpec` that this reader uses, but not every reader. `open_reader` rejects a spec with
+            a key that only other readers use.
+    """
+
+    uses: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def __init__(self, spec: SourceSpec) -> None:
+        """Prepare to read. Raises `DataError` for an unusable value in `spec`."""
 
     @abstractmethod
     def units(self) -> list[ReadUnit]:

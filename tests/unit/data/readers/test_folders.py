@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers import corpus_files
+from megatron_coca.data.readers import corpus_files, open_reader
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.readers.folders import FileKind, kind_of
 from megatron_coca.data.readers.source import SourceSpec, is_utf8
@@ -129,7 +129,7 @@ def test_a_dangling_link_that_is_named_is_an_error(tmp_path: Path) -> None:
 )
 def test_unused_keys_are_errors(tmp_path: Path, key: str, value: object, remedy: str) -> None:
     with pytest.raises(DataError, match=f"s: the reader files does not use {key}; remove {key}, or {remedy}"):
-        FileReader(SourceSpec("s", [tmp_path], **{key: value}))  # type: ignore[arg-type]
+        open_reader(SourceSpec("s", [tmp_path], **{key: value}))  # type: ignore[arg-type]
 
 
 def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

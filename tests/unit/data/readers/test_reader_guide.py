@@ -15,7 +15,6 @@ from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.preparation.preparation_plan import Execution
 from megatron_coca.data.preparation.recipe import Recipe, read_recipe
 from megatron_coca.data.readers import READERS
-from megatron_coca.data.readers.source import KEY_READERS
 from tests.documents import ROOT, blocks
 
 CHARACTERS = load_tokenizer("CharLevelTokenizer")
@@ -28,11 +27,10 @@ def source_of_the_guide() -> str:
 
 @pytest.fixture
 def csv_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Steps 1 and 2 of the guide: the module that the page shows, and its rows in the two tables."""
+    """Steps 1 and 2 of the guide: the module that the page shows, and its row in the table."""
     (tmp_path / "csv_of_the_guide.py").write_text(source_of_the_guide())
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(READERS, "csv", importlib.import_module("csv_of_the_guide").CsvReader)
-    monkeypatch.setitem(KEY_READERS, "fields", (*KEY_READERS["fields"], "csv"))
     yield
     sys.modules.pop("csv_of_the_guide")
 
