@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -303,6 +303,33 @@ class Figures:
         if labels[0] in self._recalls:
             panel = Panel((), "length as a multiple of the training length L", "recall", y_range=SHARES)
         return Figure("perplexity", "", "", *panels(arranged(lines, self._members, panel)))
+
+    def rates(self, groups: Mapping[str, Mapping[str, str]]) -> Figure:
+        """Return a plot of the last validation loss against the learning rate, as means over seeds.
+
+        `groups` maps the title of each panel to its lines, and the name of a line to that of its models without their
+        rates: `RoFormer, 64` for the models `RoFormer, 64, 1e-3` and `RoFormer, 64, 2e-3`.
+        """
+        panel = Panel((), "learning rate, in thousandths", "validation loss, in nats")
+        made = []
+        for title, names in groups.items():
+            lines = []
+            for name, beginning in names.items():
+                losses = self.losses(beginning)
+                rates = tuple(sorted(losses))
+                lines.append(Line(name, tuple(1e3 * rate for rate in rates), tuple(losses[rate] for rate in rates)))
+            made.append(replace(panel, title=title, lines=tuple(lines)))
+        return Figure("rates", "", "", *panels(made))
+
+    def losses(self, beginning: str) -> dict[float, float]:
+        """Return the last validation losses of the models `BEGINNING, RATE`, as means over seeds, by rate."""
+        found = {}
+        for label in self.labels:
+            model, _, rate = label.rpartition(", ")
+            if model == beginning:
+                losses = list(self.logarithms("validation perplexity", label).values())
+                found[float(rate)] = sum(losses) / len(losses)
+        return found
 
     def heads(self, labels: Sequence[str]) -> Figure:
         """Return a plot of the scores in the retrieval heads of the labels against length, as means over seeds."""

@@ -15,6 +15,7 @@ from megatron_coca.ablation.figures import Figures
 from megatron_coca.ablation.file import DeclaredContrast
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.report.plots.figures import PAGE, drawn
 from megatron_coca.evaluation.results import write_record
 from megatron_coca.evaluation.statistics import bootstrap_interval, estimate
 from megatron_coca.evaluation.suite import Command
@@ -312,3 +313,17 @@ def test_a_weighted_contrast(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said.startswith("At 16 times ") and ", a minus b, large minus small (recall): +0.57 (" in said
     del by_label["b, small"][1]
     assert figures.sequence() == [], "a seed that one label lacks is no pair"
+
+
+def test_losses_by_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only of the models that are named so. The plot has a point for every rate, from left to right."""
+    losses = {"a, 64, 4e-3": {1: 2.0, 2: 3.0}, "a, 64, 1e-3": {1: 4.0}, "a, 128, 1e-3": {1: 5.0}, "64, 1e-3": {1: 9.0}}
+    figures = Figures(SimpleNamespace(models={}), [])  # type: ignore[arg-type]
+    monkeypatch.setattr(Figures, "labels", list(losses))
+    monkeypatch.setattr(figures, "logarithms", lambda quantity, label: losses[label])
+    assert figures.losses("a, 64") == {4e-3: 2.5, 1e-3: 4.0} and figures.losses("a, 12") == {}
+    canvas = drawn(figures.rates({"a": {"64": "a, 64", "128": "a, 128"}, "b": {"64": "64"}}), PAGE)
+    narrow, wide = canvas.axes[0].lines[:2]
+    assert np.asarray(narrow.get_xydata()).round(9).tolist() == [[1.0, 4.0], [4.0, 2.5]]
+    assert np.asarray(wide.get_xydata()).tolist() == [[1.0, 5.0]]
+    assert [axes.get_title() for axes in canvas.axes] == ["a", "b"]
