@@ -444,7 +444,7 @@ def test_chunks_are_those_of_transformers(length: int) -> None:
 
 
 def test_a_backend_without_gates_says_so() -> None:
-    with pytest.raises(ValueError, match="attention_backend: flex .* forgetting gates need one call"):
+    with pytest.raises(ValueError, match="attention_backend: flex .* forgetting gates need a call"):
         config = configured(forgetting_gate="fox")
         find_backend("flex", build_method(config.position, config.model).needs("cuda", 0.0))
 
